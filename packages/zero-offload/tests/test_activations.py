@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_offload import offload_activations
-from zero_offload._activation_tiers import Form, HostActivations
+from zero_offload._activation_tiers import HostActivations, TensorForm
 
 
 class Block(nn.Module):
@@ -171,10 +171,10 @@ def test_a_graph_may_be_used_twice(tmp_path: Path) -> None:
 
 def test_strides_come_back(tmp_path: Path) -> None:
     image = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    form = Form.of(image)
+    form = TensorForm.of(image)
     assert form.empty().is_contiguous(memory_format=torch.channels_last)
     part = torch.randn(10, 10)[2:7, ::2]
-    assert Form.of(part).nbytes == 5 * 5 * 4
+    assert TensorForm.of(part).nbytes == 5 * 5 * 4
     with offload_activations(nn.Identity(), tier="nvme", path=tmp_path, min_bytes=1, device="cpu") as offload:
         images, parts = image.clone().requires_grad_(), part.clone().requires_grad_()
         loss = images.permute(0, 2, 3, 1).exp().sum() + parts.t().exp().sum()

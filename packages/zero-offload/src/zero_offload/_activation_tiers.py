@@ -1,4 +1,4 @@
-"""Bring a saved activation to the host or to files, and back."""
+"""Move a saved activation to the host or to files, and back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._protocols import Request
 from .ends import HostUse
 from .trace import Trace
 
-__all__ = ["ActivationTier", "FiledActivations", "Form", "HostActivations"]
+__all__ = ["ActivationTier", "FiledActivations", "TensorForm", "HostActivations"]
 
 
-class Form(NamedTuple):
-    """The form of a tensor in memory; ``stride`` is dense."""
+class TensorForm(NamedTuple):
+    """Shape, strides, dtype and device of a tensor; the strides are dense."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,52 +27,60 @@ class Form(NamedTuple):
     device: torch.device
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Form:
-        """The form of a tensor, with its strides where they are dense, else those of a contiguous one."""
+    def of(tensor: torch.Tensor) -> TensorForm:
+        """Return the form of a tensor; strides that are not dense are replaced by those of a dense tensor in the same
+        order.
+        """
         stride = torch.empty_like(tensor, device="meta").stride()
-        return Form(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.device)
+        return TensorForm(tuple(tensor.shape), tuple(stride), tensor.dtype, tensor.device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Return the bytes of the elements."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """A tensor of this form over the first bytes of ``memory`` (uint8)."""
+        """Return a tensor of this form over the first bytes of ``memory`` (uint8)."""
         return memory[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
     def empty(self) -> torch.Tensor:
-        """A new tensor of this form, on its device."""
+        """Return a new tensor of this form, on its device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class ActivationTier(Protocol):
-    """`save` once; then `start` and `finish`, as often as wanted; `free` when nobody will ask again."""
+    """Call order: `save` once; then `start` and `finish`, any number of times; `free` when it will not be
+    needed again.
+    """
 
-    def save(self, tensor: torch.Tensor, form: Form) -> Any:
-        """Take a copy away; returns where it is."""
+    def save(self, tensor: torch.Tensor, form: TensorForm) -> Any:
+        """Start copying a tensor to the tier; return its place, for `start` and `free`. The tensor may be freed at
+        once.
+        """
 
-    def start(self, place: Any, form: Form) -> Any:
-        """Start bringing it back."""
+    def start(self, place: Any, form: TensorForm) -> Any:
+        """Start bringing a saved tensor back to its device; return a handle for `finish`."""
 
     def finish(self, started: Any) -> torch.Tensor:
-        """The tensor that was started."""
+        """Return the tensor whose way back was started, ready for use on the current stream."""
 
     def free(self, place: Any) -> None:
-        """The copy is not needed any more."""
+        """Release the place of a saved tensor for reuse."""
 
     def flush(self) -> None:
-        """Block until what was saved is where it belongs."""
+        """Block until every saved tensor has arrived on the tier; raise the first write that failed."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes by tier: what is kept now."""
+        """Return the bytes held now by tier: ``host`` and ``nvme``."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free the memory and remove the files."""
 
 
 class HostActivations:
-    """To host memory and back on a stream beside compute. Blocks of equal size are used again."""
+    """Activations in host memory, copied on a stream beside compute. Freed blocks are reused for tensors of
+    equal size.
+    """
 
     def __init__(self, device: torch.device, trace: Trace | None) -> None:
         self._copy_stream = CopyStream(device, trace, "activations, device")
@@ -80,7 +88,7 @@ class HostActivations:
         self._free: dict[int, list[HostBlock]] = {}
         self._kept_bytes = 0
 
-    def save(self, tensor: torch.Tensor, form: Form) -> HostBlock:
+    def save(self, tensor: torch.Tensor, form: TensorForm) -> HostBlock:
         waiting = self._free.get(form.nbytes)
         if waiting:
             block = waiting.pop()
@@ -90,7 +98,7 @@ class HostActivations:
         self._copy_stream.copy(form.over(block.tensor), tensor)
         return block
 
-    def start(self, place: HostBlock, form: Form) -> tuple[torch.Tensor, torch.Event | None]:
+    def start(self, place: HostBlock, form: TensorForm) -> tuple[torch.Tensor, torch.Event | None]:
         target = form.empty()
         return target, self._copy_stream.copy(target, form.over(place.tensor))
 
@@ -113,7 +121,7 @@ class HostActivations:
 
 
 class FiledActivations:
-    """To files and back through buffers that are on their way; at most ``in_flight_bytes`` of them, or one."""
+    """Activations in files. Buffers being written hold at most ``in_flight_bytes``, or one tensor if that is larger."""
 
     def __init__(
         self,
@@ -138,34 +146,34 @@ class FiledActivations:
         self._count = 0
         self._file_bytes = 0
 
-    def save(self, tensor: torch.Tensor, form: Form) -> str:
+    def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
         waiting = self._free.get(form.nbytes)
         name = waiting.pop() if waiting else self._new_name(form)
         while self._writing and self._writing_bytes + page_rounded(form.nbytes) > self._limit:
-            self._oldest()
+            self._finish_oldest_write()
         buffer = aligned_buffer(page_rounded(form.nbytes), HostUse("buffers of activations"))
         event = self._copy_stream.copy(form.over(buffer), tensor)
         if event is not None:
             event.synchronize()
         with naming(name, "write"):
             request = self._store.write(name, buffer[: form.nbytes])
-        self._follow("activations out", name, form, request)
+        self._trace_transfer("activations out", name, form, request)
         self._writing.append((name, request, buffer))
         self._writing_bytes += buffer.numel()
         while self._writing and self._writing[0][1].done():
-            self._oldest()
+            self._finish_oldest_write()
         return name
 
-    def start(self, place: str, form: Form) -> tuple[str, Request, torch.Tensor, Form]:
+    def start(self, place: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
         with naming(place, "read"):
             request = self._store.read(place, flat)
-        self._follow("activations in", place, form, request)
+        self._trace_transfer("activations in", place, form, request)
         return place, request, flat, form
 
-    def finish(self, started: tuple[str, Request, torch.Tensor, Form]) -> torch.Tensor:
+    def finish(self, started: tuple[str, Request, torch.Tensor, TensorForm]) -> torch.Tensor:
         place, request, flat, form = started
-        with naming(place, "read"), self._waiting("activations in", place, request):
+        with naming(place, "read"), self._trace_wait("activations in", place, request):
             request.wait()
         if self._on_cpu:
             return form.over(flat)
@@ -178,7 +186,7 @@ class FiledActivations:
 
     def flush(self) -> None:
         while self._writing:
-            self._oldest()
+            self._finish_oldest_write()
 
     def memory(self) -> dict[str, int]:
         return {"host": self._writing_bytes, "nvme": self._file_bytes}
@@ -187,22 +195,25 @@ class FiledActivations:
         self._store.close(remove=True)
         self._writing.clear()
 
-    def _new_name(self, form: Form) -> str:
+    def _new_name(self, form: TensorForm) -> str:
+        """Return a name for a new extent of this form; it ends with its bytes, which `free` reads from it."""
         self._count += 1
         self._file_bytes += form.nbytes
         return f"activation {self._count} of {'x'.join(map(str, form.shape))} {form.dtype} bytes x{form.nbytes}"
 
-    def _oldest(self) -> None:
+    def _finish_oldest_write(self) -> None:
+        """Wait for the oldest write and free its buffer."""
         name, request, buffer = self._writing.popleft()
         self._writing_bytes -= buffer.numel()
-        with naming(name, "write"), self._waiting("activations out", name, request):
+        with naming(name, "write"), self._trace_wait("activations out", name, request):
             request.wait()
 
-    def _follow(self, hop: str, name: str, form: Form, request: Request) -> None:
+    def _trace_transfer(self, hop: str, name: str, form: TensorForm, request: Request) -> None:
         if self._trace is not None:
             self._trace.follow(hop, name, form.nbytes, request.wait)
 
-    def _waiting(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
+    def _trace_wait(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
+        """Return a context that traces the wait for a request; an empty one if it has ended."""
         if self._trace is None or request.done():
             return nullcontext()
         return self._trace.span(hop, name, waiting=True)

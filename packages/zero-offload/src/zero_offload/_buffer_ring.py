@@ -32,7 +32,7 @@ class BufferedExtent:
 
 @dataclass(frozen=True)
 class BufferContent:
-    """Extents that come and go together in one buffer of at least ``nbytes``."""
+    """Extents that are read and written together in one buffer of at least ``nbytes``; called a pack."""
 
     name: str
     parts: tuple[BufferedExtent, ...]
@@ -40,8 +40,8 @@ class BufferContent:
 
 
 def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
-    """A pack of (extent name, offset, bytes) pieces, each as far from a page boundary in memory as in its extent, so
-    that direct I/O needs no copy.
+    """Return a pack of (extent name, offset, bytes) pieces. Each piece has the same distance to a page boundary in
+    memory as in its extent, so that direct I/O needs no copy.
     """
     parts: list[BufferedExtent] = []
     position = 0
@@ -54,7 +54,7 @@ def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
 
 @dataclass
 class _Slot:
-    """One buffer. It is free (no pack), idle (a pack nobody holds) or held."""
+    """One buffer. It is free (no pack), idle (a pack without holders) or held."""
 
     memory: torch.Tensor
     pack: BufferContent | None = None
@@ -65,16 +65,17 @@ class _Slot:
     hinted: int = 0  # when it was last prefetched
     pending: list[tuple[BufferedExtent, Request]] = field(default_factory=list)
 
-    def settled(self) -> bool:
+    def transfers_done(self) -> bool:
+        """Return whether all its transfers have ended."""
         return all(request.done() for _, request in self.pending)
 
 
 class BufferRing:
     """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
 
-    A pack stays in its buffer until the buffer is needed, so what fits is not read again. With ``fixed`` a larger pack
-    is refused. ``pin`` registers the buffers with an accelerator. ``trace`` gets the transfers as "<hop> in" and "<hop>
-    out". Not for several threads.
+    A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit. With
+    ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an accelerator. ``trace`` gets
+    the transfers as "<hop> in" and "<hop> out". Not thread-safe.
     """
 
     def __init__(
@@ -100,36 +101,39 @@ class BufferRing:
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory of all buffers, in whole pages."""
+        """Return the bytes of host memory of all buffers, in whole pages."""
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
     def prefetch(self, packs: Iterable[BufferContent]) -> None:
-        """Start reading packs into buffers that are free now, and keep those that are here; stop where none is free."""
+        """Start reading packs into free buffers, in this order, and protect packs that are already in a buffer; stop
+        when no buffer is free.
+        """
         for pack in packs:
             known = self._find(pack)
             if known is not None:
                 if not known.holders:
-                    self._hint(known)
+                    self._mark_prefetched(known)
                 continue
-            slot = self._free_now()
+            slot = self._take_free()
             if slot is None:
                 return
             self._read(slot, pack)
-            self._hint(slot)
+            self._mark_prefetched(slot)
 
     def is_here(self, pack: BufferContent) -> bool:
         """Return whether `acquire` would return at once."""
         slot = self._find(pack)
-        return slot is not None and slot.settled()
+        return slot is not None and slot.transfers_done()
 
     def acquire(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
-        """The pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is arbitrary.
+        """Return the pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is
+        arbitrary.
 
-        Raises ShardError for a transfer that failed, StoreFullError when every buffer is held.
+        Raises ShardError for a failed transfer, StoreFullError when every buffer is held.
         """
         slot = self._find(pack)
         if slot is None:
-            slot = self._vacate()
+            slot = self._take_needed()
             if fresh:
                 self._fit(slot, pack)
                 slot.pack = pack
@@ -137,11 +141,13 @@ class BufferRing:
                 self._read(slot, pack)
         self._settle(slot)
         slot.holders += 1
-        self._touch(slot)
+        self._mark_used(slot)
         return slot.memory[: pack.nbytes]
 
     def release(self, pack: BufferContent, *, dirty: bool) -> None:
-        """Give a pack back. Where anyone who held it says ``dirty``, the last release starts writing it."""
+        """End one `acquire`. The last release starts writing the pack if any holder passed ``dirty`` (it changed the
+        bytes).
+        """
         slot = self._find(pack)
         if slot is None or slot.holders == 0:
             raise ShardError(f"'{pack.name}' was released but not acquired", tensor=pack.name)
@@ -151,44 +157,51 @@ class BufferRing:
             self._write(slot, pack)
 
     def drop(self, pack: BufferContent) -> None:
-        """Give a pack back that nobody wrote, and forget it: its extents will change."""
+        """End one `acquire` by a holder that wrote nothing, and forget the buffer's content, because the extents will
+        change.
+        """
         self.release(pack, dirty=False)
         self.remove(pack)
 
     def remove(self, pack: BufferContent) -> None:
-        """Forget what a buffer has of a pack that nobody holds; nothing of it may be under way."""
+        """Forget the buffered content of a pack without holders; none of its transfers may be under way."""
         slot = self._find(pack)
         if slot is not None and not slot.holders:
             slot.pack = None
 
     def discard(self, pack: BufferContent) -> None:
-        """Give a held pack back without keeping what was written to its buffer."""
+        """End all holds on a pack and throw away its buffered content unwritten."""
         slot = self._find(pack)
         if slot is not None:
             self._abandon(slot)
 
     def forget(self) -> None:
-        """Drop everything, whatever became of its transfers, which are waited for: all of it will be written anew."""
+        """Empty every buffer, after waiting for its transfers and ignoring their failures: all data will be written
+        anew.
+        """
         for slot in self._slots:
             with suppress(ShardError):
                 self._settle(slot)
             slot.pack, slot.holders, slot.dirty = None, 0, False
 
     def flush(self) -> None:
-        """Block until every write has ended; raise the first that failed, after all have ended."""
+        """Block until every transfer has ended, then raise the first one that failed."""
         with ExitStack() as stack:
             for slot in self._slots:
                 stack.callback(self._settle, slot)
 
     def _find(self, pack: BufferContent) -> _Slot | None:
+        """Return the buffer that holds a pack; None if it is in none."""
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
-    def _free_now(self) -> _Slot | None:
-        """A buffer that can be taken without waiting and holds nothing that is about to be used."""
+    def _take_free(self) -> _Slot | None:
+        """Empty and return a buffer that can be taken without waiting and whose content is not about to be used; None
+        if there is none.
+        """
         idle = [
             slot
             for slot in self._slots
-            if slot.pack is None or (not slot.holders and not self._is_awaited(slot) and slot.settled())
+            if slot.pack is None or (not slot.holders and not self._is_awaited(slot) and slot.transfers_done())
         ]
         slot = min(idle, key=lambda slot: (slot.pack is not None, slot.used), default=None)
         if slot is not None:
@@ -196,9 +209,11 @@ class BufferRing:
             slot.pack = None
         return slot
 
-    def _vacate(self) -> _Slot:
-        """A buffer for a pack that is needed now: a free one, else the longest unused, else the last one prefetched."""
-        slot = self._free_now()
+    def _take_needed(self) -> _Slot:
+        """Empty and return a buffer for a pack that is needed now: a free one, else the least recently used, else the
+        last in the ring. StoreFullError if all are held.
+        """
+        slot = self._take_free()
         if slot is not None:
             return slot
         idle = [slot for slot in self._slots if not slot.holders]
@@ -212,35 +227,39 @@ class BufferRing:
         return slot
 
     def _read(self, slot: _Slot, pack: BufferContent) -> None:
+        """Assign a buffer to a pack and start reading it."""
         self._fit(slot, pack)
         slot.pack = pack
         slot.writing = False
         try:
             for part in pack.parts:
                 with naming(part.name, "read"):
-                    request = self._store.read(part.name, self._memory(slot, part), part.extent_offset)
-                self._follow("in", part, request)
+                    request = self._store.read(part.name, self._memory_of(slot, part), part.extent_offset)
+                self._trace_transfer("in", part, request)
                 slot.pending.append((part, request))
         except BaseException:
             self._abandon(slot)
             raise
 
     def _write(self, slot: _Slot, pack: BufferContent) -> None:
+        """Start writing a buffer's pack to its extents."""
         slot.writing, slot.dirty = True, False
         try:
             for part in pack.parts:
                 with naming(part.name, "write"):
-                    request = self._store.write(part.name, self._memory(slot, part), part.extent_offset)
-                self._follow("out", part, request)
+                    request = self._store.write(part.name, self._memory_of(slot, part), part.extent_offset)
+                self._trace_transfer("out", part, request)
                 slot.pending.append((part, request))
         except BaseException:
             self._abandon(slot)
             raise
 
     def _settle(self, slot: _Slot) -> None:
-        """Wait for a buffer's transfers; a failed one empties the buffer: it is not what the store holds."""
+        """Wait for a buffer's transfers; a failed one empties the buffer, whose content differs from the store's
+        then.
+        """
         try:
-            with self._waiting(slot):
+            with self._trace_wait(slot):
                 while slot.pending:
                     part, request = slot.pending[-1]
                     with naming(part.name, "write" if slot.writing else "read"):
@@ -251,23 +270,28 @@ class BufferRing:
             raise
         slot.writing = False
 
-    def _follow(self, way: str, part: BufferedExtent, request: Request) -> None:
+    def _trace_transfer(self, way: str, part: BufferedExtent, request: Request) -> None:
+        """Trace a transfer until it ends; ``way`` is "in" or "out"."""
         if self._trace is not None:
             self._trace.follow(f"{self._hop} {way}", part.name, part.nbytes, request.wait)
 
-    def _waiting(self, slot: _Slot) -> AbstractContextManager[None]:
-        if self._trace is None or slot.pack is None or slot.settled():
+    def _trace_wait(self, slot: _Slot) -> AbstractContextManager[None]:
+        """Return a context that traces the wait for a buffer's transfers; an empty one if there is nothing to wait
+        for.
+        """
+        if self._trace is None or slot.pack is None or slot.transfers_done():
             return nullcontext()
         return self._trace.span(f"{self._hop} {'out' if slot.writing else 'in'}", slot.pack.name, waiting=True)
 
     def _abandon(self, slot: _Slot) -> None:
-        """Empty a buffer whose transfer failed; new memory, since other transfers may still use the old."""
+        """Empty a buffer and give it new memory, since transfers under way may still use the old one."""
         nbytes = slot.memory.numel()
         slot.pack, slot.holders, slot.dirty, slot.writing, slot.used = None, 0, False, False, 0
         slot.pending.clear()
         slot.memory = self._buffer(nbytes)
 
     def _fit(self, slot: _Slot, pack: BufferContent) -> None:
+        """Give a buffer enough memory for a pack; StoreFullError if the buffers have a fixed size."""
         if slot.memory.numel() >= pack.nbytes:
             return
         if self._fixed:
@@ -281,16 +305,21 @@ class BufferRing:
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 
-    def _memory(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
+    def _memory_of(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
+        """Return the bytes of a buffer that hold one extent's part."""
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
 
-    def _hint(self, slot: _Slot) -> None:
+    def _mark_prefetched(self, slot: _Slot) -> None:
+        """Mark a buffer as prefetched and not yet used."""
         slot.used, slot.hinted = 0, self._clock
 
     def _is_awaited(self, slot: _Slot) -> bool:
-        """Return whether a buffer was prefetched and will be used; what nobody asked for in a long time will not."""
+        """Return whether a buffer was prefetched and its use is still expected; the expectation ends after a number of
+        other uses.
+        """
         return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 
-    def _touch(self, slot: _Slot) -> None:
+    def _mark_used(self, slot: _Slot) -> None:
+        """Mark a buffer as used now."""
         self._clock += 1
         slot.used = self._clock

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and the host that run beside compute. On the CPU they happen at once."""
+"""Copies between an accelerator and the host that run beside compute. On the CPU they are synchronous."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CopyStream", "DeviceCopies", "compute_device"]
 
 
 def compute_device(device: torch.device | str | None) -> torch.device:
-    """The device given, else the current accelerator, else the CPU."""
+    """Return the device given, else the current accelerator, else the CPU."""
     if device is not None:
         return torch.device(device)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -23,7 +23,7 @@ def compute_device(device: torch.device | str | None) -> torch.device:
 
 
 class CopyStream:
-    """One stream for copies to and from ``device``. ``trace`` gets them as ``hop``."""
+    """One stream for copies to and from ``device``; ``trace`` records them under the name ``hop``."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None, hop: str = "") -> None:
         self.device = device
@@ -32,9 +32,10 @@ class CopyStream:
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
-        """Start ``target.copy_(source)`` after everything queued on the current stream; None when it is done already.
+        """Start ``target.copy_(source)`` after the work queued on the current stream; return its event, or None if the
+        copy is done already.
 
-        Neither tensor may be written until the event has happened.
+        Neither tensor may be written until the event has completed.
         """
         if self._stream is None:
             with nullcontext() if self._trace is None else self._trace.span(self._hop, "copy", nbytes_of(target)):
@@ -52,7 +53,7 @@ class CopyStream:
         return event
 
     def join(self, event: torch.Event | None) -> None:
-        """Make the current stream wait for a copy; the host goes on."""
+        """Make the current stream wait for a copy; the host does not block."""
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
@@ -63,52 +64,52 @@ class CopyStream:
 
 
 class DeviceCopies:
-    """Shards on the compute device, with the events that say when they have arrived or left."""
+    """The device copies of shards by name, with the events that mark the end of each copy in either direction."""
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
         self.stream = CopyStream(device, trace, "shards, device")
-        self._here: dict[str, tuple[torch.Tensor, torch.Event | None]] = {}
+        self._on_device: dict[str, tuple[torch.Tensor, torch.Event | None]] = {}
         self._leaving: dict[str, torch.Event | None] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._here
+        return name in self._on_device
 
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
-        """Start bringing a shard; the event tells when ``host`` may be written again."""
+        """Start copying a shard to the device; the event returned completes when ``host`` may be written again."""
         self.settle(name)
         copy = torch.empty_like(host, device=self.stream.device)
         event = self.stream.copy(copy, host)
-        self._here[name] = (copy, event)
+        self._on_device[name] = (copy, event)
         return event
 
     def get(self, name: str) -> torch.Tensor:
-        """A shard that was fetched, valid for work queued on the current stream from now on."""
-        copy, event = self._here[name]
+        """Return the device copy of a fetched shard, valid for work queued on the current stream from now on."""
+        copy, event = self._on_device[name]
         self.stream.join(event)
         return copy
 
     def send_back(self, name: str, host: torch.Tensor) -> None:
-        """Start taking the copy's content to ``host``."""
-        self._leaving[name] = self.stream.copy(host, self._here[name][0])
+        """Start copying the device's content to ``host``."""
+        self._leaving[name] = self.stream.copy(host, self._on_device[name][0])
 
     def drop(self, name: str) -> None:
-        """Let the device's memory go; the host's may be read until the event of `fetch`."""
-        self._here.pop(name, None)
+        """Free the device's copy; ``host`` may be read until the event of `fetch`."""
+        self._on_device.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Let the device's memory go; return when nothing reads or writes the host's any more."""
+        """Free the device's copy; return when no copy reads or writes the host's memory any more."""
         self.settle(name)
-        _, event = self._here.pop(name, (None, None))
+        _, event = self._on_device.pop(name, (None, None))
         if event is not None:
             event.synchronize()
 
     def settle(self, name: str) -> None:
-        """Block until what was sent back under this name has arrived."""
+        """Block until a shard that was sent back has arrived on the host; return at once if none was."""
         event = self._leaving.pop(name, None)
         if event is not None:
             event.synchronize()
 
     def flush(self) -> None:
-        """Block until everything sent back has arrived."""
+        """Block until every shard that was sent back has arrived."""
         for name in list(self._leaving):
             self.settle(name)

@@ -1,4 +1,4 @@
-"""The door to zero-nvme-aio: the only file that imports it (the `nvme` extra)."""
+"""The only file that imports zero-nvme-aio (the `nvme` extra)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DTYPE_NAMES", "NvmePath", "aligned_buffer", "folders", "naming", "op
 
 NvmePath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-#: The names that files give to element types; what is not here is stored as bytes.
+#: The names of element types in files; other types are stored as bytes (U8).
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,7 +40,7 @@ def _library() -> Any:
 
 
 def folders(path: NvmePath) -> list[str]:
-    """The folders of a store as strings; ValueError when there is none."""
+    """Return the folders of a store as strings; ValueError when there is none."""
     found = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else [os.fspath(p) for p in path]
     if not found or not all(found):
         raise ValueError(f"path: expected one folder or several, got {path!r}")
@@ -50,10 +50,10 @@ def folders(path: NvmePath) -> list[str]:
 def open_extents(
     paths: Sequence[str], *, prefix: str, checksums: bool, verify: bool, engine: Any = None
 ) -> ExtentStore:
-    """An empty extent store; what a killed process left there under the same prefix is removed, sealed or not: a
-    checkpoint has links of its own.
+    """Return an empty extent store. Files that a killed process left under the same prefix are removed, sealed ones
+    too: a checkpoint has its own links to them.
 
-    Raises OffloadError when another process uses it.
+    Raises OffloadError while another process uses the store, and for folders that cannot be used.
     """
     library = _library()
     ends = current_ends()
@@ -78,7 +78,7 @@ def open_extents(
 
 
 def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
-    """Remove the sealed generations of a store that nobody uses; AioError when somebody does."""
+    """Remove the sealed generations of a store that no process has open; AioError while one has."""
     library = _library()
     try:
         library.ExtentStore(list(paths), prefix=prefix, resume=True).close(remove=True)
@@ -90,7 +90,7 @@ def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
 
 
 def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
-    """``nbytes`` of host memory that direct I/O needs no copy for, as uint8; pinned where ``use`` says so."""
+    """Return ``nbytes`` of host memory, as uint8, aligned for direct I/O; pinned if ``use`` says so."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     ends = current_ends()
@@ -104,12 +104,14 @@ def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
 
 @contextmanager
 def naming(tensor: str, action: str) -> Iterator[None]:
-    """Turn an error of the I/O library into a typed one that names the tensor, the file and the offset."""
+    """Turn an error of the I/O library raised inside into a ShardError that names the tensor, the file and the
+    offset.
+    """
     library = _library()
     try:
         yield
     except library.AioError as error:
-        kind = _kind(library.errors, error)
+        kind = _shard_error_class(library.errors, error)
         where = "" if error.path is None else f" ('{error.path}' at offset {error.offset})"
         raise kind(
             f"cannot {action} '{tensor}'{where}: {error}",
@@ -119,7 +121,8 @@ def naming(tensor: str, action: str) -> Iterator[None]:
         ) from error
 
 
-def _kind(errors: Any, error: Exception) -> Callable[..., ShardError]:
+def _shard_error_class(errors: Any, error: Exception) -> Callable[..., ShardError]:
+    """Return the exception class that stands for an error of the I/O library."""
     if isinstance(error, (errors.ChecksumError, errors.EndOfFileError)):
         return ShardCorruptError
     if isinstance(error, errors.NoSpaceError):

@@ -17,19 +17,19 @@ PAGE = mmap.PAGESIZE
 
 
 def page_rounded(nbytes: int) -> int:
-    """The next multiple of the page size."""
+    """Return ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 class HostBlock:
     """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
 
-    ``use.pin``: see `pin_memory`.
+    Pinned if ``use.pin`` (see `pin_memory`).
     """
 
     def __init__(self, nbytes: int, use: HostUse) -> None:
@@ -43,12 +43,14 @@ class HostBlock:
             pin_memory(self.tensor)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements of ``dtype`` at a byte offset that is a multiple of the element size."""
+        """Return ``numel`` elements of ``dtype`` at ``offset_bytes``, a multiple of the element size, as a 1-D
+        tensor.
+        """
         return self.tensor[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
 
 def anonymous_memory(nbytes: int) -> torch.Tensor:
-    """``nbytes`` of zeroed, page-aligned memory of the system, as uint8."""
+    """Return ``nbytes`` of zeroed, page-aligned memory of the system, as uint8."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,9 +60,10 @@ def anonymous_memory(nbytes: int) -> torch.Tensor:
 
 
 def pin_memory(memory: torch.Tensor) -> bool:
-    """Register host memory with CUDA for as long as this tensor lives, so that copies run beside compute.
+    """Register host memory with CUDA for as long as this tensor lives, so that copies run beside compute. Return
+    whether it is registered.
 
-    Where that is refused the memory stays pageable, and a warning says why.
+    If it cannot be registered the memory stays pageable, and a warning says why.
     """
     if not torch.cuda.is_available():
         reason = "only CUDA and ROCm can register memory of an exact size"

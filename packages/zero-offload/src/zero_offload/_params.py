@@ -1,4 +1,4 @@
-"""Parameters as shards: each parameter is a shard of one fragment."""
+"""Parameters as shards: each parameter is a shard with one fragment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _ANCHOR = 256
 
 @dataclass(eq=False)
 class Member:
-    """A parameter that is updated, its name and its group. ``version``: of the weights that the masters stand for."""
+    """A parameter that is updated, its name and the number of its group. ``version``: the parameter's autograd version
+    when its weights last equalled its masters; None if they never did.
+    """
 
     name: str
     param: torch.nn.Parameter
@@ -28,7 +30,7 @@ class Member:
 
 
 def plans(members: Sequence[Member]) -> list[ShardPlan]:
-    """A shard for each parameter that has elements, in order."""
+    """Return a shard plan for each parameter that has elements, in order."""
     made: list[ShardPlan] = []
     position = 0
     for member in members:
@@ -43,21 +45,21 @@ def plans(members: Sequence[Member]) -> list[ShardPlan]:
 
 
 class ParameterWeights:
-    """Lends the parameters' own memory."""
+    """Lends the parameters' own memory as the update's weights."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._params = {member.name: member.param for member in members}
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """The parameter, flat."""
+        """Return the parameter, flat."""
         return self._params[name].detach().view(-1)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """Give back weights that are written completely."""
+        """Do nothing: the parameter's own memory was written."""
 
 
 def check_parameter(member: Member) -> None:
-    """TypeError, naming the parameter, for one that cannot be updated."""
+    """Raise TypeError, naming the parameter, if its dtype cannot be updated on its device."""
     param = member.param
     if param.dtype not in KERNEL_DTYPES or (param.dtype == torch.float64 and param.device.type != "cpu"):
         raise TypeError(
@@ -67,7 +69,7 @@ def check_parameter(member: Member) -> None:
 
 
 def check_gradient(member: Member) -> None:
-    """TypeError or ValueError, naming the parameter, for a gradient that the kernels cannot read."""
+    """Raise TypeError or ValueError, naming the parameter, if the kernels cannot read its gradient."""
     param, grad = member.param, member.param.grad
     if not param.is_contiguous():
         raise ValueError(
@@ -87,28 +89,30 @@ def check_gradient(member: Member) -> None:
 
 
 def flat_gradient(member: Member) -> torch.Tensor | None:
-    """The gradient that autograd left, 1-D and contiguous."""
+    """Return the gradient in ``p.grad``, 1-D and contiguous; None if there is none."""
     grad = member.param.grad
     return None if grad is None else grad.detach().contiguous().view(-1)
 
 
 class GradientHooks:
-    """Hands each gradient over as soon as autograd has finished it, and frees the parameter's."""
+    """Passes each parameter's gradient to ``take`` as soon as autograd has finished it, then sets ``p.grad``
+    to None.
+    """
 
     def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], None]) -> None:
         self._take = take
         self._handles: list[RemovableHandle] = [
-            member.param.register_post_accumulate_grad_hook(partial(self._arrived, member))  # type: ignore[no-untyped-call]
+            member.param.register_post_accumulate_grad_hook(partial(self._hand_over, member))  # type: ignore[no-untyped-call]
             for member in members
             if member.param.numel()
         ]
 
     def close(self) -> None:
-        """Take no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
-    def _arrived(self, member: Member, param: torch.Tensor) -> None:
+    def _hand_over(self, member: Member, param: torch.Tensor) -> None:
         check_gradient(member)
         grad = flat_gradient(member)
         if grad is not None:

@@ -9,17 +9,17 @@ __all__ = ["Extent", "ExtentStore", "Generation", "Request"]
 
 
 class Request(Protocol):
-    """A transfer under way. Named as what satisfies it."""
+    """A transfer under way. Named as the class that satisfies it."""
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether it has ended, successfully or not."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it has ended; return the bytes moved or raise its error."""
 
 
 class Extent(Protocol):
-    """A range of a name's bytes in a file. Named as what satisfies it."""
+    """A range of a name's bytes in a file. Named as the class that satisfies it."""
 
     @property
     def path(self) -> str: ...
@@ -36,7 +36,9 @@ class Extent(Protocol):
 
 
 class Generation(Protocol):
-    """The extents written between two seals; their files are never written again. Named as what satisfies it."""
+    """The extents written between two seals; their files are never written again. Named as the class that
+    satisfies it.
+    """
 
     @property
     def index(self) -> int: ...
@@ -48,38 +50,38 @@ class Generation(Protocol):
     def kind(self) -> str: ...
 
     def release(self) -> None:
-        """Let the store remove the files once it needs them no more."""
+        """Allow the store to remove the files as soon as it does not need them itself."""
 
     def make_durable(self) -> None:
-        """Have it survive a crash; on any thread."""
+        """Sync the files, so that they survive a crash; callable from any thread."""
 
 
 class ExtentStore(Protocol):
-    """Byte ranges with names, in files, in generations. Named as what satisfies it."""
+    """Named byte ranges in files, in generations. Named as the class that satisfies it."""
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
-        """Say how large a name is before it is written."""
+        """Fix the size and element type of a name before it is written."""
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> Request:
-        """Start writing into the open generation."""
+        """Start writing ``data`` at an offset of the name, into the open generation."""
 
     def read(self, name: str, out: Any, offset_bytes: int = 0) -> Request:
-        """Start reading from the newest generation that holds the bytes."""
+        """Start reading into ``out`` from the newest generation that holds the bytes."""
 
     def seal(self, *, durable: bool = True) -> Generation:
-        """End the open generation, which is never written again; a crash it survives only if ``durable``."""
+        """End the open generation, which is never written again; it survives a crash only if ``durable``."""
 
     def carried_bytes(self) -> int:
-        """Bytes that `seal` would copy if it were called now."""
+        """Return the bytes that `seal` would copy now."""
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
-        """Return the extents that hold each name now, over all generations."""
+        """Return the current extents of each name, over all generations."""
 
     def flush(self) -> None:
-        """Wait for everything submitted."""
+        """Wait for all submitted transfers."""
 
     def bytes_written(self) -> int:
-        """Bytes handed to `write` so far."""
+        """Return the bytes passed to `write` so far."""
 
     def close(self, *, remove: bool) -> None:
-        """Close; with ``remove`` the files go."""
+        """Close the store; with ``remove`` delete its files."""

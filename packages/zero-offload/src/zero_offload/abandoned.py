@@ -1,4 +1,4 @@
-"""Stores that nobody will open again: those of ranks that a job had before and has no more."""
+"""Removal of stores that no process will open again: those of ranks that a job no longer has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["remove_stores"]
 
 
 def remove_stores(path: NvmePath, gone: Callable[[str], bool]) -> list[str]:
-    """Remove every store in the folders of ``path`` of whose prefix ``gone`` is true; return the prefixes.
+    """Remove every store in the folders of ``path`` for whose prefix ``gone`` returns True; return the removed
+    prefixes.
 
     A store that a process has open stays. The links that checkpoints have to its files stay valid. Raises OffloadError
     for folders that cannot be read or written.

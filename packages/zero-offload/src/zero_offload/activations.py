@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._activation_tiers import ActivationTier, FiledActivations, Form, HostActivations
+from ._activation_tiers import ActivationTier, FiledActivations, HostActivations, TensorForm
 from ._copy_streams import compute_device
 from ._extents import NvmePath, folders
 from .trace import Trace
@@ -19,9 +19,12 @@ __all__ = ["offload_activations"]
 
 
 class _Saved:
-    """A tensor that was taken away; autograd holds this instead of it."""
+    """A tensor that was moved to the tier; autograd holds this object in its place.
 
-    def __init__(self, number: int, form: Form, place: Any) -> None:
+    ``started``: the tier's handle while it is on its way back. ``restored``: the tensor, once back, while it lives.
+    """
+
+    def __init__(self, number: int, form: TensorForm, place: Any) -> None:
         self.number = number
         self.form = form
         self.place = place
@@ -30,18 +33,19 @@ class _Saved:
 
 
 class offload_activations:
-    """A context for the forward pass: what autograd saves for backward goes to a tier and comes back in time.
+    """A context for the forward pass that moves tensors which autograd saves to a tier and brings them back for
+    backward.
 
-    ``keep``: the model, whose parameters and buffers stay where they are, or a function that says which tensors stay.
-    ``tier="host"`` needs an accelerator to be of use: on the CPU everything is on the host already and nothing moves.
-    ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); at most ``in_flight_bytes`` of
-    host memory are on their way to them. Tensors below ``min_bytes`` stay. In backward the next ``prefetch`` saved
-    tensors are started when one is used. ``checksums``, ``verify``, ``prefix``, ``engine`` and ``trace`` are those of
-    `NvmeStore`.
+    ``keep``: the model, whose parameters and buffers stay where they are, or a function that returns True for a tensor
+    that stays. ``tier="host"`` needs an accelerator to be of use: on the CPU everything is on the host already and
+    nothing moves. ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); buffers being
+    written hold at most ``in_flight_bytes`` of host memory. Tensors below ``min_bytes`` stay. When backward uses a
+    saved tensor, the next ``prefetch`` ones start on their way back. ``checksums``, ``verify``, ``prefix``, ``engine``
+    and ``trace`` are those of `NvmeStore`.
 
-    Enter it anew for every forward pass; backward runs outside or inside of it. `close` sweeps the files, as does
+    Enter it anew for every forward pass; backward runs outside or inside of it. The files are removed by `close` and at
     garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
-    kinds name the tensor, the file and the offset.
+    subclasses name the tensor, the file and the offset.
     """
 
     def __init__(
@@ -109,18 +113,25 @@ class offload_activations:
         self._known.clear()
 
     def memory(self) -> dict[str, int]:
-        """Bytes now: ``host`` (kept, or on their way to files) and ``nvme`` (files)."""
+        """Return the bytes held now: ``host`` (saved tensors, or buffers being written to files) and ``nvme``
+        (files).
+        """
         return self._tier.memory()
 
     def flush(self) -> None:
-        """Block until what was saved is on its tier; raise the first write that failed."""
+        """Block until every saved tensor has arrived on its tier; raise the first write that failed."""
         self._tier.flush()
 
     def close(self) -> None:
-        """Remove the files; graphs that still wait for backward cannot run it any more. May be called twice."""
+        """Free the memory and remove the files; backward can no longer run on graphs whose tensors were moved. May be
+        called twice.
+        """
         self._finalizer()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        """Move a tensor that autograd saves to the tier; return what autograd keeps: the tensor itself if it is not
+        moved.
+        """
         if not self._moves or not self._is_movable(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -130,7 +141,7 @@ class offload_activations:
             found = reference()
             if found is not None and not alive.expired():  # type: ignore[no-untyped-call]
                 return found  # several operations saved the same tensor
-        form = Form.of(tensor)
+        form = TensorForm.of(tensor)
         saved = _Saved(self._count, form, self._tier.save(tensor, form))
         self._count += 1
         self._saved[saved.number] = saved
@@ -139,6 +150,9 @@ class offload_activations:
         return saved
 
     def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
+        """Return the tensor of a packed one, and start bringing back the ones saved just before it, which backward uses
+        next.
+        """
         if isinstance(packed, torch.Tensor):
             return packed
         tensor = None if packed.restored is None else packed.restored()
@@ -154,10 +168,12 @@ class offload_activations:
         return tensor
 
     def _start(self, saved: _Saved) -> None:
+        """Start bringing a saved tensor back, unless it is on its way."""
         if saved.started is None:
             saved.started = self._tier.start(saved.place, saved.form)
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is dense, plain, on the device, of ``min_bytes`` or more, and not to be kept."""
         if tensor.device.type != self._device.type or tensor.layout != torch.strided:
             return False
         if tensor.numel() * tensor.element_size() < max(1, self._min_bytes) or type(tensor) is not torch.Tensor:

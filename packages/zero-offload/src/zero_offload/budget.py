@@ -1,4 +1,6 @@
-"""Preflight: say what will be needed, and be refused before anything is allocated instead of being killed later."""
+"""Preflight checks: compare all needs with the limits before anything is allocated, so that a job is refused, not
+killed.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,16 @@ class Demand:
 
 
 class HostBudget:
-    """Collects what is needed and compares it with what this process may take.
+    """Collects the needs of this process and compares them with its limits.
 
     Limits are those of cgroups v1 and v2 (all groups above the process), MemAvailable, RLIMIT_DATA and RLIMIT_AS for
-    ``memory``; RLIMIT_MEMLOCK for ``locked``; /dev/shm for ``shared``; the free space of each file system for
-    ``disk``. ``reserve_bytes`` of memory stay untouched, by default 256 MiB, but no more than a quarter of what is free
-    (a small control group has no room for more). ``limits`` replaces what is read from the system.
+    ``memory``; RLIMIT_MEMLOCK for ``locked``; /dev/shm for ``shared``; the free space of each file system for ``disk``.
+    ``reserve_bytes`` of memory stay free, by default 256 MiB, but at most a quarter of the free memory (a small cgroup
+    has no room for more). ``limits`` replaces the limits read from the system.
 
-    ``processes`` on this host have the same needs at the same time: each may take its share of what they have in
-    common. ``barrier`` is called in `check` once the limits are read, so that nobody allocates before all have read.
+    ``processes`` on this host have the same needs at the same time: each gets an equal share of the limits they have in
+    common. ``barrier`` is called in `check` once the limits are read, so that no process allocates before all have read
+    them.
     """
 
     def __init__(
@@ -67,11 +70,11 @@ class HostBudget:
 
     @property
     def needs(self) -> tuple[Demand, ...]:
-        """The demands so far."""
+        """Return the needs added so far."""
         return tuple(self._needs)
 
     def need(self, purpose: str, nbytes: int, resource: Resource = "memory", *, path: str | None = None) -> None:
-        """Add a need. ``path`` (a folder, which may not exist yet) is required for disk space and only then."""
+        """Add a need. ``path`` (a folder, which may not exist yet) is required for ``disk`` and refused otherwise."""
         if resource not in _ADVICE:
             raise ValueError(f"resource: expected one of {', '.join(_ADVICE)}, got {resource!r}")
         if nbytes < 0:
@@ -81,13 +84,13 @@ class HostBudget:
         self._needs.append(Demand(purpose, nbytes, resource, path))
 
     def copy(self) -> HostBudget:
-        """Another budget with the same limits and needs, to try out what would fit."""
+        """Return another budget with the same limits and needs, to try out what would fit. It has no ``barrier``."""
         made = HostBudget(reserve_bytes=self.reserve_bytes, limits=self._given, processes=self.processes)
         made._needs = list(self._needs)
         return made
 
     def check(self) -> None:
-        """Raise BudgetError, with the table, when any resource does not suffice."""
+        """Raise BudgetError, with the table, if any resource does not suffice."""
         totals = self._totals()
         short = [(title, advice) for title, advice, needed, limit in totals if needed > limit.free]
         if self._barrier is not None:
@@ -98,7 +101,7 @@ class HostBudget:
             raise BudgetError(f"this does not fit here:\n{table}\n{told}", table)
 
     def table(self) -> str:
-        """Return what needs what, and what there is, one line each."""
+        """Return the needs, their sum and the limit of each resource as text, one per line."""
         return self._table(self._totals())
 
     def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:
@@ -106,15 +109,15 @@ class HostBudget:
         for title, _, needed, limit in totals:
             for need in self._needs:
                 if self._title(need) == title:
-                    rows.append((title, need.purpose, _bytes(need.nbytes)))
-            verdict = "" if needed <= limit.free else f"   short of {_bytes(needed - limit.free)}"
-            rows.append((title, "needed together", _bytes(needed)))
-            rows.append((title, f"allowed by {limit.source}", _bytes(limit.free) + verdict))
+                    rows.append((title, need.purpose, _format_bytes(need.nbytes)))
+            verdict = "" if needed <= limit.free else f"   short of {_format_bytes(needed - limit.free)}"
+            rows.append((title, "needed together", _format_bytes(needed)))
+            rows.append((title, f"allowed by {limit.source}", _format_bytes(limit.free) + verdict))
         widths = [max((len(row[column]) for row in rows), default=0) for column in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 
     def free(self, resource: Resource, *, path: str | None = None) -> Limit:
-        """The tightest limit on a resource as it is now."""
+        """Return the tightest current limit on a resource; ``path`` names the folder for ``disk``."""
         if self._given is not None and resource in self._given:
             found = list(self._given[resource])
         elif resource == "disk":
@@ -128,19 +131,19 @@ class HostBudget:
         return min((self._share(limit, resource) for limit in found), key=lambda limit: limit.free)
 
     def _share(self, limit: Limit, resource: Resource) -> Limit:
-        """Return the limit with what this process may take under it."""
+        """Return the limit less the reserve, divided among the processes that share it."""
         source, free = limit.source, limit.free
         reserve = 0
         if resource == "memory":
             reserve = min(_RESERVE, free // 4) if self.reserve_bytes is None else self.reserve_bytes
         if reserve:
-            source, free = f"{source} less {_bytes(reserve)} kept free", max(0, free - reserve)
+            source, free = f"{source} less {_format_bytes(reserve)} kept free", max(0, free - reserve)
         if self.processes > 1 and not limit.own:
             source, free = f"{source}, shared by {self.processes} processes", free // self.processes
         return Limit(source, free, limit.own)
 
     def _totals(self) -> list[tuple[str, str, int, Limit]]:
-        """(title, advice, bytes needed, tightest limit) of each resource that something needs."""
+        """Return (title, advice, bytes needed, tightest limit) of each resource that is needed."""
         groups: dict[str, list[Demand]] = {}
         for need in self._needs:
             groups.setdefault(self._title(need), []).append(need)
@@ -155,21 +158,22 @@ class HostBudget:
         ]
 
     def _title(self, need: Demand) -> str:
+        """Return the heading of a need's resource: for disk space one heading per file system."""
         if need.resource != "disk":
             return _TITLES[need.resource]
         return f"disk of {_mount_point(str(need.path))}"
 
 
 def _mount_point(path: str) -> str:
-    """The root of the file system that a path is or will be on: several paths may share one."""
+    """Return the mount point of the file system that a path is or will be on."""
     folder = os.path.realpath(path)
     while not os.path.ismount(folder):
         folder = os.path.dirname(folder)
     return folder
 
 
-def _bytes(count: int) -> str:
-    """A count of bytes for a person, exact below."""
+def _format_bytes(count: int) -> str:
+    """Return a count of bytes as text: rounded with a binary unit, and exact in brackets."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
             return f"{count / size:.2f} {unit} ({count} bytes)"

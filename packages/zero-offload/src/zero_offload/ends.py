@@ -1,4 +1,4 @@
-"""The ends of the tiers: memory of the host, and engines that move bytes to and from files; others in a context."""
+"""Replaceable sources of the host memory and the I/O engines that the tiers use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["HostUse", "TierEnds", "current_ends", "tier_ends"]
 
 
 class HostUse(NamedTuple):
-    """The use of a block of host memory: ``purpose`` in words, ``parts`` its users by name, with bytes.
+    """The use of a block of host memory: ``purpose`` in words, ``parts`` the names that use it, with bytes.
 
-    ``pin``: wanted pinned. ``on_device``: not offloaded; the device is the host.
+    ``pin``: it should be pinned. ``on_device``: it stands for device memory (not offloaded, and the device is the CPU).
     """
 
     purpose: str
@@ -25,28 +25,30 @@ class HostUse(NamedTuple):
 
 
 class TierEnds(Protocol):
-    """Stands in for the system under the tiers."""
+    """Provides the tiers with host memory and I/O engines in place of the system."""
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        """Return ``nbytes`` of zeroed host memory as uint8."""
+        """Return ``nbytes`` of zeroed host memory as uint8. Called for every block that a tier allocates."""
 
     def io_engine(self, given: Any) -> Any:
-        """Return the engine of a store of files in the place of the one given, which may be None."""
+        """Return the engine that a store of files shall use. ``given``: the engine its user asked for; None for the
+        default.
+        """
 
 
 _ENDS: ContextVar[TierEnds | None] = ContextVar("zero_offload_ends", default=None)
 
 
 def current_ends() -> TierEnds | None:
-    """Return what stands in for the system in this context, or None."""
+    """Return the `TierEnds` of this context; None where the system is used."""
     return _ENDS.get()
 
 
 @contextmanager
 def tier_ends(ends: TierEnds) -> Iterator[None]:
-    """Have the tiers made in this context take memory and engines from ``ends``: for a dry run, or to be counted.
+    """Make the tiers created in this context take memory and engines from ``ends``, to simulate or to count them.
 
-    Threads that begin inside see the system.
+    Threads started inside use the system.
     """
     token = _ENDS.set(ends)
     try:

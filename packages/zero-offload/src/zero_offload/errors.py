@@ -1,4 +1,4 @@
-"""Everything this package raises for reasons of its own."""
+"""All exceptions of this package."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ class MissingExtraError(OffloadError, ImportError):
 
 
 class BudgetError(OffloadError, MemoryError):
-    """Raised where what was asked for does not fit; the message has the table of what needs what. ``table`` is that
-    table alone."""
+    """The needs exceed a limit; the message has the table of needs and limits, ``table`` is that table alone."""
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message)
@@ -23,7 +22,7 @@ class BudgetError(OffloadError, MemoryError):
 
 
 class ShardError(OffloadError):
-    """A named tensor could not be brought from its tier or taken to it.
+    """A named tensor could not be read from its tier or written to it.
 
     ``tensor``: the name. ``path``: the file, ``offset_bytes``: the position in it; None where no file is involved.
     """
@@ -38,8 +37,8 @@ class ShardError(OffloadError):
 
 
 class ShardCorruptError(ShardError):
-    """The file does not hold what was written to it: it is too short, or its checksum is another."""
+    """The file differs from the data written to it: it is too short, or its checksum does not match."""
 
 
 class StoreFullError(ShardError):
-    """There is no room: on the file system, in the user's quota, or among the store's buffers."""
+    """There is no room: on the file system, in the user's quota, or in the store's buffers."""

@@ -16,14 +16,15 @@ __all__ = ["HostStore", "check_shard"]
 
 
 class HostStore:
-    """Keeps named 1-D shards in host memory of exactly their size and brings them to the compute device.
+    """Keeps named 1-D shards in host memory of exactly their size and copies them to the compute device.
 
-    ``device``: where `acquire` puts them, by default the current accelerator. With an accelerator the memory is pinned
-    and copies run beside compute, on a stream of their own; on the CPU `acquire` returns the kept shard itself.
+    ``device``: the device on which `acquire` returns shards, by default the current accelerator. With an accelerator
+    the memory is pinned and copies run beside compute, on a stream of their own; on the CPU `acquire` returns the kept
+    shard itself.
 
     Call order per shard: `put`, then any number of `prefetch` (optional), `acquire`, use, `release`; `flush` before
-    anything else reads the host's copy. `borrow` and `give_back` are for work on the host. ShardError names a shard
-    that is unknown. ``pin`` false keeps the memory pageable. ``trace`` records what moves.
+    anything else reads the host's copy. `borrow` and `give_back` are for work on the host. An unknown name raises
+    ShardError. ``pin`` false keeps the memory pageable. ``trace`` records the copies.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class HostStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory of all shards: the sum of their sizes, nothing else."""
+        """Return the bytes of host memory that all shards take: the sum of their sizes, without overhead."""
         return sum(map(nbytes_of, self._shards.values()))
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Copy a new shard (1-D, any dtype) into the store, in place of one of the same name that nobody holds."""
+        """Copy a new shard (1-D, any dtype) into the store; it replaces one of the same name. ShardError while that one
+        is acquired.
+        """
         check_shard(name, shard)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
@@ -56,7 +59,7 @@ class HostStore:
         self._shards[name].copy_(shard.detach())
 
     def acquire(self, name: str) -> torch.Tensor:
-        """The shard on the compute device, valid until `release`; may be nested."""
+        """Return the shard on the compute device, valid until `release`; calls may nest."""
         host = self._shard_named(name)
         self._holders[name] = self._holders.get(name, 0) + 1
         if self._copies is None:
@@ -66,7 +69,9 @@ class HostStore:
         return self._copies.get(name)
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """The caller is done; where anyone who held the shard says ``dirty``, the last release takes it to the host."""
+        """End one `acquire`. The last release copies the shard back to the host if any holder passed ``dirty`` (it
+        changed the shard), and frees the device's copy.
+        """
         host = self._shard_named(name)
         if not self._holders.get(name):
             raise ShardError(f"'{name}' was released but not acquired", tensor=name)
@@ -81,7 +86,9 @@ class HostStore:
         self._copies.drop(name)
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """The shard in host memory, writable until it is given back; ShardError while it is acquired."""
+        """Return the shard in host memory, writable until `give_back`; ShardError while it is acquired. ``fresh`` is
+        accepted for `NvmeStore`'s sake and changes nothing.
+        """
         host = self._shard_named(name)
         if self._copies is not None:
             if self._holders.get(name):
@@ -90,23 +97,23 @@ class HostStore:
         return host
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """The borrower is done: what it wrote is what is kept."""
+        """End one `borrow`. The shard was changed in place, so nothing is copied; ``dirty`` is ignored."""
         self._shard_named(name)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start bringing shards that will be acquired soon, in this order."""
+        """Start copying these shards to the device, in this order, before they are acquired."""
         for name in names:
             host = self._shard_named(name)
             if self._copies is not None and name not in self._copies:
                 self._copies.fetch(name, host)
 
     def flush(self) -> None:
-        """Return when everything released has reached the host."""
+        """Block until every released shard has arrived in host memory."""
         if self._copies is not None:
             self._copies.flush()
 
     def discard(self, name: str) -> None:
-        """Forget a shard that nobody holds, and free its memory."""
+        """Forget a shard and free its memory; ShardError while it is acquired."""
         self._shard_named(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
@@ -115,7 +122,7 @@ class HostStore:
         del self._shards[name], self._blocks[name]
 
     def close(self) -> None:
-        """Let all shards go. May be called twice."""
+        """Forget all shards and free their memory. May be called twice."""
         if self._copies is not None:
             for name in self._shards:
                 self._copies.forget(name)
@@ -127,13 +134,13 @@ class HostStore:
         return name in self._shards
 
     def _shard_named(self, name: str) -> torch.Tensor:
-        """Return a shard in host memory; raise `ShardError` by name where there is none."""
+        """Return a shard in host memory; raise `ShardError` if there is none of this name."""
         if name not in self._shards:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._shards[name]
 
 
 def check_shard(name: str, shard: torch.Tensor) -> None:
-    """ValueError for a shard that is not flat."""
+    """Raise ValueError if a shard is not 1-D."""
     if shard.dim() != 1:
         raise ValueError(f"'{name}': expected a shard of one dimension, got shape {tuple(shard.shape)}")

@@ -1,4 +1,4 @@
-"""Limits of what this process may take: memory, locked memory, shared memory and disk space, each with its source."""
+"""Limits on this process's memory, locked memory, shared memory and disk space, each with its source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that are ``free`` under one rule, and the rule's name. ``own``: it binds this process alone."""
+    """``free`` bytes under one limit, and its name in ``source``. ``own``: it binds this process alone."""
 
     source: str
     free: int
@@ -27,9 +27,11 @@ class Limit:
 
 
 def memory_limits(root: Path = Path("/")) -> list[Limit]:
-    """Every bound on this process's memory: MemAvailable, each cgroup (v1 or v2) above it, RLIMIT_DATA and RLIMIT_AS.
+    """Return every limit on this process's memory: MemAvailable, each cgroup (v1 or v2) above it, RLIMIT_DATA and
+    RLIMIT_AS.
 
-    Page cache that the kernel can drop (inactive_file) does not count as used. ``root``: where /proc is looked for.
+    Page cache that the kernel can drop (inactive_file) does not count as used. ``root``: the folder that holds
+    ``proc``.
     """
     available = _mem_available(root)
     found = [Limit("MemAvailable", psutil.virtual_memory().available if available is None else available)]
@@ -43,9 +45,11 @@ def memory_limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def locked_limits(root: Path = Path("/")) -> list[Limit]:
-    """RLIMIT_MEMLOCK less what is locked already; nothing when unlimited or the process may ignore it."""
+    """Return RLIMIT_MEMLOCK less the memory already locked; an empty list if unlimited or if CAP_IPC_LOCK lifts the
+    limit.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    fields = _fields(root / "proc/self/status")
+    fields = _read_fields(root / "proc/self/status")
     if soft == resource.RLIM_INFINITY or int(fields.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1:
         return []
     locked = int(fields.get("VmLck", "0 kB").split()[0]) * 1024
@@ -53,12 +57,12 @@ def locked_limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def shared_limits(path: str = "/dev/shm") -> list[Limit]:
-    """Free bytes of the shared-memory file system; nothing where there is none."""
+    """Return the free bytes of the shared-memory file system; an empty list if there is none."""
     return [Limit(path, disk_limit(path).free)] if os.path.isdir(path) else []
 
 
 def disk_limit(path: str) -> Limit:
-    """Free bytes, for this user, of the file system that ``path`` is or will be on."""
+    """Return the free bytes, for this user, of the file system that ``path`` is or will be on."""
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -67,11 +71,13 @@ def disk_limit(path: str) -> Limit:
 
 
 def _mem_available(root: Path) -> int | None:
-    text = _fields(root / "proc/meminfo").get("MemAvailable")
+    """Return MemAvailable of /proc/meminfo in bytes; None if the file or the field is missing."""
+    text = _read_fields(root / "proc/meminfo").get("MemAvailable")
     return None if text is None else int(text.split()[0]) * 1024
 
 
-def _fields(path: Path) -> dict[str, str]:
+def _read_fields(path: Path) -> dict[str, str]:
+    """Return the ``key: value`` lines of a file; empty if there is no such file."""
     if not path.exists():
         return {}
     lines = (line.partition(":") for line in path.read_text().splitlines())
@@ -79,7 +85,7 @@ def _fields(path: Path) -> dict[str, str]:
 
 
 def _cgroup_limits(root: Path) -> list[Limit]:
-    """The limits of the cgroup of this process and of all groups above it."""
+    """Return the limits of this process's cgroup and of all groups above it."""
     listing, mounts = root / "proc/self/cgroup", root / "proc/self/mountinfo"
     if not listing.exists() or not mounts.exists():
         return []
@@ -89,7 +95,7 @@ def _cgroup_limits(root: Path) -> list[Limit]:
         path = own.get("") if kind == "v2" else next((p for c, p in own.items() if "memory" in c.split(",")), None)
         if path is None:
             continue
-        for folder in _up(root / mount_point.lstrip("/"), mount_root, path):
+        for folder in _groups_up_from(root / mount_point.lstrip("/"), mount_root, path):
             limit = _limit_v2(folder) if kind == "v2" else _limit_v1(folder)
             if limit is not None:
                 found.append(limit)
@@ -97,7 +103,7 @@ def _cgroup_limits(root: Path) -> list[Limit]:
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
-    """(version, root within the hierarchy, mount point) of each mount that can bound memory."""
+    """Yield (version, root within the hierarchy, mount point) of each mount whose groups can limit memory."""
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         root, point = before.split()[3:5]
@@ -108,8 +114,10 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
             yield "v1", root, point
 
 
-def _up(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
-    """The folders from the group at ``path`` up to the mount; a container sees only what lies below ``mount_root``."""
+def _groups_up_from(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
+    """Yield the folders from the group at ``path`` up to the mount; a container sees only groups below
+    ``mount_root``.
+    """
     relative = os.path.relpath(path, mount_root) if mount_root != "/" else path.lstrip("/")
     folder = mount if relative.startswith("..") else mount / relative
     while True:
@@ -121,32 +129,35 @@ def _up(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
 
 
 def _limit_v2(folder: Path) -> Limit | None:
-    bounds = [_number(folder / name) for name in ("memory.max", "memory.high")]
-    used = _number(folder / "memory.current")
+    """Return the limit of one cgroup v2; None if it sets none."""
+    bounds = [_read_number(folder / name) for name in ("memory.max", "memory.high")]
+    used = _read_number(folder / "memory.current")
     if used is None or all(bound is None for bound in bounds):
         return None
     bound = min(bound for bound in bounds if bound is not None)
-    used -= _stat(folder / "memory.stat", "inactive_file")
+    used -= _stat_value(folder / "memory.stat", "inactive_file")
     return Limit(f"cgroup v2 {folder}", max(0, bound - used))
 
 
 def _limit_v1(folder: Path) -> Limit | None:
-    bound, used = (_number(folder / f"memory.{name}_in_bytes") for name in ("limit", "usage"))
+    """Return the limit of one cgroup v1; None if it sets none."""
+    bound, used = (_read_number(folder / f"memory.{name}_in_bytes") for name in ("limit", "usage"))
     if bound is None or used is None or bound >= _UNLIMITED:
         return None
-    used -= _stat(folder / "memory.stat", "total_inactive_file")
+    used -= _stat_value(folder / "memory.stat", "total_inactive_file")
     return Limit(f"cgroup v1 {folder}", max(0, bound - used))
 
 
-def _number(path: Path) -> int | None:
-    """The number in a file; None for a file that is not there or says "max"."""
+def _read_number(path: Path) -> int | None:
+    """Return the number in a file; None if there is no such file or it says "max"."""
     if not path.exists():
         return None
     text = path.read_text().strip()
     return int(text) if text.isdecimal() else None
 
 
-def _stat(path: Path, key: str) -> int:
+def _stat_value(path: Path, key: str) -> int:
+    """Return the value of ``key`` in a file of "key value" lines; 0 if there is none."""
     if not path.exists():
         return 0
     rows = (line.split() for line in path.read_text().splitlines())

@@ -26,17 +26,18 @@ __all__ = ["NvmeStore"]
 class NvmeStore:
     """Keeps named 1-D shards in files and brings them to the compute device through a ring of host buffers.
 
-    ``path``: a folder, or several (one per device) to stripe over. ``buffer_count`` buffers are all the host memory
-    that it takes, of ``buffer_bytes`` each (a larger shard is refused), or where that is 0 as large as the shards they
-    carried; and besides them the first shards that fit ``host_bytes``, which stay in host memory and are never written.
-    ``checksums`` are recorded as data is written, ``verify`` compares them on every read. ``prefix`` begins the file
-    names: two stores in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share. ``pin`` and
-    ``trace`` are those of `HostStore`.
+    ``path``: a folder, or several (one per device) to stripe over. Host memory holds ``buffer_count`` buffers of
+    ``buffer_bytes`` each (a larger shard is refused; 0: each buffer grows to the largest shard that it carried). The
+    first shards that fit into ``host_bytes`` stay in host memory besides and are never written to files. ``checksums``
+    are recorded as data is written, ``verify`` compares them on every read. ``prefix`` begins the file names: two
+    stores in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share. ``pin`` and ``trace`` are
+    those of `HostStore`.
 
     At most ``buffer_count`` shards are held or on their way to the device at a time.
 
-    The files are swept by `close`, at garbage collection and at exit; those of a killed process go when the next store
-    opens the same path and prefix. ShardError and its kinds name the tensor, the file and the offset.
+    The files are removed by `close`, at garbage collection and at exit; files that a killed process left behind are
+    removed when the next store opens the same path and prefix. ShardError and its subclasses name the tensor, the file
+    and the offset.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class NvmeStore:
     ) -> None:
         self.device = compute_device(device)
         self._store = open_extents(folders(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
-        self._finalizer = weakref.finalize(self, _sweep, self._store)
+        self._finalizer = weakref.finalize(self, _close_and_remove, self._store)
         self._ring = BufferRing(
             self._store,
             buffer_count=buffer_count,
@@ -76,35 +77,41 @@ class NvmeStore:
         self._in_host: set[str] = set()
         self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
         self._generations: list[Generation] = []
-        self._travelling: deque[tuple[torch.Event | None, BufferContent]] = (
+        self._copying: deque[tuple[torch.Event | None, BufferContent]] = (
             deque()
         )  # buffers that copies to the device read
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory held: the ring's buffers in whole pages, and the shards within ``host_bytes``."""
+        """Return the bytes of host memory held: the ring's buffers in whole pages, and the shards within
+        ``host_bytes``.
+        """
         return self._ring.resident_bytes + self._host.resident_bytes
 
     @property
     def lends_at_most(self) -> int:
-        """Shards that can be held or borrowed together."""
+        """Return how many shards can be held or borrowed at a time."""
         return self._buffer_count
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the shards that live in files."""
+        """Return the bytes of the shards that are kept in files."""
         return sum(part.nbytes for pack, _ in self._packs.values() for part in pack.parts)
 
     def bytes_written(self) -> int:
-        """Bytes written to the files so far: what wears a drive."""
+        """Return the bytes written to the files so far, which is what wears a drive."""
         return self._store.bytes_written()
 
     def bytes_written_per_day(self) -> float:
-        """`bytes_written` at the pace since this store was made, in bytes per day."""
+        """Return `bytes_written` at the average rate since this store was made, in bytes per day."""
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Take a new shard (1-D, any dtype), in place of one of the same name, size and dtype that nobody holds."""
+        """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype; writing starts, `flush`
+        waits for it.
+
+        ShardError for another size or dtype, and while the shard to be replaced is acquired.
+        """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
             self._host.put(name, shard)
@@ -123,30 +130,32 @@ class NvmeStore:
         self._store.declare(name, pack.parts[0].nbytes, DTYPE_NAMES.get(shard.dtype, "U8"))
         if self._copies is not None:
             self._copies.forget(name)
-        buffer = self._take(pack, fresh=True)
+        buffer = self._acquire_buffer(pack, fresh=True)
         buffer[: nbytes_of(shard)].view(shard.dtype).copy_(shard.detach())
         self._ring.release(pack, dirty=True)
 
     def acquire(self, name: str) -> torch.Tensor:
-        """The shard on the compute device, valid until `release`; may be nested."""
+        """Return the shard on the compute device, valid until `release`; calls may nest."""
         if name in self._in_host:
             return self._host.acquire(name)
-        pack, dtype = self._known(name)
+        pack, dtype = self._filed_shard(name)
         if self._copies is None:
-            shard = _typed(self._take(pack), pack, dtype)
+            shard = _typed(self._acquire_buffer(pack), pack, dtype)
         else:
             if name not in self._copies:
-                self._to_device(self._copies, name)
+                self._start_copy_to_device(self._copies, name)
             shard = self._copies.get(name)
         self._holders[name] = self._holders.get(name, 0) + 1
         return shard
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """The caller is done; where anyone who held the shard says ``dirty``, the last release starts writing it."""
+        """End one `acquire`. The last release starts writing the shard to its file if any holder passed ``dirty`` (it
+        changed the shard).
+        """
         if name in self._in_host:
             self._host.release(name, dirty=dirty)
             return
-        pack, dtype = self._known(name)
+        pack, dtype = self._filed_shard(name)
         if not self._holders.get(name):
             raise ShardError(f"'{name}' was released but not acquired", tensor=name)
         self._holders[name] -= 1
@@ -158,66 +167,68 @@ class NvmeStore:
         if self._holders[name]:
             return
         if name in self._dirty:
-            self._copies.send_back(name, _typed(self._take(pack, fresh=True), pack, dtype))
+            self._copies.send_back(name, _typed(self._acquire_buffer(pack, fresh=True), pack, dtype))
             self._copies.settle(name)
             self._ring.release(pack, dirty=True)
         self._dirty.discard(name)
         self._copies.drop(name)
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """The shard in host memory, writable until it is given back; ShardError while it is acquired.
+        """Return the shard in host memory, writable until `give_back`; ShardError while it is acquired.
 
-        With ``fresh`` it is not read: its content is arbitrary, and all of it is to be written.
+        With ``fresh`` the file is not read: the content is arbitrary, and the borrower must write all of it.
         """
         if name in self._in_host:
             return self._host.borrow(name)
-        pack, dtype = self._known(name)
+        pack, dtype = self._filed_shard(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before borrowing it", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
-        return _typed(self._take(pack, fresh=fresh), pack, dtype)
+        return _typed(self._acquire_buffer(pack, fresh=fresh), pack, dtype)
 
     def expect(self, names: Sequence[str]) -> None:
         """Start reading shards that will be borrowed soon, in this order, as far as buffers are free."""
-        self._arrived()
-        self._ring.prefetch(self._known(name)[0] for name in names if name not in self._in_host)
+        self._release_arrived()
+        self._ring.prefetch(self._filed_shard(name)[0] for name in names if name not in self._in_host)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """The borrower is done; with ``dirty`` the shard is written to its file."""
+        """End one `borrow`; with ``dirty`` start writing the shard to its file."""
         if name in self._in_host:
             self._host.give_back(name, dirty=dirty)
         else:
-            self._ring.release(self._known(name)[0], dirty=dirty)
+            self._ring.release(self._filed_shard(name)[0], dirty=dirty)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start bringing shards that will be acquired soon, in this order, as far as buffers are free.
+        """Start bringing shards that will be acquired soon to the device, in this order, as far as buffers are free.
 
-        Call it often: a shard whose reading has ended goes on to the device only then.
+        Call it often: a shard that has been read from its file starts on its way to the device only in such a call.
         """
         self._host.prefetch([name for name in names if name in self._in_host])
         wanted = [name for name in names if name not in self._in_host]
         if self._copies is not None:
-            self._arrived()
+            self._release_arrived()
             for name in wanted:
-                pack = self._known(name)[0]
-                if name not in self._copies and self._ring.is_here(pack) and len(self._travelling) < self._buffer_count:
-                    self._to_device(self._copies, name)
+                pack = self._filed_shard(name)[0]
+                if name not in self._copies and self._ring.is_here(pack) and len(self._copying) < self._buffer_count:
+                    self._start_copy_to_device(self._copies, name)
             wanted = [name for name in wanted if name not in self._copies]
-        self._ring.prefetch(self._known(name)[0] for name in wanted)
+        self._ring.prefetch(self._filed_shard(name)[0] for name in wanted)
 
     def discard(self, name: str) -> None:
-        """Forget a shard that nobody holds. A shard of the same name and size uses its place in the files again."""
+        """Forget a shard; ShardError while it is acquired. A later shard of the same name and size reuses its space in
+        the files.
+        """
         if name in self._in_host:
             self._host.discard(name)
             self._in_host.discard(name)
             return
-        pack, _ = self._known(name)
+        pack, _ = self._filed_shard(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
-        self._arrived()
+        self._release_arrived()
         self._ring.flush()
         self._ring.remove(pack)
         del self._packs[name]
@@ -226,28 +237,29 @@ class NvmeStore:
         return name in self._in_host or name in self._packs
 
     def flush(self) -> None:
-        """Return when everything released has reached its tier; raise the first write that failed."""
+        """Block until every released shard has reached its tier; raise the first write that failed."""
         self._host.flush()
         self._ring.flush()
 
     def carried_bytes(self) -> int:
-        """Bytes that `seal` would copy if it were called now, of shards not written since the last one."""
+        """Return the bytes that `seal` would copy now: data not written since the last seal that it carries over."""
         with naming("shards", "seal"):
             return self._store.carried_bytes()
 
     @property
     def filed(self) -> frozenset[str]:
-        """The shards that are in files."""
+        """Return the names of the shards that are kept in files."""
         return frozenset(self._packs)
 
     def seal(self, *, durable: bool = True, flush: bool = True) -> Sealed:
-        """Make the files read-only and durable, for a checkpoint to link to; later writes go to new ones. Without
-        ``durable`` what waits for the device is left to `Sealed.make_durable`. Without ``flush``, after `flush` and
-        before anything is written, on any thread, while shards are read.
+        """Make the files read-only and durable, so that a checkpoint can link to them; later writes go to new files.
 
-        Shards that were not written since the last one are taken along by sharing blocks where the file system can;
-        elsewhere they stay in the files they are in, until less than half of those is current. Shards within
-        ``host_bytes`` are ``resident``. ShardError when a write failed.
+        ``durable`` false leaves syncing to `Sealed.make_durable`. ``flush`` false skips the flush: the caller has
+        called `flush` and writes nothing before this returns; then it may run on any thread, while shards are read.
+
+        Shards that were not written since the last seal are carried over by sharing blocks where the file system can do
+        that; elsewhere they stay in their files until less than half of such a file is current. Shards within
+        ``host_bytes`` are listed as ``resident``. ShardError when a write failed.
         """
         if flush:
             self.flush()
@@ -258,7 +270,7 @@ class NvmeStore:
         return sealed
 
     def close(self) -> None:
-        """Wait for what is under way and remove the files. May be called twice."""
+        """Wait for transfers under way and remove the files. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> NvmeStore:
@@ -268,38 +280,43 @@ class NvmeStore:
         self.close()
 
     def _fits_host(self, name: str, shard: torch.Tensor) -> bool:
+        """Return whether a new shard still fits into ``host_bytes``; False for one that is in files already."""
         return name not in self._packs and self._host.resident_bytes + nbytes_of(shard) <= self._host_bytes
 
-    def _to_device(self, copies: DeviceCopies, name: str) -> None:
-        """Start copying a shard from its buffer, which is held until the copy has ended."""
+    def _start_copy_to_device(self, copies: DeviceCopies, name: str) -> None:
+        """Start copying a shard from its buffer to the device; the buffer stays held until the copy has ended."""
         pack, dtype = self._packs[name]
-        event = copies.fetch(name, _typed(self._take(pack), pack, dtype))
-        self._travelling.append((event, pack))
+        event = copies.fetch(name, _typed(self._acquire_buffer(pack), pack, dtype))
+        self._copying.append((event, pack))
 
-    def _take(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
-        """A pack in a buffer; where copies to the device hold all of them, the oldest is waited for."""
-        self._arrived()
-        if len(self._travelling) == self._buffer_count:
-            event, _ = self._travelling[0]
+    def _acquire_buffer(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
+        """Return the buffer that holds ``pack``, read into it unless ``fresh``; while copies to the device hold every
+        buffer, wait for the oldest copy first.
+        """
+        self._release_arrived()
+        if len(self._copying) == self._buffer_count:
+            event, _ = self._copying[0]
             if event is not None:
                 event.synchronize()
-            self._arrived()
+            self._release_arrived()
         return self._ring.acquire(pack, fresh=fresh)
 
-    def _arrived(self) -> None:
-        """Give back the buffers of copies that have ended."""
-        while self._travelling and (self._travelling[0][0] is None or self._travelling[0][0].query()):
-            self._ring.release(self._travelling.popleft()[1], dirty=False)
+    def _release_arrived(self) -> None:
+        """Release the buffers whose copies to the device have ended."""
+        while self._copying and (self._copying[0][0] is None or self._copying[0][0].query()):
+            self._ring.release(self._copying.popleft()[1], dirty=False)
 
-    def _known(self, name: str) -> tuple[BufferContent, torch.dtype]:
+    def _filed_shard(self, name: str) -> tuple[BufferContent, torch.dtype]:
+        """Return the buffer content and dtype of a shard in files; ShardError if there is none of this name."""
         if name not in self._packs:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._packs[name]
 
 
 def _typed(buffer: torch.Tensor, pack: BufferContent, dtype: torch.dtype) -> torch.Tensor:
+    """Return the bytes of a buffer that belong to the shard, as ``dtype``."""
     return buffer[: pack.parts[0].nbytes].view(dtype)
 
 
-def _sweep(store: ExtentStore) -> None:
+def _close_and_remove(store: ExtentStore) -> None:
     store.close(remove=True)

@@ -35,22 +35,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Adam, AdamW, SGD, Adagrad or Lion with masters and states on the host or on NVMe, for one device.
 
     ``model_or_params``: a module, or what a torch optimizer takes. ``optimizer``: a name or a torch class. ``options``
-    are its own (``lr``, ``betas``, …; not ``amsgrad``) and those of `TierOptions` (``tier``, ``path``,
+    are the optimizer's own (``lr``, ``betas``, …; not ``amsgrad``) and those of `TierOptions` (``tier``, ``path``,
     ``sub_group_size``, ``buffer_count``, ``ratio``, ``state_dtype``, ``verify``, …). Parameters are float32, bfloat16,
-    float16 or (on the CPU) float64, contiguous, on one device; states are float32 (float64 for float64) unless
-    ``state_dtype`` says otherwise, 16-bit parameters have a float32 master. Parameters that do not require gradients
-    when this is made are never updated.
+    float16 or (on the CPU) float64, contiguous, on one device. States are float32 (float64 for float64) unless
+    ``state_dtype`` says otherwise; 16-bit parameters have a float32 master. Parameters that do not require gradients at
+    construction are never updated.
 
-    ``gradients``: ``"keep"`` leaves them in ``p.grad``; ``"host"`` and ``"nvme"`` take each one there as soon as
-    backward has finished it, so that ``p.grad`` is None; clip with `clip_grad_norm_`, which works either way.
+    ``gradients``: ``"keep"`` leaves them in ``p.grad``; ``"host"`` and ``"nvme"`` move each gradient there as soon as
+    backward has finished it, and ``p.grad`` becomes None. Clip with `clip_grad_norm_`, which works either way.
     ``delayed`` runs each step beside the next forward and backward, so that weights arrive one step late (see
-    `DelayedUpdate` for what that means); it needs ``gradients="host"``. Call `finish` before reading the weights.
+    `DelayedUpdate`); it needs ``gradients="host"``. Call `finish` before reading the weights.
 
-    ``budget`` collects and checks what is needed before anything is allocated (BudgetError); by default one made from
-    the limits of this process. ``trace`` records what moves.
+    ``budget`` collects the needs and checks them before anything is allocated (BudgetError); by default one with the
+    limits of this process. ``trace`` records the transfers.
 
-    A step that fails in the middle (ShardError and its kinds name tensor, file and offset) leaves weights of both
-    sides of it; further steps are refused until `load_state_dict`.
+    A step that fails in the middle (ShardError and its subclasses name tensor, file and offset) leaves some weights
+    updated and others not; further steps are refused until `load_state_dict`.
     """
 
     def __init__(
@@ -100,12 +100,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 trace=trace,
             )
         self._hooks = None if gradients == "keep" else GradientHooks(self._members, self._update.add_gradient)
-        self._finalizer = weakref.finalize(self, _let_go, self._update, self._hooks)
+        self._finalizer = weakref.finalize(self, _release_all, self._update, self._hooks)
 
     # Construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while the optimizer is made: its memory is of exactly the size needed. ValueError later."""
+        """Add a parameter group; the base class's constructor calls it. ValueError after construction, when the memory
+        has been allocated at its exact size.
+        """
         if self._sealed_groups:
             raise ValueError(
                 "parameter groups cannot be added to an offloaded optimizer; make a new one with all groups"
@@ -113,6 +115,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def _make_members(self) -> list[Member]:
+        """Return the parameters that require gradients, in order, with names and group numbers; TypeError for an
+        unsupported one.
+        """
         members: list[Member] = []
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"param_{number}_{i}" for i in range(len(group["params"]))]
@@ -123,6 +128,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return members
 
     def _one_device(self) -> torch.device:
+        """Return the device of all parameters; ValueError if they are on several."""
         devices = {member.param.device for member in self._members}
         if len(devices) > 1:
             told = ", ".join(sorted(map(str, devices)))
@@ -133,12 +139,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
-        """Have the next `step` clip all gradients together to ``max_norm``; returns their norm before.
+        """Have the next `step` clip all gradients together to ``max_norm``; return their norm before clipping.
 
-        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients are not touched: the factor, that of
-        ``torch.nn.utils.clip_grad_norm_``, is applied in the step's one pass. `zero_grad` forgets it.
+        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients stay unchanged: the factor, that of
+        ``torch.nn.utils.clip_grad_norm_``, is applied while the step reads them. `zero_grad` resets the factor.
+        RuntimeError for a norm that is not finite, with ``error_if_nonfinite``.
         """
-        self._usable()
+        self._check_open()
         self._check()
         norm = math.sqrt(self._norm_squared()) * abs(grad_scale)
         finite = norm < float("inf")
@@ -151,15 +158,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
     ) -> float | None:
-        """Update every parameter that has a gradient; ``grad_scale`` multiplies gradients (1 / loss scale).
+        """Update every parameter that has a gradient; return the closure's loss, if any. ``grad_scale`` multiplies
+        gradients (1 / loss scale).
 
-        Weights that were changed in place since the last step (loaded, clamped) are taken over into the masters.
+        Weights that were changed in place since the last step (loaded, clamped) replace their masters first.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._usable()
+        self._check_open()
         self._check()
         gradients = self._kept_gradients() if self._hooks is None else None
         updated = [m for m in self._members if m.param.numel() and self._has_gradient(m, gradients)]
@@ -176,34 +184,39 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """With ``delayed``: wait for the step that runs, and write its weights."""
-        self._usable()
+        """With ``delayed``: wait for the running step and write its weights to the parameters. Otherwise do nothing."""
+        self._check_open()
         if isinstance(self._update, DelayedUpdate):
             known = [member for member in self._members if member.version == member.param._version]
             self._update.finish()
             self._note_written(known)
 
     def _note_written(self, members: Sequence[Member]) -> None:
-        """The weights are those of the masters now; graphs made with the ones before notice."""
+        """Record that the members' weights are now those of their masters, and invalidate autograd graphs that saved
+        the old weights.
+        """
         for member in members:
             torch.autograd.graph.increment_version(member.param)
         for member in members:  # parameters may share one counter
             member.version = member.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, those that were taken away included, and the factor of `clip_grad_norm_`."""
+        """Clear all gradients, also those moved to the host or to files, and the factor of `clip_grad_norm_`."""
         super().zero_grad(set_to_none)
         self._clip = 1.0
         self._update.clear_gradients()
 
     def _kept_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the flat gradients that autograd left in ``p.grad``, by parameter name."""
         found = {member.name: flat_gradient(member) for member in self._members}
         return {name: grad for name, grad in found.items() if grad is not None}
 
     def _has_gradient(self, member: Member, kept: dict[str, torch.Tensor] | None) -> bool:
+        """Return whether a member has a gradient: in ``kept``, or collected by the update if ``kept`` is None."""
         return self._update.has_gradient(member.name) if kept is None else member.name in kept
 
     def _norm_squared(self) -> float:
+        """Return the sum of squares of all gradients."""
         if self._hooks is None:
             return norm_squared(list(self._kept_gradients().values()))
         squared = 0.0
@@ -214,6 +227,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return squared
 
     def _check(self) -> None:
+        """Raise for gradients that the kernels cannot read, and for parameters that were unfrozen after
+        construction.
+        """
         known = {id(member.param) for member in self._members}
         for member in self._members:
             check_gradient(member)
@@ -228,14 +244,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain tensors on the host, for torch.save or safetensors; the whole state passes through memory.
+        """Return the state as plain tensors on the host, for torch.save or safetensors; all of it is in memory at once.
 
-        float32 states are what torch's optimizer of the same name loads; 16-bit parameters have a ``master`` besides.
+        torch's optimizer of the same name loads float32 states; 16-bit parameters have a ``master`` in addition.
         """
         self.finish()
         result = super().state_dict()
         by_name = {member.name: member for member in self._members}
-        numbers = self._numbers()
+        numbers = self._parameter_numbers()
         for name, state in self._update.states():
             if not state["step"]:
                 continue
@@ -243,18 +259,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if member.param.dtype == wide_dtype(member.param.dtype):
                 state.pop(MASTER, None)
             result["state"][numbers[id(member.param)]] = {
-                kind: value.view(member.param.shape) if kind in self._shaped(name) else value
+                kind: value.view(member.param.shape) if kind in self._parameter_shaped_kinds(name) else value
                 for kind, value in state.items()
             }
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """StagedSpan the state of this class, at any tier, or of torch's optimizer of the same name.
+        """Load the state of this class, from any tier, or of torch's optimizer of the same name.
 
-        A master that is missing is made from the parameter. ValueError when groups or shapes do not fit; nothing was
-        changed then.
+        A missing master is made from the parameter. ValueError when groups or shapes do not fit; nothing was changed
+        then.
         """
-        self._usable()
+        self._check_open()
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         by_param = {id(member.param): member for member in self._members if member.param.numel()}
@@ -274,17 +290,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             member.version = None  # the next step compares the masters with the weights that are there then
         self._clip = 1.0
 
-    def _shaped(self, name: str) -> set[str]:
-        """Return what has the shape of the parameter: all that is kept but the scales of 8-bit moments."""
+    def _parameter_shaped_kinds(self, name: str) -> set[str]:
+        """Return the kinds of state that have the shape of the parameter: all but the scales of 8-bit moments."""
         kinds = self._update.kinds(name)
         return {kind for kind in kinds if not (kind.endswith("_scale") and kind.removesuffix("_scale") in kinds)}
 
     def _flat_state(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of a saved state that is kept here, flat. SGD's state in torch has no step number; with a momentum
-        buffer it is past the first.
+        """Return the kinds of a saved state that are kept here, flattened, and its ``step``. torch's SGD saves no step
+        number; its state counts as past the first step. ValueError for a missing moment or another shape.
         """
         flat: dict[str, Any] = {"step": int(state.get("step", 1))}
-        shaped = self._shaped(member.name)
+        shaped = self._parameter_shaped_kinds(member.name)
         for kind in self._update.kinds(member.name):
             value = state.get(kind)
             if value is None and kind in shaped - {MASTER}:
@@ -299,12 +315,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             flat[kind] = value.detach().contiguous().view(-1)
         return flat
 
-    def _numbers(self) -> dict[int, int]:
+    def _parameter_numbers(self) -> dict[int, int]:
+        """Return the number of each parameter in a state dict, by the parameter's id()."""
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         return {id(param): number for number, param in enumerate(params)}
 
     def seal(self) -> Sealed | None:
-        """Make what is in files last, for a checkpoint to link to; see `OffloadedUpdate.seal`."""
+        """Make the files of the state permanent, so that a checkpoint can link to them; see `OffloadedUpdate.seal`."""
         self.finish()
         return self._update.seal()
 
@@ -312,30 +329,30 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan(self) -> dict[str, int]:
-        """Bytes that are held from construction on, by the same names as `memory`."""
+        """Return the bytes that are held from construction on, by the same names as in `memory`."""
         return dict(self._update.plan)
 
     def memory(self) -> dict[str, int]:
-        """Bytes held between steps: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory, ``nvme`` in
-        files.
+        """Return the bytes held now: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory, ``nvme`` in
+        files, ``device`` on the device.
         """
         return self._update.memory()
 
     def bytes_written(self) -> int:
-        """Bytes written to drives so far: what wears them."""
+        """Return the bytes written to drives so far, which is what wears them."""
         return self._update.bytes_written()
 
     def bytes_written_per_day(self) -> float:
-        """`bytes_written` at the pace since this was made, in bytes per day."""
+        """Return `bytes_written` at the average rate since this optimizer was made, in bytes per day."""
         return self._update.bytes_written_per_day()
 
     def flush(self) -> None:
-        """Return when everything is on the tier; raise the first write that failed."""
+        """Finish a delayed step and block until all states are on their tier; raise the first write that failed."""
         self.finish()
         self._update.flush()
 
     def close(self) -> None:
-        """Let memory go and remove the files. May be called twice."""
+        """Free the memory and remove the files. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -350,18 +367,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an offloaded optimizer cannot be pickled or copied; save its state_dict()")
 
-    def _usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise OffloadError("the optimizer is closed")
 
 
 def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any]]:
-    """The groups that a living optimizer has now."""
+    """Return the current parameter groups of an optimizer; none if it was garbage-collected."""
     alive = optimizer()
     return [] if alive is None else alive.param_groups
 
 
-def _let_go(update: DelayedUpdate | OffloadedUpdate, hooks: GradientHooks | None) -> None:
+def _release_all(update: DelayedUpdate | OffloadedUpdate, hooks: GradientHooks | None) -> None:
     if hooks is not None:
         hooks.close()
     update.close()

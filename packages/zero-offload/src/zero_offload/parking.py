@@ -1,4 +1,4 @@
-"""Tensors that are not needed for a while give their memory back."""
+"""Move tensors to a store for a while and free their memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["park", "unpark"]
 
 
 def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> int:
-    """Take the content of tensors to a store and free their memory; returns the bytes freed.
+    """Copy tensors to a store and free their memory; return the bytes freed.
 
-    The tensors stay the same objects, with their shapes; until `unpark` their content must not be touched (on an
-    accelerator that is an illegal access, on the CPU a crash). Tensors that share memory are parked together: name all
-    that are used again, or one of them. Those that are parked already are left alone. ``tensors``: a model's
-    ``state_dict()``, an optimizer's states by name, gradients.
+    The tensors stay the same objects, with their shapes; their content must not be touched until `unpark` (on an
+    accelerator that is an illegal access, on the CPU a crash). Tensors that share memory are parked together; naming
+    one of them suffices. Tensors already parked are left alone. ``tensors``: a model's ``state_dict()``, an optimizer's
+    states by name, gradients.
 
     ValueError names a tensor whose memory torch cannot resize (made from NumPy, a file or shared memory).
     """
@@ -40,9 +40,9 @@ def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> i
 
 
 def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> None:
-    """Bring back what `park` took, given the same names, and forget it in the store.
+    """Restore the tensors parked by `park` under the same names, and remove them from the store.
 
-    ShardError names what is not there.
+    ShardError names a tensor that is not parked in this store.
     """
     storages = {name: storage for name, storage in _storages(tensors).items() if not storage.nbytes()}
     parked = [name for name in storages if name in store]
@@ -61,7 +61,7 @@ def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) ->
 
 
 def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.UntypedStorage]:
-    """Each storage once, by the first name that stands on it."""
+    """Return each storage once, under the first name that uses it."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()

@@ -1,4 +1,4 @@
-"""A store's state in files that nothing writes to any more."""
+"""A store's state in files that are never written again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Sealed"]
 
 @dataclass(frozen=True, eq=False)
 class Sealed:
-    """The files in which an update or a store keeps its state, made to last: nothing writes to these files any more.
+    """The files that hold the state of an update or a store at one moment; they are never written again.
 
-    ``extents``: ``<fragment>/<kind>`` of an update, a shard's name of a store -> its pieces in order, each with file,
-    offset, bytes and checksum. ``steps``: how often an update updated each fragment. ``resident``: fragments or shards
-    with elements that are in host memory instead, to be read otherwise. ``files``: all files concerned, to be linked;
-    they stay until `release`, links to them beyond it.
+    ``extents``: maps ``<fragment>/<kind>`` of an update, or a shard's name of a store, to its extents in order, each
+    with file, offset, bytes and checksum. ``steps``: the number of updates of each fragment. ``resident``: fragments or
+    shards with elements in host memory instead; read those from the update or store. ``files``: all files concerned, to
+    be linked; they exist until `release`, links to them beyond it.
     """
 
     extents: Mapping[str, tuple[Extent, ...]]
@@ -39,7 +39,7 @@ class Sealed:
         steps: Mapping[str, int],
         resident: frozenset[str],
     ) -> Sealed:
-        """``extents`` of a store that was just sealed; ``generations`` are those that hold them."""
+        """Return the sealed state with these ``extents``; ``generations`` are those that hold them."""
         return cls(
             extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
             steps=MappingProxyType(steps),
@@ -49,10 +49,10 @@ class Sealed:
         )
 
     def link_to(self, folder: str | os.PathLike[str]) -> dict[str, str]:
-        """Give every file a second name in ``folder``; returns the new paths by the ones in ``extents``.
+        """Hard-link every file into ``folder``; return the new path of each path in ``extents``.
 
-        Nothing is copied where the folder is on the same file system; elsewhere the kernel copies, and the copy is on
-        the disk when this returns. FileExistsError when a name is taken.
+        Nothing is copied if the folder is on the same file system; elsewhere the files are copied and synced.
+        FileExistsError if a name is taken.
         """
         os.makedirs(folder, exist_ok=True)
         targets = {file: os.path.join(folder, os.path.basename(file)) for file in self.files}
@@ -67,22 +67,23 @@ class Sealed:
         return targets
 
     def make_durable(self) -> None:
-        """Have the files survive a crash, where they were sealed without that. On any thread, before they are linked.
-        Raises what syncing met."""
+        """Sync the files that were sealed with ``durable=False``, so that they survive a crash. Call it before linking
+        them, on any thread. Raises the errors of syncing.
+        """
         for generation in self._generations:
             generation.make_durable()
 
     def needed(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Those of ``generations`` that hold some of it."""
+        """Return the ``generations`` that hold some of these files."""
         return [g for g in generations if not set(g.files).isdisjoint(self.files)]
 
     def release(self) -> None:
-        """Let the files go once the update itself needs them no more."""
+        """Allow the store to remove the files as soon as it does not need them itself."""
         self._generations.clear()
 
 
 def _copy(source: str, target: str) -> None:
-    """A read-only copy that is on the disk."""
+    """Write a read-only copy and sync it; FileExistsError if ``target`` exists."""
     try:
         with open(source, "rb") as old, open(target, "xb") as new:
             position = 0

@@ -1,4 +1,4 @@
-"""A trace of transfers: what moved when, and how much of it was hidden behind compute."""
+"""A trace of transfers: what moved when, and how much of it overlapped with compute."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pathlib import Path
 __all__ = ["HopReport", "Trace"]
 
 Sink = Callable[[str, str, float, float, int, bool], object]
-"""Takes hop, name, begin and end (seconds of the trace's clock), bytes, and whether somebody waited."""
+"""Takes hop, name, begin and end (seconds of the trace's clock), bytes, and whether it was a wait for a transfer."""
 
 
 @dataclass(frozen=True)
 class HopReport:
-    """One kind of transfer: ``nbytes`` moved, ``busy_s`` seconds with at least one under way, ``waited_s`` seconds that
-    somebody waited for it.
+    """One kind of transfer: ``nbytes`` moved, ``busy_s`` seconds with at least one under way, ``waited_s`` seconds
+    spent waiting for them.
     """
 
     hop: str
@@ -31,12 +31,12 @@ class HopReport:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second while busy."""
+        """Return the bytes per second while busy."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
     @property
     def hidden(self) -> float:
-        """The share of the busy time in which nobody waited, 0 to 1."""
+        """Return the fraction of the busy time that was not waited for, 0 to 1."""
         return max(0.0, 1.0 - self.waited_s / self.busy_s) if self.busy_s else 1.0
 
 
@@ -53,10 +53,10 @@ class _Event:
 class Trace:
     """Records transfers, waits and kernels; `report` sums them up, `save` writes a file that opens in Perfetto.
 
-    Give one to the stores and the optimizer that shall appear in it. ``rank`` is the process number in the file. Events
-    are kept until `clear`, and recorded until `stop`. A thread notes when asynchronous transfers end; `close` ends it.
-    May be used from several threads. ``sink`` is told every event, from any thread, also after `stop`; with ``keep``
-    false nothing else is recorded. ``clock`` returns seconds.
+    Pass one to the stores and the optimizers to be traced. ``rank`` is the process number in the file. Recording goes
+    on until `stop`; events are kept until `clear`. A thread records when asynchronous transfers end; `close` ends it.
+    Thread-safe. ``sink`` is called with every event, from any thread, also after `stop`; with ``keep`` false events go
+    to the sink only. ``clock`` returns seconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Trace:
 
     @contextmanager
     def span(self, hop: str, name: str, nbytes: int = 0, *, waiting: bool = False) -> Iterator[None]:
-        """Record what happens inside; ``waiting``: for a transfer of this hop to end."""
+        """Record the time inside the context; ``waiting``: it is spent waiting for a transfer of this hop."""
         begin = self._clock()
         try:
             yield
@@ -88,19 +88,19 @@ class Trace:
             self._add(_Event(hop, name, begin, self._clock(), nbytes, waiting))
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
-        """Record a transfer that has just begun and ends when ``wait`` returns or raises (in another thread)."""
+        """Record a transfer that has just begun and ends when ``wait``, called in another thread, returns or raises."""
         with self._lock:
             if not self._recording and self._sink is None:
                 return
             self._open += 1
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="zero-offload trace", daemon=True)
+                self._watcher = threading.Thread(target=self._record_ends, name="zero-offload trace", daemon=True)
                 self._watcher.start()
         self._running.put((hop, name, self._clock(), nbytes, wait))
 
     def report(self) -> list[HopReport]:
-        """One row for each hop, by name; transfers still under way are waited for."""
-        events = self._settled()
+        """Wait for the transfers under way; return one row for each hop, sorted by name."""
+        events = self._finished_events()
         rows = []
         for hop in sorted({event.hop for event in events}):
             own = [event for event in events if event.hop == hop]
@@ -116,7 +116,7 @@ class Trace:
         return rows
 
     def table(self) -> str:
-        """The report as lines of text."""
+        """Return the report as lines of text."""
         lines = [f"{'hop':<22}{'bytes':>16}{'GB/s':>9}{'busy s':>10}{'waited s':>10}{'hidden':>8}"]
         for row in self.report():
             lines.append(
@@ -132,7 +132,7 @@ class Trace:
         """
         rows: list[dict[str, object]] = []
         tracks: dict[str, int] = {}
-        for track, event in _tracks(self._settled()):
+        for track, event in _tracks(self._finished_events()):
             number = tracks.setdefault(track, len(tracks) + 1)
             rows.append(
                 {
@@ -156,19 +156,19 @@ class Trace:
         Path(path).write_text(json.dumps({"traceEvents": names + rows, "displayTimeUnit": "ms"}))
 
     def clear(self) -> None:
-        """Forget what was recorded."""
-        self._settled()
+        """Wait for the transfers under way and forget all events."""
+        self._finished_events()
         with self._lock:
             self._events.clear()
 
     def stop(self) -> None:
-        """Record nothing from now on."""
+        """Stop recording; ``sink`` is still called."""
         with self._lock:
             self._recording = False
 
     def close(self) -> None:
-        """End the thread. What was recorded stays."""
-        self._settled()
+        """End the thread that follows transfers. Recorded events stay."""
+        self._finished_events()
         with self._lock:
             watcher, self._watcher = self._watcher, None
         if watcher is not None:
@@ -182,12 +182,14 @@ class Trace:
             if self._recording:
                 self._events.append(event)
 
-    def _settled(self) -> list[_Event]:
+    def _finished_events(self) -> list[_Event]:
+        """Wait for the transfers under way; return all events, by their beginning."""
         with self._idle:
             self._idle.wait_for(lambda: self._open == 0)
             return sorted(self._events, key=lambda event: event.begin)
 
-    def _watch(self) -> None:
+    def _record_ends(self) -> None:
+        """Wait for each followed transfer in turn and record its end; runs in a thread."""
         while (item := self._running.get()) is not None:
             hop, name, begin, nbytes, wait = item
             try:
@@ -205,7 +207,7 @@ class Trace:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Return the length of the union of the intervals."""
     total, end = 0.0, float("-inf")
     for begin, stop in sorted(intervals):
         total += max(0.0, stop - max(begin, end))
@@ -214,7 +216,7 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def _tracks(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
-    """Each event with the row that it is drawn in: events of one row do not overlap."""
+    """Yield each event with the name of its row in the drawing: events of one row do not overlap."""
     ends: dict[str, list[float]] = {}
     for event in events:
         group = f"{event.hop}, waiting" if event.waiting else event.hop

@@ -1,4 +1,4 @@
-"""From plans to the parts of an update, after proof that they fit."""
+"""Builds the parts of an update from its plans, after a check that they fit into the budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._gradients import (
     HostGradients,
     gradient_bytes,
 )
-from ._slices import BLOCK, KeptFragment, Slice, cut, split
+from ._slices import BLOCK, KeptFragment, Slice, cut_slices, split_by_ratio
 from ._staging import StagedSlices, staging_bytes
 from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
 from .plans import BoundedWeights, ShardPlan, Weights
@@ -29,12 +29,14 @@ from .tier_options import TierOptions
 
 __all__ = ["UpdateParts", "build", "check_room_for_seal"]
 
-Where = Literal["host", "nvme", "caller"]
+GradientPlace = Literal["host", "nvme", "caller"]
 
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """An update taken apart. ``in_memory``: the slices that are not in files though others are."""
+    """The parts of an update. ``in_memory``: if some slices are in files, the slices that are not. ``plan``: bytes by
+    what holds them.
+    """
 
     slices: Sequence[Slice]
     in_memory: Sequence[Slice]
@@ -50,23 +52,23 @@ def build(
     fragments: Sequence[KeptFragment],
     weights: Weights,
     tier_options: TierOptions,
-    where: Where,
+    where: GradientPlace,
     device: torch.device,
     budget: HostBudget,
     trace: Trace | None,
 ) -> UpdateParts:
-    """Cut, plan, check the plan against ``budget``, allocate."""
+    """Cut the fragments into slices, plan the memory, check the plan against ``budget``, and allocate."""
     if where == "nvme" and tier_options.path is None:
         raise ValueError("gradients='nvme': expected a path in the tier options, got none")
     uses_files = _uses_files(fragments, tier_options, budget)
     tier_options.check_device(device)
     ratio = tier_options.ratio if uses_files or tier_options.tier == "host" else 1.0
-    offloaded, rest = _cut(fragments, tier_options, ratio, weights)
+    offloaded, rest = _cut_into_slices(fragments, tier_options, ratio, weights)
     in_files, in_memory = (offloaded, rest) if uses_files else ([], offloaded)
     on_device = [] if uses_files else rest
     slices = [*offloaded, *rest]
     pin = tier_options.pin and device.type != "cpu"
-    options = _options(tier_options)
+    options = _nvme_options(tier_options)
     staging = 0 if device.type == "cpu" else staging_bytes(slices, gradients_too=where == "caller")
     plan = {
         "device": host_bytes(on_device),
@@ -76,7 +78,7 @@ def build(
         "staging": staging,
         "states": host_bytes(in_memory),
     }
-    _declare(budget, plan, options.paths)
+    _declare_needs(budget, plan, options.paths)
     budget.check()
     tier = _make_tier(in_files, in_memory, on_device, options, trace)
     try:
@@ -91,8 +93,8 @@ def build(
 
 
 def check_room_for_seal(parts: UpdateParts) -> None:
-    """BudgetError when the disk has no room for everything once more, which the next steps write anew, and for what
-    sealing copies: what is sealed is never written again.
+    """Raise BudgetError if the disk has no room for a second copy of everything and for what sealing copies: sealed
+    files are never written again, so the next steps write all data anew.
     """
     budget = HostBudget()
     nbytes, carried = parts.tier.memory()["nvme"], parts.tier.carried_bytes()
@@ -103,20 +105,21 @@ def check_room_for_seal(parts: UpdateParts) -> None:
     budget.check()
 
 
-def _cut(
+def _cut_into_slices(
     fragments: Sequence[KeptFragment], tier_options: TierOptions, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
-    """The slices of the share that is offloaded, and those of the rest. Two slices are under way at a time, so each has
-    less than half of the shards that can be borrowed together.
+    """Return the slices of the fraction ``ratio`` that is offloaded, and the slices of the rest. Two slices are in work
+    at a time, so each spans fewer than half of the shards that can be borrowed at a time.
     """
     shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
     grain = BLOCK if tier_options.state_dtype == torch.int8 else 1
-    offloaded, rest = split(fragments, ratio, grain)
+    offloaded, rest = split_by_ratio(fragments, ratio, grain)
     size = tier_options.sub_group_size
-    return cut(offloaded, size, shards), cut(rest, size, shards)
+    return cut_slices(offloaded, size, shards), cut_slices(rest, size, shards)
 
 
 def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, budget: HostBudget) -> bool:
+    """Return whether states go to files: with ``tier="auto"`` if they do not fit into host memory, with a warning."""
     if tier_options.tier != "auto":
         return tier_options.tier == "nvme"
     trial = budget.copy()
@@ -129,7 +132,7 @@ def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, bu
     return False
 
 
-def _options(tier_options: TierOptions) -> NvmeOptions:
+def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
     return NvmeOptions(
         paths=[] if tier_options.path is None else folders(tier_options.path),
         buffer_count=tier_options.buffer_count,
@@ -142,13 +145,17 @@ def _options(tier_options: TierOptions) -> NvmeOptions:
     )
 
 
-def _gradient_memory(shards: Sequence[ShardPlan], slices: Sequence[Slice], where: Where, buffer_count: int) -> int:
+def _gradient_memory(
+    shards: Sequence[ShardPlan], slices: Sequence[Slice], where: GradientPlace, buffer_count: int
+) -> int:
+    """Return the bytes of host memory for collected gradients."""
     if where == "caller":
         return 0
     return gradient_bytes(shards) if where == "host" else gradient_ring_bytes(shards, slices, buffer_count)
 
 
-def _declare(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
+def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
+    """Add the plan's bytes to the budget as needs."""
     purposes = {
         "device": "masters and optimizer states that are not offloaded",
         "states": "masters and optimizer states",
@@ -170,6 +177,7 @@ def _make_tier(
     options: NvmeOptions,
     trace: Trace | None,
 ) -> Tier:
+    """Return the tier that keeps all slices; a `SplitTier` if they are in two places."""
     if in_files:
         files = NvmeTier(in_files, options, trace)
         return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
@@ -181,7 +189,7 @@ def _make_gradients(
     shards: Sequence[ShardPlan],
     slices: Sequence[Slice],
     device: torch.device,
-    where: Where,
+    where: GradientPlace,
     options: NvmeOptions,
     pin: bool,
     trace: Trace | None,

@@ -1,4 +1,4 @@
-"""Gradients between backward and the step: in files."""
+"""Gradients kept in files between backward and the step."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from .plans import ShardPlan
 
 __all__ = ["NvmeGradients", "gradient_ring_bytes"]
 
-_LEAST = 4
+_MIN_BUFFERS = 4
 
 
 def gradient_ring_bytes(shards: Sequence[ShardPlan], slices: Sequence[Slice], buffer_count: int) -> int:
-    """Host memory of `NvmeGradients`: ``buffer_count`` buffers, at least 4, for the largest shard or slice, in whole
-    pages.
+    """Return the host memory of `NvmeGradients`, in bytes: ``buffer_count`` buffers, at least 4, of the largest shard
+    or slice, in whole pages.
     """
     packs = [*(_shard_pack(shard) for shard in shards), *(_slice_pack(i, s)[0] for i, s in enumerate(slices))]
-    return _buffers(buffer_count) * max((page_rounded(pack.nbytes) for pack in packs), default=0)
+    return _buffer_count(buffer_count) * max((page_rounded(pack.nbytes) for pack in packs), default=0)
 
 
-def _buffers(buffer_count: int) -> int:
-    """As many as reductions may hold at a time, and one that is written."""
-    return max(buffer_count, _LEAST)
+def _buffer_count(buffer_count: int) -> int:
+    """Return the number of buffers: enough for the reductions under way and one that is being written."""
+    return max(buffer_count, _MIN_BUFFERS)
 
 
 class NvmeGradients:
-    """Extents ``<shard>/gradient`` in files, and a ring of buffers that they are collected in and read through."""
+    """Extents ``<shard>/gradient`` in files, and a ring of buffers in which gradients are collected and read."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class NvmeGradients:
         self._present: set[str] = set()
         self._acquired: dict[int, BufferContent] = {}
         self._arriving: deque[tuple[torch.Event | None, str]] = deque()
-        self._most_arriving = _buffers(options.buffer_count) - 2
+        self._most_arriving = _buffer_count(options.buffer_count) - 2
         self._stored_bytes = gradient_bytes(shards)
         self._store = open_extents(
             options.paths,
@@ -65,8 +65,8 @@ class NvmeGradients:
         try:
             for shard in shards:
                 nbytes = shard.numel * shard.grad_dtype.itemsize
-                self._store.declare(_extent(shard), nbytes, DTYPE_NAMES[shard.grad_dtype])
-            count = _buffers(options.buffer_count)
+                self._store.declare(_extent_name(shard), nbytes, DTYPE_NAMES[shard.grad_dtype])
+            count = _buffer_count(options.buffer_count)
             self._ring = BufferRing(
                 self._store,
                 buffer_count=count,
@@ -79,10 +79,10 @@ class NvmeGradients:
             raise
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        self._arrived(at_most=self._most_arriving - 1)
+        self._write_arrived(at_most=self._most_arriving - 1)
         pack, dtype = known_shard(self._shards, shard)
         if any(name == shard for _, name in self._arriving):
-            self._arrived(at_most=0)
+            self._write_arrived(at_most=0)
         again = shard in self._present
         return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
 
@@ -101,13 +101,15 @@ class NvmeGradients:
         event = copy_to_host(self._copy_stream, own, gradient, again=again)
         self._arriving.append((event, shard))
         self._present.add(shard)
-        self._arrived(at_most=self._most_arriving)
+        self._write_arrived(at_most=self._most_arriving)
 
     def has(self, shard: str) -> bool:
         return shard in self._present
 
-    def _arrived(self, *, at_most: int) -> None:
-        """Write what has come from the device; wait until no more than ``at_most`` are on the way."""
+    def _write_arrived(self, *, at_most: int) -> None:
+        """Start writing the gradients whose copy from the device has ended; wait until at most ``at_most`` copies are
+        under way.
+        """
         while self._arriving:
             event, shard = self._arriving[0]
             if event is not None and not event.query():
@@ -118,13 +120,13 @@ class NvmeGradients:
             self.give_back(shard, dirty=True)
 
     def prefetch(self, index: int) -> None:
-        self._arrived(at_most=0)
+        self._write_arrived(at_most=0)
         pack, _ = self._packs[index]
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        self._arrived(at_most=0)
+        self._write_arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
         if len(present) < len(self._shards_of(index)):
@@ -151,7 +153,7 @@ class NvmeGradients:
 
     def clear(self) -> None:
         if self._present:
-            self._arrived(at_most=0)
+            self._write_arrived(at_most=0)
             self._ring.forget()
             self._present.clear()
 
@@ -162,26 +164,30 @@ class NvmeGradients:
         return self._store.bytes_written()
 
     def flush(self) -> None:
-        self._arrived(at_most=0)
+        self._write_arrived(at_most=0)
         self._ring.flush()
 
     def close(self) -> None:
         self._store.close(remove=True)
 
     def _shards_of(self, index: int) -> dict[str, None]:
+        """Return the names of a slice's shards, each once, in order."""
         return {span.fragment.shard.name: None for span in self._slices[index]}
 
 
-def _extent(shard: ShardPlan) -> str:
+def _extent_name(shard: ShardPlan) -> str:
+    """Return the name of the extent of a shard's gradient."""
     return f"{shard.name}/gradient"
 
 
 def _shard_pack(shard: ShardPlan) -> BufferContent:
-    return lay_out(_extent(shard), [(_extent(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
+    return lay_out(_extent_name(shard), [(_extent_name(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
 def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[BufferContent, dict[str, int]]:
-    """One piece for each shard (of ``only``) in a slice, and where in the buffer its element 0 would be."""
+    """Return a pack with one piece for each shard (of ``only``) in a slice, and the buffer offset at which element 0 of
+    each shard would be.
+    """
     ranges: dict[str, tuple[ShardPlan, int, int]] = {}
     for span in slice_:
         shard, begin = span.fragment.shard, span.fragment.plan.start + span.begin
@@ -189,7 +195,7 @@ def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tupl
             _, first, _ = ranges.get(shard.name, (shard, begin, 0))
             ranges[shard.name] = (shard, first, begin + span.length)
     pieces = [
-        (_extent(shard), begin * shard.grad_dtype.itemsize, (end - begin) * shard.grad_dtype.itemsize)
+        (_extent_name(shard), begin * shard.grad_dtype.itemsize, (end - begin) * shard.grad_dtype.itemsize)
         for shard, begin, end in ranges.values()
     ]
     pack = lay_out(f"gradients of slice {index}", pieces)

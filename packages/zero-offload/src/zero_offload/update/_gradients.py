@@ -1,4 +1,4 @@
-"""Gradients between backward and the step: with the caller or in host memory."""
+"""Gradients kept by the caller or in host memory between backward and the step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from ..ends import HostUse
 from ..errors import ShardError
 from ..trace import Trace
 from ._slices import FlatSpan, Slice
-from .plans import KERNEL_DTYPES, ShardPlan, checked
+from .plans import KERNEL_DTYPES, ShardPlan, check_shard_tensor
 
 __all__ = [
     "CallerGradients",
-    "Collected",
+    "CollectedGradients",
     "Gradients",
     "HOP",
     "HostGradients",
     "copy_to_host",
     "gradient_bytes",
     "known_shard",
-    "looked_at",
+    "borrowed_gradient",
     "norm_squared",
 ]
 
@@ -36,54 +36,58 @@ _T = TypeVar("_T")
 
 
 class Gradients(Protocol):
-    """The gradients that the step reads: `prefetch` a slice (optional), `acquire` it, use it, `release` it."""
+    """The gradients that the step reads. Per slice: `prefetch` (optional), `acquire`, use, `release`."""
 
     def has(self, shard: str) -> bool:
         """Return whether the shard has a gradient."""
 
     def prefetch(self, index: int) -> None:
-        """A slice will be acquired soon."""
+        """Start bringing the gradients of a slice to host memory, before it is acquired."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """The gradient of each span of a slice, wherever it is; None for shards without one."""
+        """Return the gradient of each span of a slice, on any device, valid until `release`; None for shards without
+        one.
+        """
 
     def release(self, index: int) -> None:
-        """The slice was used."""
+        """Release the memory of an acquired slice's gradients; the step does not read them again."""
 
     def abort(self) -> None:
-        """The step failed: forget what was acquired."""
+        """Discard all acquired gradients after a step that failed."""
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what holds them: ``gradients`` in host memory, ``nvme`` in files."""
+        """Return the bytes by what holds them: ``gradients`` in host memory, ``nvme`` in files."""
 
     def bytes_written(self) -> int:
-        """Bytes written to drives so far."""
+        """Return the bytes written to drives so far."""
 
     def flush(self) -> None:
-        """Return when everything taken has arrived."""
+        """Block until every collected gradient has arrived; raise the first write that failed."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free the memory and remove the files."""
 
 
-class Collected(Gradients, Protocol):
-    """Gradients that are handed over during backward and add up."""
+class CollectedGradients(Gradients, Protocol):
+    """Gradients that are handed over during backward and summed."""
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Host memory for a shard's gradient, and whether it holds the sum so far (else its content is arbitrary)."""
+        """Return host memory for a shard's gradient, and whether it holds the sum so far (else its content is
+        arbitrary).
+        """
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """The borrower is done; with ``dirty`` it wrote the gradient."""
+        """End one `borrow`; with ``dirty`` the borrower wrote the gradient."""
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a gradient of the shard's size from any device to the sum; the tensor may be freed at once."""
+        """Add a gradient of the shard's size, on any device, to the sum; the tensor may be freed at once."""
 
 
 class CallerGradients:
-    """Gradients that the caller keeps: for each step it says where they are."""
+    """Gradients that the caller keeps and passes to each step."""
 
     def __init__(self, shards: Sequence[ShardPlan], slices: Sequence[Slice]) -> None:
         self._shards = {shard.name: shard for shard in shards}
@@ -91,24 +95,26 @@ class CallerGradients:
         self._given: Mapping[str, torch.Tensor] = {}
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """The gradients (1-D, of the whole shard) of the step that follows; shards not in it have none."""
+        """Set the gradients (1-D, of the whole shard) of the next step; shards that are missing have none. ShardError
+        for a wrong size or dtype.
+        """
         for name, gradient in gradients.items():
             shard = known_shard(self._shards, name)
-            checked(gradient, shard, shard.grad_dtype, "a gradient")
+            check_shard_tensor(gradient, shard, shard.grad_dtype, "a gradient")
         self._given = gradients
 
     def has(self, shard: str) -> bool:
         return shard in self._given
 
     def prefetch(self, index: int) -> None:
-        """Nothing to do."""
+        """Do nothing: the caller has the gradients."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
         given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
     def release(self, index: int) -> None:
-        """Nothing to do."""
+        """Do nothing: the caller has the gradients."""
 
     def abort(self) -> None:
         self._given = {}
@@ -123,14 +129,14 @@ class CallerGradients:
         return 0
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no transfer is under way."""
 
     def close(self) -> None:
         self._given = {}
 
 
 def gradient_bytes(shards: Sequence[ShardPlan]) -> int:
-    """Bytes of all gradients."""
+    """Return the bytes of all shards' gradients."""
     return sum(shard.numel * shard.grad_dtype.itemsize for shard in shards)
 
 
@@ -159,7 +165,7 @@ class HostGradients:
             position += nbytes_of(view)
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        self._settle(shard)
+        self._wait_for(shard)
         return known_shard(self._views, shard), shard in self._present
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
@@ -183,15 +189,15 @@ class HostGradients:
         found: list[FlatSpan | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard.name
-            self._settle(shard)
+            self._wait_for(shard)
             found.append(span.of_shard(self._views[shard]) if shard in self._present else None)
         return found
 
     def release(self, index: int) -> None:
-        """Nothing to do."""
+        """Do nothing: the gradients stay until `clear`."""
 
     def abort(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: `acquire` took no memory."""
 
     def clear(self) -> None:
         self._present.clear()
@@ -204,23 +210,25 @@ class HostGradients:
 
     def flush(self) -> None:
         for shard in list(self._arriving):
-            self._settle(shard)
+            self._wait_for(shard)
 
     def close(self) -> None:
         self.flush()
         self._views.clear()
         self._block = HostBlock(0, HostUse("nothing"))
 
-    def _settle(self, shard: str) -> None:
+    def _wait_for(self, shard: str) -> None:
+        """Wait until a shard's gradient has arrived from the device."""
         event = self._arriving.pop(shard, None)
         if event is not None:
             event.synchronize()
 
 
 def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
-    """Start writing a gradient to host memory, or with ``again`` adding it to what is there; None when it is done.
+    """Start writing a gradient to host memory, or with ``again`` adding it to the content; return the copy's event,
+    None if it is done.
 
-    Adding happens where the gradient is, so that nobody waits for the device.
+    The sum is computed on the gradient's device, so that the host does not wait for it.
     """
     if not again:
         return stream.copy(own, gradient)
@@ -233,8 +241,8 @@ def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, 
 
 
 @contextmanager
-def looked_at(gradients: Collected, shard: str, *, dirty: bool) -> Iterator[torch.Tensor]:
-    """A collected gradient in host memory; ShardError when there is none."""
+def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool) -> Iterator[torch.Tensor]:
+    """A context manager that yields a collected gradient in host memory; ShardError if there is none."""
     if not gradients.has(shard):
         raise ShardError(f"'{shard}' has no gradient", tensor=shard)
     tensor, _ = gradients.borrow(shard)
@@ -245,14 +253,14 @@ def looked_at(gradients: Collected, shard: str, *, dirty: bool) -> Iterator[torc
 
 
 def known_shard(table: Mapping[str, _T], shard: str) -> _T:
-    """Return what a table has for a shard; ShardError names one that is not updated here."""
+    """Return ``table[shard]``; ShardError if the shard is not updated here."""
     if shard not in table:
         raise ShardError(f"no shard '{shard}' is updated here", tensor=shard)
     return table[shard]
 
 
 def norm_squared(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of flat gradients, in float64; NaN and infinity stay what they are."""
+    """Return the sum of squares of flat gradients; NaN and infinity propagate."""
     here = [grad for grad in gradients if grad.device.type == "cpu"]
     away = [grad for grad in gradients if grad.device.type != "cpu"]
     squared = 0.0

@@ -1,4 +1,4 @@
-"""The optimizers: which states a parameter has, and the fused kernel that updates it."""
+"""The optimizers: the states of a parameter, and the fused kernel that updates it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ Group = Mapping[str, Any]
 
 @dataclass
 class KernelOperands:
-    """The operands of one kernel call: one entry per fragment in every list, all of one kind."""
+    """The operands of one kernel call: one entry per fragment in every list, all of the same group and dtypes.
+
+    ``sizes`` in elements; ``params``, ``grads`` and ``states`` (by kind) are addresses; ``common`` are keyword
+    arguments; ``first``: it is the fragments' first step.
+    """
 
     sizes: list[int]
     params: list[int]
@@ -32,8 +36,9 @@ class KernelOperands:
 class Rule:
     """One optimizer.
 
-    ``template`` is the torch class whose options and defaults it takes; ``moments`` their names, each with whether it
-    is a second moment (never negative); ``initial`` what they are filled with.
+    ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, is second moment,
+    never negative) of each moment for a group, ``initial`` the value that moments start with. ``run`` calls the kernel.
+    ``refused``: options that the kernel does not have.
     """
 
     template: type[torch.optim.Optimizer]
@@ -43,12 +48,12 @@ class Rule:
     refused: tuple[str, ...] = ()
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The complete options of a group; the torch class checks them and raises what it raises."""
+        """Return all options of a group, with defaults; the torch class checks them and raises its own errors."""
         probe = torch.zeros(1, requires_grad=True)
         return dict(self.template([probe], **options).defaults)
 
     def check_group(self, group: Group) -> None:
-        """ValueError for an option that the kernel does not have."""
+        """Raise ValueError for an option that the kernel does not have."""
         for option in self.refused:
             if group.get(option):
                 raise ValueError(
@@ -57,12 +62,14 @@ class Rule:
                 )
 
 
-def _sign(group: Group) -> float:
+def _grad_sign(group: Group) -> float:
+    """Return the factor of the gradients: -1 with ``maximize``."""
     return -1.0 if group.get("maximize") else 1.0
 
 
-def _scaled(batch: KernelOperands, group: Group) -> dict[str, Any]:
-    return {**batch.common, "grad_scale": batch.common["grad_scale"] * _sign(group)}
+def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
+    """Return the common arguments with ``maximize`` folded into ``grad_scale``."""
+    return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group)}
 
 
 def _adam(batch: KernelOperands, group: Group) -> None:
@@ -79,7 +86,7 @@ def _adam(batch: KernelOperands, group: Group) -> None:
         adamw_mode=group["decoupled_weight_decay"],
         exp_avg_scale=batch.states.get("exp_avg_scale"),
         exp_avg_sq_scale=batch.states.get("exp_avg_sq_scale"),
-        **_scaled(batch, group),
+        **_common_arguments(batch, group),
     )
 
 
@@ -96,7 +103,7 @@ def _sgd(batch: KernelOperands, group: Group) -> None:
         weight_decay=group["weight_decay"],
         first=batch.first,
         momentum_buffer_scale=batch.states.get("momentum_buffer_scale"),
-        **_scaled(batch, group),
+        **_common_arguments(batch, group),
     )
 
 
@@ -111,7 +118,7 @@ def _adagrad(batch: KernelOperands, group: Group) -> None:
         sum_sq_scale=batch.states.get("sum_scale"),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        **_scaled(batch, group),
+        **_common_arguments(batch, group),
     )
 
 
@@ -125,7 +132,7 @@ def _lion(batch: KernelOperands, group: Group) -> None:
         betas=(float(group["betas"][0]), float(group["betas"][1])),
         weight_decay=group["weight_decay"],
         exp_avg_scale=batch.states.get("exp_avg_scale"),
-        **_scaled(batch, group),
+        **_common_arguments(batch, group),
     )
 
 
@@ -134,9 +141,9 @@ def _zero(group: Group) -> float:
 
 
 _REFUSED = ("amsgrad", "differentiable")
-_TWO = (("exp_avg", False), ("exp_avg_sq", True))
-_ADAM = Rule(torch.optim.Adam, lambda group: _TWO, _zero, _adam, _REFUSED)
-_ADAMW = Rule(torch.optim.AdamW, lambda group: _TWO, _zero, _adam, _REFUSED)
+_ADAM_MOMENTS = (("exp_avg", False), ("exp_avg_sq", True))
+_ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
+_ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
 _SGD = Rule(
     torch.optim.SGD,
     lambda group: (("momentum_buffer", False),) if group["momentum"] else (),
@@ -170,12 +177,13 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 def has_rule(optimizer: str | type) -> bool:
     """Return whether there is a kernel for a name ("AdamW", any case) or a class.
 
-    A class that only builds another one differently names that one in its attribute ``same_arithmetic_as``.
+    A class that merely wraps another optimizer's arithmetic names that class in its attribute ``same_arithmetic_as``.
     """
     return _lookup(optimizer) is not None
 
 
 def _lookup(optimizer: str | type) -> Rule | None:
+    """Return the rule for a name or a class; None if there is none."""
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
     kind = getattr(optimizer, "same_arithmetic_as", optimizer)
@@ -183,7 +191,7 @@ def _lookup(optimizer: str | type) -> Rule | None:
 
 
 def find_rule(optimizer: str | type) -> Rule:
-    """The rule for a name ("AdamW", any case) or a class; ValueError for one that has no kernel."""
+    """Return the rule for a name ("AdamW", any case) or a class; ValueError if it has no kernel."""
     found = _lookup(optimizer)
     if found is None:
         told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))

@@ -1,4 +1,4 @@
-"""Layout of the states of each fragment, and how fragments are cut into slices: no memory, no files."""
+"""Layout of the states of each fragment, and the cutting of fragments into slices: no memory, no files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = [
     "MASTER",
     "Slice",
     "StateKind",
-    "cut",
+    "cut_slices",
     "kinds_of",
     "slice_bytes",
-    "split",
+    "split_by_ratio",
 ]
 
 #: Elements: fragments are cut at multiples of this, which is whole pages for every element type.
@@ -35,9 +35,9 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class StateKind:
-    """One tensor that is kept for a fragment: an item for every ``block`` elements.
+    """One tensor that is kept for a fragment, with one item for every ``block`` elements.
 
-    ``moment``: which moment it is a part of; None for the master. ``second``: a moment that is never negative.
+    ``moment``: the moment it belongs to; None for the master. ``second``: a second moment, never negative.
     """
 
     name: str
@@ -47,17 +47,17 @@ class StateKind:
     block: int = 1
 
     def items(self, elements: int) -> int:
-        """How many items stand for that many elements."""
+        """Return the number of items for so many elements."""
         return -(-elements // self.block)
 
     def nbytes(self, elements: int) -> int:
-        """Bytes for that many elements."""
+        """Return the bytes for so many elements."""
         return self.items(elements) * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class KeptFragment:
-    """A fragment at run time: what is kept for it, how far it is, and what of it is on the tier."""
+    """A fragment at run time: its kinds of state, its step count, and which of them the tier holds."""
 
     plan: FragmentPlan
     shard: ShardPlan
@@ -79,18 +79,19 @@ class KeptFragment:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether all that is kept is on the tier, and stands for the weights that forward reads."""
+        """Return whether the tier holds every kind of state and the master matches the weights that forward reads."""
         return self.has_moments and (self.has_master or not self.keeps_master) and not self.weights_changed
 
     def keeps(self, kind: StateKind, *, stale: bool = False) -> bool:
-        """Return whether there is something of a kind that counts; a master does not once the weights were changed,
-        unless ``stale`` ones are asked for."""
+        """Return whether the tier holds a valid value of a kind; a master is not valid once the weights were changed,
+        unless ``stale``.
+        """
         if kind.moment is None:
             return self.has_master and (stale or not self.weights_changed)
         return self.has_moments
 
     def nbytes(self, elements: int) -> int:
-        """Bytes kept for that many elements, in whole blocks."""
+        """Return the bytes kept for so many elements, in whole blocks."""
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 
@@ -102,11 +103,11 @@ class FlatSpan(NamedTuple):
     length: int
 
     def address(self) -> int:
-        """Of the first element."""
+        """Return the address of the first element."""
         return self.base.data_ptr() + self.start * self.base.element_size()
 
     def view(self) -> torch.Tensor:
-        """As a tensor."""
+        """Return the span as a tensor."""
         return self.base[self.start : self.start + self.length]
 
 
@@ -119,11 +120,11 @@ class FragmentSpan:
     length: int
 
     def of_shard(self, shard: torch.Tensor) -> FlatSpan:
-        """This part of the shard's flat tensor."""
+        """Return this span of the shard's flat tensor."""
         return FlatSpan(shard, self.fragment.plan.start + self.begin, self.length)
 
     def of_kind(self, kind: StateKind, whole: torch.Tensor) -> torch.Tensor:
-        """This part of a flat tensor of all the fragment's items of a kind."""
+        """Return this span of a flat tensor with all of the fragment's items of a kind."""
         start = self.begin // kind.block
         return whole[start : start + kind.items(self.length)]
 
@@ -134,9 +135,11 @@ Slice = tuple[FragmentSpan, ...]
 def kinds_of(
     shard: ShardPlan, moments: Sequence[tuple[str, bool]], state_dtype: torch.dtype | None
 ) -> tuple[StateKind, ...]:
-    """The master, where there is one, then the moments, each given with whether it is a second moment.
+    """Return the kinds of state: the master, unless the weights are updated in place, then the moments, given as (name,
+    is second moment).
 
-    ``state_dtype``: None for the dtype of the update, else bfloat16 or int8 (a code per element and a scale per block).
+    ``state_dtype`` of the moments: None for the dtype of the update, else bfloat16 or int8 (a code per element and a
+    scale per block).
     """
     wide = wide_dtype(shard.dtype)
     kinds = [] if shard.in_place else [StateKind(MASTER, wide)]
@@ -149,8 +152,12 @@ def kinds_of(
     return tuple(kinds)
 
 
-def split(fragments: Sequence[KeptFragment], ratio: float, grain: int) -> tuple[list[FragmentSpan], list[FragmentSpan]]:
-    """The first ``ratio`` of all elements, to a multiple of ``grain`` within a fragment, and the rest."""
+def split_by_ratio(
+    fragments: Sequence[KeptFragment], ratio: float, grain: int
+) -> tuple[list[FragmentSpan], list[FragmentSpan]]:
+    """Return the first fraction ``ratio`` of all elements, cut at a multiple of ``grain`` within a fragment, and the
+    rest.
+    """
     room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
     first: list[FragmentSpan] = []
     rest: list[FragmentSpan] = []
@@ -165,9 +172,9 @@ def split(fragments: Sequence[KeptFragment], ratio: float, grain: int) -> tuple[
     return first, rest
 
 
-def cut(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None = None) -> list[Slice]:
-    """Slices of at most ``sub_group_size`` elements of at most ``shards`` shards, in order; spans are cut at multiples
-    of `GRAIN`.
+def cut_slices(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None = None) -> list[Slice]:
+    """Return slices of at most ``sub_group_size`` elements of at most ``shards`` shards (None: any number), in order;
+    spans are cut at multiples of `GRAIN`.
     """
     slices: list[Slice] = []
     current: list[FragmentSpan] = []
@@ -192,5 +199,5 @@ def cut(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None =
 
 
 def slice_bytes(slice_: Slice) -> int:
-    """Bytes of a slice in a ring buffer: every tensor in whole pages."""
+    """Return the bytes of a slice in a ring buffer: every tensor in whole pages."""
     return sum(page_rounded(kind.nbytes(span.length)) for span in slice_ for kind in span.fragment.kinds)

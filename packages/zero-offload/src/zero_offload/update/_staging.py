@@ -1,4 +1,4 @@
-"""Gradients to the host and weights back, one slice at a time."""
+"""Brings the gradients and weights of one slice at a time to the host, and the new weights back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import OffloadError
 from ..trace import Trace
 from ._gradients import Gradients
 from ._slices import FlatSpan, FragmentSpan, Slice
-from .plans import ExpectingWeights, ShardPlan, Weights, checked
+from .plans import ExpectingWeights, ShardPlan, Weights, check_shard_tensor
 
 __all__ = ["StagedSlices", "StagedSpan", "staging_bytes"]
 
@@ -24,8 +24,8 @@ _AHEAD = 2  # slices whose gradients and weights are asked for, as far as buffer
 
 
 class StagedSpan(NamedTuple):
-    """A span that is updated, the number it has in its slice, its gradient in host memory, where its new weights are to
-    be written in host memory, and the weights that forward read so far, wherever they are.
+    """A span to be updated: its number in the slice, its gradient in host memory, the host memory for its new weights
+    (``out``), and the weights that forward has read, on their own device.
     """
 
     number: int
@@ -36,28 +36,31 @@ class StagedSpan(NamedTuple):
 
 
 def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
-    """Host memory for staging: the weights, and where asked the gradients, of the largest slice, twice."""
+    """Return the host memory for staging, in bytes: twice the weights, and with ``gradients_too`` the gradients, of the
+    largest slice.
+    """
 
     def needed(slice_: Slice) -> int:
         return sum(
-            _room(span.length * span.fragment.shard.dtype.itemsize)
-            + gradients_too * _room(span.length * span.fragment.shard.grad_dtype.itemsize)
+            _aligned(span.length * span.fragment.shard.dtype.itemsize)
+            + gradients_too * _aligned(span.length * span.fragment.shard.grad_dtype.itemsize)
             for span in slice_
         )
 
     return 2 * max(map(needed, slices), default=0)
 
 
-def _room(nbytes: int) -> int:
+def _aligned(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the alignment of staged tensors."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
 class StagedSlices:
-    """`begin` a step, then for each of its slices `start` (at best while the one before computes), `staged_spans`,
-    `finish`; at last `end`, or `abort`.
+    """Call order: `begin` a step; for each of its slices `start` (ideally while the previous one computes),
+    `staged_spans`, `finish`; then `end`, or `abort`.
 
-    What is on an accelerator goes through two blocks of host memory that take turns (``staging_bytes`` of them), copies
-    run on a stream of their own; what is in host memory is used where it is. Shards are borrowed from the first slice
+    Tensors on an accelerator pass through two alternating staging buffers in host memory (``staging`` bytes in all),
+    copied on streams of their own; tensors in host memory are used in place. Shards are borrowed from the first slice
     that needs them to the last.
     """
 
@@ -89,7 +92,7 @@ class StagedSlices:
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory held between steps."""
+        """Return the bytes of host memory held between steps."""
         return sum(block.nbytes for block in self._blocks)
 
     @staticmethod
@@ -98,8 +101,8 @@ class StagedSlices:
         return tensor.device.type != "cpu"
 
     def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:
-        """The slices of the step in order; fragments that are ``absent`` are left out, shards that are ``rewritten``
-        will be written whole without being read.
+        """Begin a step over the slices in ``order``. Fragments that are ``absent`` are left out; shards that are
+        ``rewritten`` will be written completely and are not read.
         """
         self._order = order
         self._absent = absent
@@ -109,13 +112,13 @@ class StagedSlices:
         }
 
     def start(self, position: int) -> None:
-        """Start bringing a slice; does nothing beyond the last."""
+        """Start bringing the slice at a position of the order; do nothing beyond the last."""
         if position >= len(self._order):
             return
         index = self._order[position]
         for later in self._order[position + 1 : position + 1 + _AHEAD]:
             self._gradients.prefetch(later)
-            self._expect(later)
+            self._expect_weights(later)
         side = position % 2
         _wait(self._outgoing[side])  # the block's weights of two slices ago must have left
         self._outgoing[side] = None
@@ -125,10 +128,10 @@ class StagedSlices:
         for number, (span, grad) in enumerate(zip(spans, self._gradients.acquire(index), strict=True)):
             if grad is None or span.fragment.name in self._absent:
                 continue
-            weights = out = span.of_shard(self._borrow(span.fragment.shard))
+            weights = out = span.of_shard(self._borrowed_weights(span.fragment.shard))
             if self.is_away(grad.base):
-                staged = self._stage(side, offset, grad)
-                offset += _room(nbytes_of(staged.base))
+                staged = self._staging_place(side, offset, grad)
+                offset += _aligned(nbytes_of(staged.base))
                 self._incoming[side] = self._in.copy(staged.base, grad.view()) or self._incoming[side]
                 grad = staged
             if self.is_away(weights.base):
@@ -137,20 +140,22 @@ class StagedSlices:
                         f"'{span.fragment.shard.name}': expected weights in host memory, to be updated in place, "
                         f"got them on {weights.base.device}; plan the shard with in_place=False"
                     )
-                out = self._stage(side, offset, weights)
-                offset += _room(nbytes_of(out.base))
+                out = self._staging_place(side, offset, weights)
+                offset += _aligned(nbytes_of(out.base))
             staged_spans.append(StagedSpan(number, span, grad, out, weights))
         self._started[position] = staged_spans
 
     def staged_spans(self, position: int) -> list[StagedSpan]:
-        """The slice; its gradients have arrived."""
+        """Return the spans of a started slice, after its gradients have arrived."""
         side = position % 2
         _wait(self._incoming[side])
         self._incoming[side] = None
         return self._started[position]
 
     def finish(self, position: int) -> None:
-        """The slice was computed: start taking its new weights away, and give back what no later slice needs."""
+        """Start copying the new weights of a computed slice to their device, and give back the shards that no later
+        slice needs.
+        """
         side = position % 2
         for staged_span in self._started.pop(position):
             if staged_span.out is not staged_span.weights:
@@ -166,12 +171,12 @@ class StagedSlices:
             self._weights.give_back(shard, dirty=True)
 
     def end(self) -> None:
-        """Make the compute device wait for everything sent."""
+        """Make the compute device wait for all copies of new weights."""
         for event in self._outgoing:
             self._out.join(event)
 
     def abort(self) -> None:
-        """Give everything back after a failure."""
+        """Wait for all copies and give back every borrowed shard, after a failure."""
         for event in (*self._incoming, *self._outgoing):
             _wait(event)
         self._incoming, self._outgoing = [None, None], [None, None]
@@ -182,22 +187,23 @@ class StagedSlices:
             with suppress(OffloadError):  # the failure that led here is the one to be told
                 self._weights.give_back(shard, dirty=True)
 
-    def _stage(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
-        """Room for a piece in the block whose turn it is."""
+    def _staging_place(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
+        """Return the place for a tensor at ``offset`` (bytes) of the staging buffer of this ``side``."""
         return FlatSpan(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
-    def _expect(self, index: int) -> None:
-        """Have the weights of a slice brought that are neither here nor written without being read."""
+    def _expect_weights(self, index: int) -> None:
+        """Start bringing the weights of a slice that are neither borrowed nor about to be rewritten."""
         if isinstance(self._weights, ExpectingWeights):
             shards = dict.fromkeys(span.fragment.shard.name for span in self._slices[index])
             self._weights.expect([s for s in shards if s not in self._borrowed and s not in self._rewritten])
 
-    def _borrow(self, shard: ShardPlan) -> torch.Tensor:
+    def _borrowed_weights(self, shard: ShardPlan) -> torch.Tensor:
+        """Return a shard's weights, borrowing them on first use in the step."""
         if shard.name not in self._borrowed:
             fresh = shard.name in self._rewritten
             lent = self._weights.borrow(shard.name, fresh=fresh)
             self._borrowed[shard.name] = lent
-            checked(lent, shard, shard.dtype, "weights")
+            check_shard_tensor(lent, shard, shard.dtype, "weights")
             if fresh and shard.padding:
                 lent[shard.numel - shard.padding :].zero_()
         return self._borrowed[shard.name]

@@ -1,4 +1,4 @@
-"""Masters and moments as plain tensors: out of the tier and into it, slice by slice."""
+"""Masters and moments as plain tensors: read from the tier and written to it, slice by slice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._slices import BLOCK, MASTER, FragmentSpan, KeptFragment, Slice, StateKind
 from ._step import Groups, Tensors, fill_moments
 from ._tiers import Tier
 
-__all__ = ["as_values", "check_state", "forget", "read_states", "sealed_state", "write_states"]
+__all__ = ["as_values", "check_state", "forget_states", "read_states", "sealed_state", "write_states"]
 
 State = Mapping[str, Any]
 _STEP = "step"
@@ -27,7 +27,7 @@ _SCALE = "_scale"
 def sealed_state(
     fragments: Sequence[KeptFragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
-    """The current state of a tier that was just sealed."""
+    """Return the current state of a tier that was just sealed."""
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
     return Sealed.of(
         {name: found for name, found in tier.extents().items() if name in begun},
@@ -40,8 +40,9 @@ def sealed_state(
 def read_states(
     fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier, *, stale: bool = False
 ) -> Iterator[tuple[KeptFragment, dict[str, torch.Tensor]]]:
-    """Each of ``fragments`` of which something is kept, with 1-D copies in host memory; ``step`` has no dimension.
-    ``stale``: masters also where the weights were changed since."""
+    """Yield each of ``fragments`` that has any state, with 1-D copies in host memory; ``step`` has no dimension.
+    ``stale``: include masters whose weights were changed since.
+    """
     wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
     states: dict[KeptFragment, dict[str, torch.Tensor]] = {}
@@ -50,12 +51,13 @@ def read_states(
         for visit in visits:
             for span, tensors in zip(slices[visit.number], visit.tensors, strict=True):
                 if span.fragment in wanted:
-                    _read(span, tensors, states.setdefault(span.fragment, {}), stale=stale)
+                    _read_span(span, tensors, states.setdefault(span.fragment, {}), stale=stale)
             for fragment in [f for f in states if last[f] == visit.number]:
                 yield fragment, {_STEP: torch.tensor(float(fragment.step)), **states.pop(fragment)}
 
 
-def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
+def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
+    """Copy a span's tensors into the fragment's ``state``, by kind; make the state's tensors on first use."""
     fragment = span.fragment
     for kind in fragment.kinds:
         if fragment.keeps(kind, stale=stale):
@@ -64,7 +66,7 @@ def _read(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], 
 
 
 def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
-    """Return a state with 8-bit moments as the float32 values that codes and scales stand for, and without scales."""
+    """Return a state whose 8-bit moments are decoded to float32, without their scales."""
     values = {name: kept for name, kept in state.items() if not name.endswith(_SCALE)}
     for kind in fragment.moments:
         if kind.dtype == torch.uint8 and kind.name in state:
@@ -77,12 +79,12 @@ def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
 
 
 def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
-    """Return the 8-bit code in which a moment is kept."""
+    """Return the 8-bit code of a moment."""
     return "u5e3" if kind.second else "e4m3"
 
 
 def check_state(fragment: KeptFragment, state: State) -> None:
-    """ValueError, naming the fragment, for a state that does not fit it."""
+    """Raise ValueError, naming the fragment, for a state that does not fit it."""
     kinds = {kind.name: kind for kind in fragment.kinds}
     unknown = sorted(set(state) - {_STEP, *kinds})
     if unknown:
@@ -103,7 +105,7 @@ def check_state(fragment: KeptFragment, state: State) -> None:
 def write_states(
     rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[KeptFragment, State]
 ) -> None:
-    """Replace what is given; moments of a fragment that had none and are not given begin anew.
+    """Replace the given kinds of state; if a fragment had no moments, those not given start from their initial values.
 
     8-bit moments are taken as codes and scales, or in any floating dtype.
     """
@@ -114,7 +116,7 @@ def write_states(
                 if _concerned(span, states):
                     if not span.fragment.has_moments:
                         fill_moments(rule, groups, span.fragment, tensors)
-                    _write(span, tensors, states[span.fragment])
+                    _write_span(span, tensors, states[span.fragment])
     for fragment, state in states.items():
         fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
         if MASTER in state:
@@ -127,7 +129,8 @@ def _concerned(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool
     return span.fragment in states
 
 
-def _write(span: FragmentSpan, tensors: Tensors, state: State) -> None:
+def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
+    """Copy a span's part of ``state`` into its tensors, encoding 8-bit moments."""
     for kind in span.fragment.kinds:
         value = state.get(kind.name)
         if value is None:
@@ -142,8 +145,8 @@ def _write(span: FragmentSpan, tensors: Tensors, state: State) -> None:
             tensors[kind.name].copy_(part)
 
 
-def forget(fragments: Sequence[KeptFragment]) -> None:
-    """Begin anew."""
+def forget_states(fragments: Sequence[KeptFragment]) -> None:
+    """Mark the fragments as having no state and no steps taken."""
     for fragment in fragments:
         fragment.step = 0
         fragment.has_moments = fragment.has_master = fragment.weights_changed = False

@@ -33,8 +33,8 @@ def run_step(
     grad_scale: float,
     trace: Trace | None,
 ) -> None:
-    """Update ``fragments``, all that have a gradient and are not ``absent``; gradients are multiplied by ``grad_scale``
-    as they are read.
+    """Update ``fragments`` (all that have a gradient and are not ``absent``); gradients are multiplied by
+    ``grad_scale`` as they are read.
     """
     active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
     staged.begin(active, absent=absent, rewritten=_rewritten(fragments))
@@ -44,11 +44,11 @@ def run_step(
             for position, visit in enumerate(visits):
                 staged.start(position + 1)
                 staged_spans = staged.staged_spans(position)
-                with nullcontext() if trace is None else trace.span("compute", _shards(staged_spans)):
+                with nullcontext() if trace is None else trace.span("compute", _shard_names_text(staged_spans)):
                     for staged_span in staged_spans:
                         if not staged_span.span.fragment.is_settled:
-                            _prepare(rule, groups, staged_span, visit.tensors[staged_span.number])
-                    _run(rule, groups, staged_spans, visit.tensors, grad_scale)
+                            _prepare_states(rule, groups, staged_span, visit.tensors[staged_span.number])
+                    _run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
                 staged.finish(position)
         staged.end()
     except BaseException:
@@ -61,14 +61,14 @@ def run_step(
         fragment.weights_changed = False
 
 
-def _shards(staged_spans: Sequence[StagedSpan]) -> str:
-    """The shards that are updated together, by name."""
+def _shard_names_text(staged_spans: Sequence[StagedSpan]) -> str:
+    """Return the shards that are updated together as text: the first and the last name."""
     names = list(dict.fromkeys(staged_span.span.fragment.shard.name for staged_span in staged_spans))
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else ""
 
 
 def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
-    """The shards of which all elements are written and none is read."""
+    """Return the shards of which every element is written and none is read."""
     elements: dict[str, int] = {}
     for fragment in fragments:
         if fragment.has_master and not fragment.weights_changed:
@@ -77,8 +77,8 @@ def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
     return {fragment.shard.name for fragment in fragments if elements.get(fragment.shard.name) == fragment.shard.numel}
 
 
-def _prepare(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tensors) -> None:
-    """Give a span its first values, and take over weights that were changed from outside."""
+def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tensors) -> None:
+    """Set the initial master and moments of a span, and copy weights that were changed from outside into the master."""
     fragment = staged_span.span.fragment
     if not fragment.has_moments:
         fill_moments(rule, groups, fragment, tensors)
@@ -95,17 +95,18 @@ def _prepare(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tenso
 
 
 def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Tensors) -> None:
-    """Give a span's moments their first values."""
+    """Set the moments of a span to their initial values."""
     for kind in fragment.moments:
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
 
-def _run(
+def _run_kernels(
     rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
 ) -> None:
-    """One kernel call for all spans of the slice that share options, step number and dtypes.
+    """Run one kernel call for all spans of the slice that share options, step number and dtypes.
 
-    States below float32 are rounded with random numbers that depend on the position, so each span is a call of its own.
+    States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
+    own.
     """
     batches: dict[tuple[Any, ...], KernelOperands] = {}
     for staged_span in staged_spans:
@@ -122,7 +123,7 @@ def _run(
         )
         batch = batches.get(key)
         if batch is None:
-            batch = batches[key] = _batch(staged_span.span, grad_scale)
+            batch = batches[key] = _empty_operands(staged_span.span, grad_scale)
         batch.sizes.append(staged_span.span.length)
         batch.grads.append(staged_span.grad.address())
         out = staged_span.out.address()
@@ -139,7 +140,8 @@ def _run(
             staged_span.out.view().copy_(tensors[staged_span.number][MASTER])
 
 
-def _batch(span: FragmentSpan, grad_scale: float) -> KernelOperands:
+def _empty_operands(span: FragmentSpan, grad_scale: float) -> KernelOperands:
+    """Return empty operands for the spans that share options, step number and dtypes with ``span``."""
     fragment = span.fragment
     state = fragment.moments[0].dtype if fragment.moments else fragment.dtype
     common: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Tiers of masters and moments. A tier hands out one slice after the other; what was changed goes back."""
+"""Tiers of masters and moments. A tier hands out one slice after the other and keeps what was changed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class LoadedSlice(NamedTuple):
-    """One slice in host memory: the tensors of each of its spans, by kind."""
+    """One slice in host memory: its index, and the tensors of each of its spans, by kind."""
 
     number: int
     tensors: list[_Tensors]
@@ -31,48 +31,51 @@ class Tier(Protocol):
     """Keeps the slices of one update. The content of a slice that was never kept is arbitrary."""
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Slices, given in ascending order, in the order in which visiting them costs least."""
+        """Return the slices' indices, given in ascending order, in the order that costs the fewest transfers."""
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Each slice in turn, valid until the next is asked for; with ``dirty`` it was changed and is kept.
+        """Yield each slice in turn, valid until the next one is requested; with ``dirty`` the caller changes it and the
+        tier must keep it.
 
-        Iterate to the end, or close the iterator: then the slice at hand is lost.
+        Iterate to the end, or close the iterator: then the changes to the current slice are lost.
         """
 
     def reset(self) -> None:
-        """Forget every slice, and transfers that failed."""
+        """Discard the content of every slice, and the errors of failed transfers."""
 
     def memory(self) -> dict[str, int]:
-        """Bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files, ``device``."""
+        """Return the bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files, ``device``."""
 
     def bytes_written(self) -> int:
-        """Bytes written to drives so far."""
+        """Return the bytes written to drives so far."""
 
     def flush(self) -> None:
-        """Return when everything is on the tier."""
+        """Block until everything is on the tier; raise the first write that failed."""
 
     def carried_bytes(self) -> int:
-        """Bytes that `seal` would copy, of what was not written since the last one."""
+        """Return the bytes that `seal` would copy now: data not written since the last seal."""
 
     def seal(self, *, durable: bool) -> Generation | None:
-        """End what is written to files, so that it survives a crash if ``durable``; None where there are no files."""
+        """End the current generation of the files, durable against a crash if ``durable``; return None where there are
+        no files.
+        """
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Where each ``<fragment>/<kind>`` lies in files."""
+        """Return the extents of each ``<fragment>/<kind>`` in files."""
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free the memory and remove the files."""
 
 
 def host_bytes(slices: Sequence[Slice]) -> int:
-    """Host memory of a `HostTier`: of exactly the size of its content."""
+    """Return the host memory of a `HostTier` with these slices, in bytes: exactly the size of its content."""
     return sum(kind.nbytes(span.length) for slice_ in slices for span in slice_ for kind in span.fragment.kinds)
 
 
 class HostTier:
     """One block of host memory of exactly the size of its content.
 
-    ``on_device``: the content was not offloaded, and the device is the host.
+    ``on_device``: the content is not offloaded, and the device is the CPU.
     """
 
     def __init__(self, slices: Sequence[Slice], *, on_device: bool = False) -> None:
@@ -101,7 +104,7 @@ class HostTier:
             yield LoadedSlice(index, self._tensors[index])
 
     def reset(self) -> None:
-        """There is nothing to forget: what is in memory is there to be written."""
+        """Do nothing: the caller overwrites content that was never kept."""
 
     def memory(self) -> dict[str, int]:
         states, device = (0, self._block.nbytes) if self._on_device else (self._block.nbytes, 0)
@@ -111,7 +114,7 @@ class HostTier:
         return 0
 
     def flush(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: no transfer is under way."""
 
     def carried_bytes(self) -> int:
         return 0
@@ -128,12 +131,14 @@ class HostTier:
 
 
 def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
-    """Host memory of an `NvmeTier`: ``buffer_count`` buffers of the largest slice, every tensor in whole pages."""
+    """Return the host memory of an `NvmeTier`, in bytes: ``buffer_count`` buffers of the largest slice, every tensor in
+    whole pages.
+    """
     return buffer_count * max((page_rounded(slice_bytes(slice_)) for slice_ in slices), default=0)
 
 
 class NvmeOptions(NamedTuple):
-    """How files are used; see `OffloadedUpdate`."""
+    """Options of the files; see `TierOptions`."""
 
     paths: Sequence[str]
     buffer_count: int
@@ -148,13 +153,13 @@ class NvmeOptions(NamedTuple):
 class NvmeTier:
     """Extents in files, one per fragment and kind, and a ring of buffers.
 
-    While a slice is computed the next ones are read and the ones before it are written. The order turns round from pass
-    to pass, so that a pass begins with the slices that the one before left in the buffers.
+    While a slice is computed the next ones are read and the ones before it are written. The order reverses from pass to
+    pass, so that a pass begins with the slices that the previous one left in the buffers.
     """
 
     def __init__(self, slices: Sequence[Slice], options: NvmeOptions, trace: Trace | None) -> None:
         self._slices = slices
-        self._packs = [_pack(index, slice_) for index, slice_ in enumerate(slices)]
+        self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
         self._ahead = max(1, options.buffer_count - 2) if options.pipeline_read else 0
         self._write_behind = options.pipeline_write
         self._kept: set[int] = set()
@@ -168,7 +173,7 @@ class NvmeTier:
             engine=options.engine,
         )
         try:
-            self._declare()
+            self._declare_extents()
             largest = max((pack.nbytes for pack in self._packs), default=0)
             self._ring = BufferRing(
                 self._store, buffer_count=options.buffer_count, buffer_bytes=largest, trace=trace, hop="states"
@@ -230,7 +235,8 @@ class NvmeTier:
     def close(self) -> None:
         self._store.close(remove=True)
 
-    def _declare(self) -> None:
+    def _declare_extents(self) -> None:
+        """Declare the size and element type of every extent."""
         ends: dict[tuple[str, str], tuple[int, str]] = {}
         for slice_ in self._slices:
             for span in slice_:
@@ -241,6 +247,7 @@ class NvmeTier:
             self._store.declare(f"{fragment}/{name}", end, dtype)
 
     def _tensors(self, index: int, buffer: torch.Tensor) -> list[_Tensors]:
+        """Return the tensors of a slice's spans, by kind, as views of its buffer."""
         parts = iter(self._packs[index].parts)
         tensors: list[_Tensors] = []
         for span in self._slices[index]:
@@ -252,8 +259,8 @@ class NvmeTier:
         return tensors
 
 
-def _pack(index: int, slice_: Slice) -> BufferContent:
-    """A slice as a pack of the extents ``<fragment>/<kind>``."""
+def _slice_pack(index: int, slice_: Slice) -> BufferContent:
+    """Return a slice as a pack of the extents ``<fragment>/<kind>``."""
     pieces = [
         (f"{span.fragment.name}/{kind.name}", kind.nbytes(span.begin), kind.nbytes(span.length))
         for span in slice_

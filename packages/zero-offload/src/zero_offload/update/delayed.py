@@ -16,8 +16,8 @@ from ..budget import HostBudget
 from ..ends import HostUse
 from ..sealed import Sealed
 from ..trace import Trace
-from ._gradients import HostGradients, gradient_bytes, looked_at
-from .plans import ShardPlan, Weights, checked
+from ._gradients import HostGradients, borrowed_gradient, gradient_bytes
+from .plans import ShardPlan, Weights, check_shard_tensor
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
 
@@ -28,15 +28,15 @@ class DelayedUpdate:
     """An `OffloadedUpdate` whose step runs in a thread of its own while the next gradients are computed (the one-step
     delayed parameter update of ZeRO-Offload, arXiv 2101.06840, section 5.3).
 
-    With m the masters, u the optimizer's rule and g(w) the gradient at weights w, step t computes
-    m[t+1] = u(m[t], g(w[t])), and the weights that forward reads next are w[t+1] = m[t] rounded: every gradient is
-    taken one update earlier than it is applied. It is not the trajectory of the optimizer without delay; it is to the
-    bit that of the same kernels fed with those gradients.
+    With m the masters, u the optimizer's rule and g(w) the gradient at weights w, step t computes m[t+1] = u(m[t],
+    g(w[t])), and the weights that forward reads next are w[t+1] = m[t] rounded: every gradient is computed one update
+    earlier than it is applied. The trajectory differs from that of the optimizer without delay; it is bit-identical to
+    that of the same kernels fed with these gradients.
 
-    Arguments and methods are those of `OffloadedUpdate` with gradients in host memory, of which there are two sets, and
-    there is a copy of all weights in host memory. `step` waits for the step before, writes its weights, and returns
-    while its own runs; `finish` waits for that too, and so does everything that reads or writes states. A step that
-    failed is raised by whatever waits for it.
+    Arguments and methods are those of `OffloadedUpdate` with gradients in host memory. It holds two sets of gradients
+    and a copy of all weights in host memory. `step` waits for the previous step, writes its weights, and returns while
+    its own runs; `finish`, and every method that reads or writes states, waits for that one too. The method that waits
+    for a failed step raises its error.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DelayedUpdate:
         budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
         pin = (tier_options or TierOptions()).pin and device.type != "cpu"
         self._groups = groups
-        self._options: Sequence[Mapping[str, Any]] = _copied(groups())
+        self._options: Sequence[Mapping[str, Any]] = _copy_options(groups())
         self._weights = weights
         self._plans = {shard.name: shard for shard in shards}
         self._mirror = _Mirror()
@@ -78,9 +78,9 @@ class DelayedUpdate:
         self._sets = [HostGradients(shards, (), device, pin=pin, trace=trace) for _ in range(2)]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload delayed update")
         self._running: Future[None] | None = None
-        self._late: set[str] = set()
-        self._told: set[str] = set()
-        self._finalizer = weakref.finalize(self, _let_go, self._thread, self._inner)
+        self._updated_shards: set[str] = set()
+        self._changed_unreported: set[str] = set()
+        self._finalizer = weakref.finalize(self, _stop_and_close, self._thread, self._inner)
 
     @property
     def writes(self) -> int:
@@ -107,7 +107,7 @@ class DelayedUpdate:
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
         """See `OffloadedUpdate.gradient`."""
-        return looked_at(self._sets[0], shard, dirty=dirty)
+        return borrowed_gradient(self._sets[0], shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
         """See `OffloadedUpdate.clear_gradients`."""
@@ -116,18 +116,18 @@ class DelayedUpdate:
     # The step
 
     def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
-        """Write the weights of the step before, and start this one with the gradients there are."""
+        """Write the weights of the previous step, and start this one with the gradients collected so far."""
         self.finish()
-        self._options = _copied(self._groups())
+        self._options = _copy_options(self._groups())
         given = self._sets[0]
         given.flush()
         gradients = {name: given.borrow(name)[0] for name in self._plans if given.has(name)}
         for shard in sorted(self._changed & gradients.keys()):
-            self._mirror.borrow(shard).copy_(self._lent(shard, fresh=False))
+            self._mirror.borrow(shard).copy_(self._borrow_weights(shard, fresh=False))
             self._weights.give_back(shard, dirty=False)
             self._inner.weights_changed(shard)
         self._changed -= gradients.keys()
-        self._late = set(gradients)
+        self._updated_shards = set(gradients)
         self._sets.reverse()
         self._sets[0].clear()
         self._running = self._thread.submit(
@@ -135,26 +135,29 @@ class DelayedUpdate:
         )
 
     def finish(self) -> bool:
-        """Wait for the step that runs, and write its weights to where forward reads them; false when none runs."""
+        """Wait for the running step and write its weights to the shards that forward reads; return False if none was
+        running.
+        """
         if self._running is None:
             return False
         running, self._running = self._running, None
         running.result()
-        for shard in sorted(self._late - self._changed):
-            self._lent(shard, fresh=True).copy_(self._mirror.borrow(shard))
+        for shard in sorted(self._updated_shards - self._changed):
+            self._borrow_weights(shard, fresh=True).copy_(self._mirror.borrow(shard))
             self._weights.give_back(shard, dirty=True)
         return True
 
-    def _lent(self, shard: str, *, fresh: bool) -> torch.Tensor:
+    def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
+        """Borrow a shard that forward reads, and check its size and dtype."""
         plan = self._plans[shard]
-        return checked(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
+        return check_shard_tensor(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
 
     def weights_changed(self, shard: str) -> None:
-        """Somebody else wrote the shard's weights: they are taken over, and the weights of the step that runs are not
-        written over them.
+        """Record that a shard's weights were changed from outside: the next step starts from them, and the running step
+        does not overwrite them.
         """
         self._changed.add(shard)
-        self._told.add(shard)
+        self._changed_unreported.add(shard)
 
     # States
 
@@ -164,24 +167,24 @@ class DelayedUpdate:
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
         """See `OffloadedUpdate.held`."""
-        return self._settled().held(fragment)
+        return self._after_step().held(fragment)
 
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """See `OffloadedUpdate.states`."""
-        return self._settled().states(fragments, stale_masters=stale_masters, decoded=decoded)
+        return self._after_step().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """See `OffloadedUpdate.write`."""
-        self._settled().write(states)
+        self._after_step().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
         """See `OffloadedUpdate.restart`."""
-        self._settled().restart(fragments)
+        self._after_step().restart(fragments)
 
     def reset(self) -> None:
-        """See `OffloadedUpdate.reset`; a step that runs is waited for, and its weights and its failure are dropped."""
+        """See `OffloadedUpdate.reset`; waits for a running step and drops its weights and its error."""
         if self._running is not None:
             self._running.exception()
             self._running = None
@@ -191,16 +194,19 @@ class DelayedUpdate:
     def seal(self, *, durable: bool = True) -> Sealed | None:
         """See `OffloadedUpdate.seal`."""
         self.finish()
-        return self._settled().seal(durable=durable)
+        return self._after_step().seal(durable=durable)
 
-    def _settled(self) -> OffloadedUpdate:
-        """The update, after its step, told of the weights that somebody else wrote. The step's own weights still wait
-        for `finish`: states may be read on one rank alone, and weights change on all ranks at one point."""
+    def _after_step(self) -> OffloadedUpdate:
+        """Wait for the running step; return the inner update, informed of weights that were changed from outside.
+
+        The step's own weights stay for `finish`: one rank alone may read states, but weights must change on all ranks
+        at the same point.
+        """
         if self._running is not None:
             self._running.result()
-        for shard in self._told:
+        for shard in self._changed_unreported:
             self._inner.weights_changed(shard)
-        self._told.clear()
+        self._changed_unreported.clear()
         return self._inner
 
     # Accounts
@@ -208,13 +214,14 @@ class DelayedUpdate:
     @property
     def plan(self) -> Mapping[str, int]:
         """See `OffloadedUpdate.plan`; the copy of the weights counts as ``staging``."""
-        return self._with_own(self._inner.plan)
+        return self._with_own_bytes(self._inner.plan)
 
     def memory(self) -> dict[str, int]:
         """See `OffloadedUpdate.memory`."""
-        return self._with_own(self._inner.memory())
+        return self._with_own_bytes(self._inner.memory())
 
-    def _with_own(self, inner: Mapping[str, int]) -> dict[str, int]:
+    def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
+        """Return the inner update's bytes with this object's gradients and copy of the weights added."""
         gradients = sum(own.memory()["gradients"] for own in self._sets)
         return {**inner, "gradients": gradients, "staging": inner["staging"] + self._mirror.nbytes}
 
@@ -232,13 +239,13 @@ class DelayedUpdate:
         self._inner.flush()
 
     def close(self) -> None:
-        """Wait for the step that runs, drop its weights, let memory go and remove the files. May be called twice."""
+        """Wait for the running step, drop its weights, free the memory and remove the files. May be called twice."""
         self._running = None
         self._finalizer()
 
 
 class _Mirror:
-    """The weights after the last step, in host memory."""
+    """A copy in host memory of the weights after the last step; the inner update writes it."""
 
     def __init__(self) -> None:
         self._views: dict[str, torch.Tensor] = {}
@@ -246,6 +253,7 @@ class _Mirror:
 
     @staticmethod
     def bytes_of(shards: Sequence[ShardPlan]) -> int:
+        """Return the bytes of the shards' weights."""
         return sum(shard.numel * shard.dtype.itemsize for shard in shards)
 
     def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
@@ -261,15 +269,15 @@ class _Mirror:
         return self._views[name]
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """It stays where it is."""
+        """Do nothing: the copy stays."""
 
 
-def _copied(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The options as they are now: schedulers go on while the step runs."""
+def _copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the groups' current options, since schedulers change them while the step runs."""
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]
 
 
-def _let_go(thread: ThreadPoolExecutor, inner: OffloadedUpdate) -> None:
+def _stop_and_close(thread: ThreadPoolExecutor, inner: OffloadedUpdate) -> None:
     thread.shutdown(wait=True)
     inner.close()

@@ -1,4 +1,4 @@
-"""Plans of an update: shards of weights, and the parts of parameters in them. No memory, no files."""
+"""Plans of an update: shards of weights and the fragments in them. No memory, no files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
     "ShardPlan",
     "Weights",
     "check_plans",
-    "checked",
+    "check_shard_tensor",
     "wide_dtype",
 ]
 
@@ -30,8 +30,8 @@ class FragmentPlan:
     parameter group.
 
     ``name`` is unique over all shards; files have extents ``<name>/<kind>``. ``group``: the number of the parameter
-    group. ``element_offset``: global position of element 0, where random numbers and 8-bit blocks are anchored: the
-    same on every tier and for every way of cutting; a multiple of 256 where states are 8-bit.
+    group. ``element_offset``: global position of element 0, which anchors random numbers and 8-bit blocks, so that
+    results are the same on every tier and for every way of cutting; a multiple of 256 where states are 8-bit.
     """
 
     name: str
@@ -43,13 +43,13 @@ class FragmentPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """``numel`` contiguous weights of one dtype, and the fragments in them, in order; other elements are never written.
+    """``numel`` contiguous weights of one dtype, and the fragments in them, in order; other elements are not updated.
 
-    The last ``padding`` elements hold nothing, so that they may become zeros.
+    The last ``padding`` elements belong to no fragment and may be set to zero.
 
     ``dtype``: of the weights that forward reads. ``grad_dtype``: of the gradients that are handed over. ``in_place``:
     the weights are lent in host memory and in the dtype of the update (float32, or float64 for float64), so they are
-    updated where they are; else every fragment has a ``master`` on the tier.
+    updated in place; otherwise every fragment has a ``master`` on the tier.
     """
 
     name: str
@@ -62,42 +62,44 @@ class ShardPlan:
 
 
 class Weights(Protocol):
-    """Lends the shards that forward reads; a step borrows each at most once. `HostStore` and `NvmeStore` are such."""
+    """Lends the shards that forward reads; a step borrows each at most once. `HostStore` and `NvmeStore` satisfy it."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """The shard (1-D) in host memory or on the accelerator, writable until it is given back.
+        """Return the shard (1-D) in host memory or on the accelerator, writable until it is given back.
 
-        With ``fresh`` all of it will be written, and its content may be arbitrary.
+        With ``fresh`` the borrower writes all of it, so its content may be arbitrary.
         """
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """The borrower is done; ``dirty`` says that it wrote the shard."""
+        """End one `borrow`; ``dirty``: the borrower wrote the shard, which must be kept."""
 
 
 @runtime_checkable
 class ExpectingWeights(Weights, Protocol):
-    """Weights that can be brought ahead, as `NvmeStore` does."""
+    """Weights that can be prefetched, as those of `NvmeStore`."""
 
     def expect(self, names: Sequence[str]) -> None:
-        """These shards will be borrowed soon, in this order. A hint that never blocks."""
+        """Start bringing these shards, which will be borrowed soon, in this order. It must not block."""
 
 
 @runtime_checkable
 class BoundedWeights(Weights, Protocol):
-    """Weights of which only so many can be borrowed at a time, as with `NvmeStore`."""
+    """Weights of which only a limited number of shards can be borrowed at a time, as those of `NvmeStore`."""
 
     @property
     def lends_at_most(self) -> int:
-        """Shards that can be out together."""
+        """Return how many shards can be borrowed at a time."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which weights of ``dtype`` are updated."""
+    """Return the dtype in which weights of ``dtype`` are updated."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def checked(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """The tensor itself; ShardError, naming the shard, when it is not flat, contiguous, of its size and ``dtype``."""
+def check_shard_tensor(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return the tensor; ShardError, naming the shard, if it is not 1-D, contiguous, of the shard's size and of
+    ``dtype``. ``what`` names the tensor in the message.
+    """
     if tensor.shape != (shard.numel,) or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ShardError(
             f"'{shard.name}': expected {what} of shape ({shard.numel},), {dtype}, contiguous; "
@@ -108,7 +110,9 @@ def checked(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtype, what: st
 
 
 def check_plans(shards: Sequence[ShardPlan], groups: int) -> None:
-    """ValueError or TypeError, naming the shard or the fragment, for plans that cannot be updated."""
+    """Raise ValueError or TypeError, naming the shard or the fragment, for plans that cannot be updated. ``groups``:
+    the number of parameter groups.
+    """
     shard_names: set[str] = set()
     names: set[str] = set()
     for shard in shards:

@@ -19,17 +19,17 @@ class TierOptions:
 
     ``tier="host"``: one block of host memory of exactly their size. ``tier="nvme"``: files under ``path`` (one folder,
     or several to stripe over) behind a ring of ``buffer_count`` buffers, so that reading, computing and writing
-    overlap; ``pipeline_read`` and ``pipeline_write`` false take the overlap away. ``tier="auto"``: the host where that
-    fits, else ``path``, with a warning that has the table of what did not fit.
+    overlap; ``pipeline_read`` and ``pipeline_write`` false disable the overlap. ``tier="auto"``: the host if they fit,
+    else ``path``, with a warning that shows the table of needs and limits.
 
-    ``sub_group_size``: elements that are updated at a time. ``ratio``: the share of the elements, to the element (to
-    the block of 256 with 8-bit states), that is in files, the rest stays in host memory; with ``tier="host"`` the share
-    in host memory, and the rest stays on the device, which must be the CPU then. ``state_dtype`` of the
-    moments: None for that of the update (float32, or float64 for float64), ``torch.bfloat16``, or ``torch.int8`` (a
-    byte per element and a scale per 256). ``pin`` registers host memory with an accelerator.
+    ``sub_group_size``: elements that are updated at a time. ``ratio``: the fraction of the elements, to the element (to
+    the block of 256 with 8-bit states), that is in files, while the rest stays in host memory; with ``tier="host"`` the
+    fraction in host memory, while the rest stays on the device, which must be the CPU. ``state_dtype`` of the moments:
+    None for that of the update (float32, or float64 for float64), ``torch.bfloat16``, or ``torch.int8`` (a byte per
+    element and a scale per 256). ``pin`` registers host memory with an accelerator.
 
-    ``checksums`` are recorded as files are written, ``verify`` compares them on every read; ``prefix`` begins the
-    file names: two updates in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share.
+    ``checksums`` are recorded as files are written, ``verify`` compares them on every read; ``prefix`` begins the file
+    names: two updates in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share.
     """
 
     tier: Literal["host", "nvme", "auto"] = "host"
@@ -64,6 +64,6 @@ class TierOptions:
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
     def check_device(self, device: torch.device) -> None:
-        """ValueError where a part of the update would have to run on an accelerator, which there is no kernel for."""
+        """Raise ValueError if part of the update would have to run on an accelerator, for which there is no kernel."""
         if self.tier == "host" and self.ratio < 1.0 and device.type != "cpu":
             raise ValueError(f"ratio: expected 1 with tier='host' and weights on {device}, got {self.ratio}")

@@ -17,10 +17,10 @@ from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
-from ._gradients import CallerGradients, Collected, looked_at
+from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient
 from ._rules import find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
-from ._states import as_values, check_state, forget, read_states, sealed_state, write_states
+from ._states import as_values, check_state, forget_states, read_states, sealed_state, write_states
 from ._step import run_step
 from .plans import ShardPlan, Weights, check_plans
 from .tier_options import TierOptions
@@ -29,25 +29,24 @@ __all__ = ["OffloadedUpdate"]
 
 
 class OffloadedUpdate:
-    """Adam, AdamW, SGD, Adagrad or Lion over shards of flat weights, for whoever owns the weights.
+    """Adam, AdamW, SGD, Adagrad or Lion over shards of flat weights; the caller owns the weights.
 
-    ``optimizer``: a name or a class (`supports` says which). ``groups`` returns the parameter groups; it is asked at
-    every step, so schedulers and loaded options work; what they have besides the optimizer's options is ignored.
-    ``weights`` lends the shards. Everything
-    kept lives where ``tier_options`` says. ``gradients``: collected during backward in ``"host"`` memory or in files
-    (``"nvme"``), or kept by the ``"caller"``. ``device``: where weights and gradients come from, by default the current
-    accelerator, else the CPU. ``budget`` collects and checks what is needed before anything is allocated (BudgetError).
-    ``trace`` records what moves.
+    ``optimizer``: a name or a class (see `supports`). ``groups`` returns the parameter groups and is called at every
+    step, so that changes by schedulers and by loading take effect; keys that are not options of the optimizer are
+    ignored. ``weights`` lends the shards. ``tier_options`` says where masters and moments are kept. ``gradients``:
+    collected during backward in ``"host"`` memory or in files (``"nvme"``), or kept by the ``"caller"``. ``device``:
+    the device of weights and gradients, by default the current accelerator, else the CPU. ``budget`` collects the needs
+    and checks them before anything is allocated (BudgetError). ``trace`` records the transfers.
 
     A step, in order: `borrow_gradient` and `give_back_gradient` (or `add_gradient`) for each shard, any number of
-    times; `gradient` to look at them; `step`, or not; `clear_gradients`. Nothing is written before the first step:
-    masters start from the weights unless `write` gave them, moments from their first values.
+    times; `gradient` to inspect them; `step`, or not; `clear_gradients`. Nothing is written to the tier before the
+    first step: masters start from the weights unless `write` set them, moments from their initial values.
 
-    A step that fails in the middle (ShardError and its kinds name tensor, file and offset) leaves weights of both
-    sides of it; further steps are refused until `reset`. Not for several threads at once.
+    A step that fails in the middle (ShardError and its subclasses name tensor, file and offset) leaves some weights
+    updated and others not; further steps are refused until `reset`. Not thread-safe.
 
     Attributes:
-        writes: how often `write` or `reset` has changed masters or states.
+        writes: the number of calls of `write`, `restart` and `reset`.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class OffloadedUpdate:
             trace,
         )
         self._generations: list[Generation] = []
-        self._finalizer = weakref.finalize(self, _let_go, self._parts)
+        self._finalizer = weakref.finalize(self, _close_parts, self._parts)
 
     @staticmethod
     def supports(optimizer: str | type) -> bool:
@@ -96,6 +95,7 @@ class OffloadedUpdate:
         return has_rule(optimizer)
 
     def _make_fragments(self, shard: ShardPlan, tier_options: TierOptions) -> list[KeptFragment]:
+        """Return the fragments of a shard; ValueError for options that the kernels cannot do."""
         fragments = []
         state_dtype = None if shard.dtype == torch.float64 else tier_options.state_dtype
         for plan in shard.fragments:
@@ -114,40 +114,43 @@ class OffloadedUpdate:
     # Gradients
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of the ones before.
+        """Return host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of earlier
+        gradients.
 
-        Where it does not its content is arbitrary. To be given back before the next call for the same shard.
+        If not, its content is arbitrary. Give it back before the next call for the same shard.
         """
         return self._collected().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """The gradient that was borrowed has been written."""
+        """Take over the gradient that was written to the borrowed memory: the shard has a gradient now."""
         self._collected().give_back(shard, dirty=True)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a shard's gradient (1-D) from any device to the sum of the ones before."""
+        """Add a shard's gradient (1-D, on any device) to the sum of earlier ones."""
         self._collected().add(shard, gradient)
 
     def has_gradient(self, shard: str) -> bool:
-        """Return whether there is a gradient for the next step."""
+        """Return whether a shard has a gradient for the next step."""
         return self._parts.gradients.has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """A context with a shard's gradient in host memory, to be looked at or, with ``dirty``, to be changed.
+        """Return a context manager that yields a shard's gradient in host memory, to be read or, with ``dirty``, to be
+        changed.
 
-        ShardError when there is none.
+        ShardError if there is none.
         """
-        return looked_at(self._collected(), shard, dirty=dirty)
+        return borrowed_gradient(self._collected(), shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
-        """Forget all gradients: after a step, or instead of it."""
+        """Discard all gradients."""
         self._parts.gradients.clear()
 
-    def _collected(self) -> Collected:
-        self._usable()
+    def _collected(self) -> CollectedGradients:
+        """Return the collected gradients; OffloadError if the caller keeps the gradients."""
+        self._check_open()
         if isinstance(self._parts.gradients, CallerGradients):
             raise OffloadError("the caller keeps the gradients; give them to step(gradients=…)")
-        return cast(Collected, self._parts.gradients)
+        return cast(CollectedGradients, self._parts.gradients)
 
     # The step
 
@@ -159,12 +162,13 @@ class OffloadedUpdate:
         absent: Collection[str] = (),
         gradients: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Update every fragment whose shard has a gradient and that is not ``absent``; write the weights lent.
+        """Update every fragment whose shard has a gradient, except the ``absent`` ones; write the new weights to the
+        lent shards.
 
         ``grad_scale`` multiplies gradients as they are read: the clip factor over the loss scale. ``gradients`` (1-D,
         by shard) are given if and only if the caller keeps them.
         """
-        self._usable()
+        self._check_open()
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; load a saved state first")
         caller = isinstance(self._parts.gradients, CallerGradients)
@@ -191,15 +195,18 @@ class OffloadedUpdate:
             self._parts.gradients.clear()
 
     def finish(self) -> bool:
-        """Nothing runs after `step`: false."""
+        """Return False: no step is running after `step` (compare `DelayedUpdate.finish`)."""
         return False
 
     def weights_changed(self, shard: str) -> None:
-        """Somebody else wrote the shard's weights: the next step takes those over that the masters do not round to."""
+        """Record that a shard's weights were changed from outside: the next step replaces each master that does not
+        round to its weight.
+        """
         for fragment in self._by_shard[shard]:
             fragment.weights_changed = True
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
+        """Raise ValueError if a group's options cannot be updated with, or change which moments there are."""
         self._rule.check_group(group)
         fragment = self._first_of_group.get(number)
         if fragment is None:
@@ -215,43 +222,45 @@ class OffloadedUpdate:
     # States
 
     def kinds(self, fragment: str) -> tuple[str, ...]:
-        """Return the kinds that are kept for a fragment: ``master``, unless it is updated in place, its moments, and
-        their scales."""
-        return tuple(kind.name for kind in self._known(fragment).kinds)
+        """Return the kinds of state of a fragment: ``master``, unless the weights are updated in place, its moments,
+        and their scales.
+        """
+        return tuple(kind.name for kind in self._fragment_named(fragment).kinds)
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """Steps taken by a fragment, and the dtypes of what `states` has of it now, by kind."""
-        known = self._known(fragment)
+        """Return the steps taken by a fragment, and the dtype of each kind that `states` would yield for it now."""
+        known = self._fragment_named(fragment)
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Each fragment (of those named, or all) of which something is kept, in one pass over the tier.
+        """Yield (fragment, state) for each fragment (of those named, or all) that has any state, in one pass over the
+        tier.
 
-        A master of a shard whose weights were changed (`weights_changed`) is left out until a step or `write` has
-        replaced it, unless ``stale_masters`` are asked for: where they round to the weights they know more digits.
-        ``step`` is without dimension; the others are 1-D copies in host memory, in the dtypes that are kept: 8-bit
-        moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements; with ``decoded`` the
-        float32 values that these stand for.
+        The master of a shard whose weights were changed (`weights_changed`) is left out until a step or `write` has
+        replaced it, unless ``stale_masters``: where such a master rounds to the weight it is still the more precise
+        value. ``step`` has no dimension; the other kinds are 1-D copies in host memory, in the dtypes that are kept:
+        8-bit moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements; with ``decoded``
+        they are float32 values without scales.
         """
-        self._usable()
+        self._check_open()
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
-        chosen = self._fragments.values() if fragments is None else [self._known(name) for name in fragments]
+        chosen = self._fragments.values() if fragments is None else [self._fragment_named(name) for name in fragments]
         for fragment, state in read_states(list(chosen), self._parts.slices, self._parts.tier, stale=stale_masters):
             yield fragment.name, as_values(fragment, state) if decoded else state
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace what is kept for the fragments named: any of their kinds (1-D), and ``step``. A master stands for the
-        weights that there are now.
+        """Replace the states of the fragments named: any of their kinds (1-D), and ``step``. A master given here counts
+        as equal to the current weights.
 
-        Kinds that are not given stay; where there are none yet a master is made from the weights in the next step, and
-        moments begin anew. Any floating dtype is converted. ValueError names what does not fit; nothing was changed
-        then.
+        Kinds that are not given stay; if there are none yet, the next step makes the master from the weights, and
+        moments start from their initial values. Any floating dtype is converted. ValueError names a state that does not
+        fit; nothing was changed then.
         """
-        self._usable()
-        found = {self._known(name): state for name, state in states.items()}
+        self._check_open()
+        found = {self._fragment_named(name): state for name, state in states.items()}
         for fragment, state in found.items():
             check_state(fragment, state)
         self.writes += 1
@@ -260,27 +269,27 @@ class OffloadedUpdate:
         self._failed = failed
 
     def restart(self, fragments: Collection[str]) -> None:
-        """Have the fragments named begin anew with their next step: no moments, no steps taken. Masters stay."""
-        self._usable()
+        """Reset the moments and the step count of the fragments named. Their masters stay."""
+        self._check_open()
         self.writes += 1
-        for fragment in map(self._known, fragments):
+        for fragment in map(self._fragment_named, fragments):
             fragment.step, fragment.has_moments = 0, False
 
     def reset(self) -> None:
-        """Begin anew, as if there had been no step; also after one that failed."""
-        self._usable()
+        """Discard all states and step counts, also after a failed step; the next step starts from the weights."""
+        self._check_open()
         self.writes += 1
         self._parts.tier.reset()
-        forget(list(self._fragments.values()))
+        forget_states(list(self._fragments.values()))
         self._failed = False
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
-        """Make what is in files last, for a checkpoint to link to; the next step writes new files. None on the host.
-        Without ``durable`` what waits for the device is left to `Sealed.make_durable`.
+        """Make the files permanent, so that a checkpoint can link to them; the next step writes new files. None on the
+        host. ``durable`` false leaves syncing to `Sealed.make_durable`.
 
         Raises BudgetError when the disk has no room for the new files, and the first write that failed.
         """
-        self._usable()
+        self._check_open()
         if self._failed:
             raise OffloadError("an earlier step failed in the middle; its state is not worth saving")
         check_room_for_seal(self._parts)
@@ -294,7 +303,8 @@ class OffloadedUpdate:
         self._generations = sealed.needed(self._generations)
         return sealed
 
-    def _known(self, fragment: str) -> KeptFragment:
+    def _fragment_named(self, fragment: str) -> KeptFragment:
+        """Return a fragment by name; ShardError if there is none."""
         if fragment not in self._fragments:
             raise ShardError(f"no fragment '{fragment}' is updated here", tensor=fragment)
         return self._fragments[fragment]
@@ -303,13 +313,13 @@ class OffloadedUpdate:
 
     @property
     def plan(self) -> Mapping[str, int]:
-        """Bytes that are held from construction on: ``states``, ``ring``, ``gradients`` and ``staging`` in host memory,
-        ``nvme`` in files, ``device`` on the device.
+        """Return the bytes held from construction on: ``states``, ``ring``, ``gradients`` and ``staging`` in host
+        memory, ``nvme`` in files, ``device`` on the device.
         """
         return self._parts.plan
 
     def memory(self) -> dict[str, int]:
-        """Bytes held now, by the same names as `plan`."""
+        """Return the bytes held now, by the same names as in `plan`."""
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
             "device": tier["device"],
@@ -321,21 +331,21 @@ class OffloadedUpdate:
         }
 
     def bytes_written(self) -> int:
-        """Bytes written to drives so far: what wears them."""
+        """Return the bytes written to drives so far, which is what wears them."""
         return self._parts.tier.bytes_written() + self._parts.gradients.bytes_written()
 
     def bytes_written_per_day(self) -> float:
-        """`bytes_written` at the pace since this was made, in bytes per day."""
+        """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
 
     def flush(self) -> None:
-        """Return when everything is on its tier; raise the first write that failed."""
-        self._usable()
+        """Block until all states and gradients are on their tiers; raise the first write that failed."""
+        self._check_open()
         self._parts.gradients.flush()
         self._parts.tier.flush()
 
     def close(self) -> None:
-        """Let memory go and remove the files. May be called twice."""
+        """Free the memory and remove the files. May be called twice."""
         self._closed = True
         self._finalizer()
 
@@ -345,11 +355,11 @@ class OffloadedUpdate:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise OffloadError("the optimizer is closed")
 
 
-def _let_go(parts: UpdateParts) -> None:
+def _close_parts(parts: UpdateParts) -> None:
     parts.gradients.close()
     parts.tier.close()
