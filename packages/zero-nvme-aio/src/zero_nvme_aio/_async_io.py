@@ -1,4 +1,4 @@
-"""DeepSpeed's async_io as a yardstick: its extension as installed, built on first use."""
+"""DeepSpeed's async_io as a peer for benchmarks: its installed extension, built on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AsyncIo", "available"]
 
 
 def available() -> bool:
-    """Return whether DeepSpeed is installed; whether its extension can be built shows when it is."""
+    """Return whether DeepSpeed is installed; its extension may still fail to build on first use."""
     return importlib.util.find_spec("deepspeed") is not None
 
 
@@ -34,19 +34,19 @@ class AsyncIo:
         self._handle = extension.aio_handle(block_bytes, queue_depth, False, True, 1)
 
     def pinned(self) -> Any:
-        """A tensor for the whole file that DeepSpeed itself allocated and locked; for this handle only."""
+        """Return a tensor for the whole file that DeepSpeed allocated and locked; for this handle only."""
         return self._handle.new_cpu_locked_tensor(self._nbytes, self._torch.empty(0, dtype=self._torch.uint8))
 
     def unpinned(self, memory: memoryview) -> Any:
-        """The memory as a plain tensor."""
+        """Return ``memory`` as a tensor."""
         return self._torch.frombuffer(memory, dtype=self._torch.uint8)
 
     def run(self, kind: str, path: str, tensor: Any) -> Sample:
-        """Reads or writes the whole file once (`kind`: "read" or "write")."""
+        """Read or write the whole file once (`kind`: "read" or "write") and return its timing."""
         move = self._handle.sync_pread if kind == "read" else self._handle.sync_pwrite
-        return measure(lambda: self._moved(move(tensor, path)))
+        return measure(lambda: self._checked_nbytes(move(tensor, path)))
 
-    def _moved(self, operations: int) -> int:
+    def _checked_nbytes(self, operations: int) -> int:
         # DeepSpeed returns how many operations it completed, or -1.
         if operations != 1:
             raise AioError(f"DeepSpeed completed {operations} operations instead of 1")

@@ -9,7 +9,7 @@ from . import _native
 
 
 async def until_done(request: _native.Request) -> None:
-    """Returns when the request is done; cancelling the task only stops watching."""
+    """Return when the request has ended; cancelling the task only stops watching it."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
     fd = _native.eventfd()

@@ -1,4 +1,6 @@
-"""From a user's buffer to memory the engine can use. torch and NumPy are never imported, only recognised."""
+"""Descriptions of a user's buffers as memory that the engine can use. torch and NumPy are recognised but never
+imported.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
 
 
 def describe_all(buffers: Any, writable: bool) -> list[Item]:
-    """One item per buffer; `buffers` is one buffer, or a list or tuple of them."""
+    """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them."""
     if isinstance(buffers, (list, tuple)):
         return [describe(buffer, writable) for buffer in buffers]
     return [describe(buffers, writable)]
 
 
 def describe(buffer: Any, writable: bool) -> Item:
-    """The memory of one C-contiguous host buffer; raises InvalidBufferError naming what is wrong with it."""
+    """Return the memory of one C-contiguous host buffer; InvalidBufferError says what is wrong with it."""
     if is_tensor(buffer):
         return _from_tensor(buffer)
     try:
@@ -47,12 +49,12 @@ def describe(buffer: Any, writable: bool) -> Item:
 
 
 def nbytes_of(item: Item) -> int:
-    """Bytes of a described buffer."""
+    """Return the bytes of a described buffer."""
     return item[1] if isinstance(item, tuple) else item.nbytes  # type: ignore[no-any-return]
 
 
 def slice_item(item: Item, begin: int, end: int) -> Item:
-    """Bytes [begin, end) of a described buffer."""
+    """Return bytes [begin, end) of a described buffer, without a copy."""
     if isinstance(item, tuple):
         address, _, owner = item
         return (address + begin, end - begin, owner)
@@ -60,7 +62,7 @@ def slice_item(item: Item, begin: int, end: int) -> Item:
 
 
 def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
-    """Bytes [begin, end) of described buffers laid end to end."""
+    """Return bytes [begin, end) of described buffers laid end to end, without a copy."""
     out = []
     position = 0
     for item in items:
@@ -73,14 +75,14 @@ def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
 
 
 def checksum_of(item: Item) -> int:
-    """xxh3_64 of a described buffer."""
+    """Return the xxh3_64 of a described buffer."""
     if isinstance(item, tuple):
         return _native.checksum_at(item[0], item[1])
     return _native.checksum(item)
 
 
 def is_tensor(buffer: Any) -> bool:
-    """Return whether this is a torch tensor; an object can only be one when torch was imported by someone."""
+    """Return whether this is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(buffer, torch.Tensor)
 
@@ -111,7 +113,7 @@ class Lent:
 
 
 def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
-    """The tensors among described buffers whose storage their owner can resize."""
+    """Return the tensors among described buffers whose owner can resize their storage."""
     return tuple(
         Lent(item[2])
         for item in items
@@ -120,12 +122,14 @@ def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
 
 
 def _flat(view: memoryview) -> memoryview:
+    """Return a contiguous view as flat bytes."""
     if view.nbytes == 0:
         return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
+    """Raise InvalidBufferError unless the memory is contiguous and, as a target of a read, writable."""
     kind = type(buffer).__name__
     if not contiguous:
         message = f"expected C-contiguous memory, got a strided {kind}; copy it first (.contiguous())"
@@ -155,6 +159,7 @@ def _from_tensor(tensor: Any) -> Item:
 
 
 def _from_interface(buffer: Any, writable: bool) -> Item:
+    """Describe a buffer that offers NumPy's array interface or DLPack."""
     interface = getattr(buffer, "__array_interface__", None)
     if interface is not None:
         if interface["typestr"][1] == "O" or getattr(getattr(buffer, "dtype", None), "hasobject", False):
@@ -183,7 +188,7 @@ def _from_dlpack(buffer: Any, writable: bool) -> Item:
 
 
 def copy_into(item: Item, source: memoryview) -> None:
-    """Copies bytes into a described buffer of the same size."""
+    """Copy bytes into a described buffer of the same size."""
     if isinstance(item, tuple):
         import ctypes
 

@@ -31,9 +31,9 @@ def copy_file(
     sync: bool = True,
     verify: bool = False,
 ) -> int:
-    """Copies content and permissions; the target is complete or not there at all. Returns the bytes copied.
+    """Copy a file's content and permissions and return the bytes copied; the target is either complete or absent.
 
-    `target` may be a folder. With `verify` what was written is read again and compared by checksum. Errors of the
+    `target` may be a folder. With `verify` the copy is read back and compared by checksum. Raises the errors of the
     engine.
     """
     origin, goal = os.fspath(source), os.fspath(target)
@@ -71,9 +71,9 @@ class CopyRange(NamedTuple):
 
 
 def copy_spans(engine: Engine, spans: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
-    """Reads ahead while it writes, all through one ring of four buffers; returns the checksum of every chunk.
+    """Copy ranges through a ring of four buffers, reading ahead of the writes; return the checksum of every chunk.
 
-    Errors of the engine, EndOfFileError where a source is shorter than its span.
+    Raises the errors of the engine, EndOfFileError if a source is shorter than its range.
     """
     chunks = deque(chunk for span in spans for chunk in _chunks(span, chunk_bytes))
     largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
@@ -100,7 +100,7 @@ def copy_spans(engine: Engine, spans: Sequence[CopyRange], *, chunk_bytes: int =
 
 
 def _chunks(span: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
-    """The span, cut where the source has a multiple of `chunk_bytes`."""
+    """Yield the range in pieces, cut at the source's multiples of `chunk_bytes`."""
     begin = span.offset
     while begin < span.offset + span.nbytes:
         end = min(span.offset + span.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)

@@ -1,4 +1,4 @@
-"""The engine: the part everyone uses."""
+"""The I/O engine."""
 
 from __future__ import annotations
 
@@ -72,9 +72,13 @@ class Engine:
         faults: _native.FaultPlan | None,
     ) -> None:
         self._tuned = queue_depth is None and block_bytes is None
-        self.queue_depth = _ranged("queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096)
-        self.block_bytes = _block("block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes)
-        count = 0 if threads is None else _ranged("threads", threads, 1, 256)
+        self.queue_depth = _check_range(
+            "queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096
+        )
+        self.block_bytes = _check_block_bytes(
+            "block_bytes", DEFAULT_BLOCK_BYTES if block_bytes is None else block_bytes
+        )
+        count = 0 if threads is None else _check_range("threads", threads, 1, 256)
         try:
             self._native = _native.Engine(
                 backend, self.queue_depth, self.block_bytes, count, single_submit, overlap_events, faults
@@ -89,7 +93,7 @@ class Engine:
 
     @classmethod
     def from_deepspeed(cls, config: Mapping[str, Any], *, backend: str = "auto") -> Engine:
-        """An engine with the meaning of DeepSpeed's `aio` section.
+        """Return an engine configured by DeepSpeed's `aio` section.
 
         `block_size` (bytes), `queue_depth`, `intra_op_parallelism` or `thread_count` (progress threads that share each
         request), `single_submit`, `overlap_events`; absent keys have DeepSpeed's defaults (1 MiB, 8, 1, false, true).
@@ -101,7 +105,9 @@ class Engine:
 
     @classmethod
     def for_path(cls, path: str | os.PathLike[str]) -> Engine:
-        """An engine with everything that `tune` found best for the device of `path`; defaults when it was not tuned."""
+        """Return an engine with the settings that `tune` stored for the device of `path`; defaults if it was never
+        tuned.
+        """
         from ._tuning import lookup
 
         found = lookup(os.fspath(path))
@@ -116,7 +122,7 @@ class Engine:
 
     @property
     def backend(self) -> str:
-        """The name of the backend that runs."""
+        """Return the name of the backend in use."""
         return self._native.backend()
 
     @property
@@ -127,11 +133,11 @@ class Engine:
     def open(
         self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | str = "auto", preallocate: bool = True
     ) -> File:
-        """Opens a file: "r" (must exist), "w" (created or emptied), "rw" (created if missing, content kept).
+        """Open a file: "r" (must exist), "w" (created or emptied), "rw" (created if missing, content kept).
 
-        `direct`: "auto" uses direct I/O where the file system reports its alignment, True insists, False forbids.
-        `preallocate` reserves blocks before writing beyond the end, which makes the file as long as the request at
-        once. Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
+        `direct`: "auto" uses direct I/O where the file system reports its alignment, True requires it, False forbids
+        it. `preallocate` reserves blocks before a write beyond the end, which extends the file to the end of the
+        request at once. Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
         """
         if mode not in _MODES:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
@@ -152,28 +158,28 @@ class Engine:
         return File(native, self._native, name, mode)
 
     def read(self, file: File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
-        """Starts filling `out` from the file at `offset` (bytes).
+        """Start filling `out` from the file at `offset` (bytes).
 
         `out`: a writable C-contiguous buffer, or a list of them, filled one after the other from one file range. A
-        torch tensor on an accelerator goes through pinned staging. Raises InvalidBufferError, InvalidOffsetError,
-        AccessError, ClosedError; what happens later is raised by the request.
+        torch tensor on an accelerator passes through pinned staging buffers. Raises InvalidBufferError,
+        InvalidOffsetError, AccessError, ClosedError; the request raises later errors.
         """
         return self._submit(False, file, out, offset, checksum)
 
     def write(self, file: File, data: Any, offset: int = 0, *, checksum: bool = False) -> Request:
-        """Starts writing `data` to the file at `offset` (bytes); the memory must not change until the request is done.
+        """Start writing `data` to the file at `offset` (bytes); the memory must not change until the request is done.
 
         `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. Errors as for
-        `read`. Written means handed to the device: `sync` makes it last.
+        `read`. A done request has reached the device but may not survive a crash: call `sync`.
         """
         return self._submit(True, file, data, offset, checksum)
 
     def sync(self, file: File) -> None:
-        """Blocks until every write submitted to the file before this call is on stable storage.
+        """Block until every write submitted to the file before this call is on stable storage.
 
-        Raises the error of any of those writes that failed, also when nobody waited for it.
+        Raises the error of a failed write among them, also if its request was never waited for.
         """
-        native = self._usable(file, True)
+        native = self._native_file_for(file, True)
         try:
             failure = self._native.sync(native)
         except RuntimeError as error:
@@ -182,11 +188,13 @@ class Engine:
             raise transfer_error("sync", file.path, failure, NATIVE_CODES)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved since the start by direction and by route (zero copy, staged, buffered), and memory held."""
+        """Return the bytes moved so far by direction and by route (zero copy, staged, buffered), and the
+        memory held.
+        """
         return self._native.counters()
 
     def close(self) -> None:
-        """Finishes everything submitted and stops; does not sync. May be called twice."""
+        """Finish all submitted requests and stop the threads; does not sync. May be called twice."""
         if self._device_transfers is not None:
             self._device_transfers.close()
         self._finalizer()
@@ -208,13 +216,13 @@ class Engine:
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
         if _buffers.is_device_tensor(buffers):
-            self._usable(file, write)
-            return self._of_devices().submit(write, file, buffers, offset, checksum)
+            self._native_file_for(file, write)
+            return self._get_device_transfers().submit(write, file, buffers, offset, checksum)
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """`read` or `write` of memory that this package described already; not for users."""
-        native = self._usable(file, write)
+        """Start a read or write of buffers already described by this package; internal."""
+        native = self._native_file_for(file, write)
         require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))
         try:
             request = self._native.submit(write, native, items, offset, checksum)
@@ -224,8 +232,8 @@ class Engine:
             raise ClosedError(str(error)) from None
         return Request(request, self._native, "write" if write else "read", file.path, _buffers.lent(items))
 
-    def _of_devices(self) -> DeviceTransfers:
-        """Return the object that moves accelerator tensors; it is made for the first one."""
+    def _get_device_transfers(self) -> DeviceTransfers:
+        """Return the object that moves accelerator tensors, made on first use."""
         from ._device import DeviceTransfers
 
         with self._device_lock:
@@ -233,7 +241,8 @@ class Engine:
                 self._device_transfers = DeviceTransfers(self.read, self.write)
             return self._device_transfers
 
-    def _usable(self, file: File, write: bool) -> _native.File:
+    def _native_file_for(self, file: File, write: bool) -> _native.File:
+        """Return the native file; ClosedError or AccessError if this engine cannot read (or `write`) it."""
         self._require_open()
         native = file.native
         if file.engine is not self._native:
@@ -250,6 +259,9 @@ class Engine:
             raise ClosedError("the engine is closed")
 
     def _settings_for(self, path: str) -> tuple[int, int]:
+        """Return (block bytes, queue depth) tuned for the device of a path; (0, 0), the engine's own, if it was never
+        tuned.
+        """
         from ._tuning import lookup
 
         found = lookup(path)
@@ -258,14 +270,16 @@ class Engine:
         return (found.block_bytes, found.queue_depth)
 
 
-def _ranged(name: str, value: int, low: int, high: int) -> int:
+def _check_range(name: str, value: int, low: int, high: int) -> int:
+    """Return `value`; ValueError unless it is an integer from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"expected {name} to be an integer from {low} to {high}, got {value!r}")
     return value
 
 
-def _block(name: str, value: int) -> int:
-    _ranged(name, value, 4096, 1 << 30)
+def _check_block_bytes(name: str, value: int) -> int:
+    """Return a block size; ValueError unless it is a multiple of 4096 from 4096 bytes to 1 GiB."""
+    _check_range(name, value, 4096, 1 << 30)
     if value % 4096:
         raise ValueError(f"expected {name} to be a multiple of 4096, got {value}")
     return value

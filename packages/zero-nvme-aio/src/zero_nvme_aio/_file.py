@@ -34,38 +34,38 @@ class File:
 
     @property
     def direct(self) -> bool:
-        """Return whether whole pages go past the page cache."""
+        """Return whether transfers of whole pages bypass the page cache."""
         return self.native.direct
 
     @property
     def direct_reason(self) -> str:
-        """Why direct I/O is or is not used."""
+        """Return the reason why direct I/O is or is not used."""
         return self.native.direct_reason
 
     @property
     def granularity(self) -> int:
-        """Bytes: direct transfers begin and end at multiples of this offset; 1 for a buffered file."""
+        """Return the bytes of which file offsets of direct transfers are multiples; 1 for a buffered file."""
         return self.native.granularity
 
     @property
     def memory_alignment(self) -> int:
-        """Bytes: memory at multiples of this address needs no copy; 1 for a buffered file."""
+        """Return the bytes of which memory addresses must be multiples to need no copy; 1 for a buffered file."""
         return self.native.memory_alignment
 
     @property
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Return the current bytes of the file."""
         return self.native.size()
 
     @property
     def native(self) -> _native.File:
-        """The native file; raises ClosedError when closed."""
+        """Return the native file; ClosedError after `close`."""
         if self._native is None:
             raise ClosedError(f"'{self.path}' is closed", path=self.path)
         return self._native
 
     def close(self) -> None:
-        """Waits for the file's requests and closes it; does not sync. May be called twice."""
+        """Wait for the file's requests and close it; does not sync. May be called twice."""
         if self._native is not None:
             self._native = None
             self._finalizer()
@@ -83,7 +83,7 @@ class File:
 
 
 def require_offset(path: str, offset: int, nbytes: int) -> None:
-    """InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
+    """Raise InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
     if not 0 <= offset <= _MAX_OFFSET - nbytes:
         raise InvalidOffsetError(
             f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{path}'",

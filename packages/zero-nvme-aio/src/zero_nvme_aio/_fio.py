@@ -1,4 +1,4 @@
-"""fio as a yardstick: the same file, direct I/O, one job."""
+"""fio as a peer for benchmarks: the same file, direct I/O, one job."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def available() -> bool:
 
 
 def run(kind: str, path: str, nbytes: int, engine: str, block_bytes: int, queue_depth: int) -> Sample:
-    """Reads or writes the whole file once with fio (`kind`: "read" or "write"); io_uring with registered files and
-    buffers.
+    """Read or write the whole file once with fio (`kind`: "read" or "write") and return its timing; io_uring with
+    registered files and buffers.
     """
     command = ["fio", "--name=peer", f"--filename={path}", f"--size={nbytes}", "--direct=1", f"--rw={kind}"]
     command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={queue_depth}", "--output-format=json"]

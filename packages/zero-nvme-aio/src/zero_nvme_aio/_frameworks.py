@@ -1,4 +1,4 @@
-"""dtypes and views of torch and NumPy, imported only when asked for."""
+"""dtypes and tensors of torch and NumPy, imported on first use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _FORMATS = {
 
 
 def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """safetensors dtype and shape of a torch tensor, a NumPy array or anything with the buffer protocol."""
+    """Return the safetensors dtype and the shape of a torch tensor, a NumPy array or any buffer; InvalidBufferError if
+    safetensors has no such dtype.
+    """
     if _buffers.is_tensor(tensor):
         code = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
         if code is None:
@@ -69,7 +71,9 @@ def choose_framework(asked: str) -> str:
 
 
 def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: memoryview) -> Any:
-    """A tensor of the framework over `memory` (bytes), which stays alive as long as the tensor."""
+    """Return a tensor of the framework over `memory` (bytes), which it keeps alive; AioError if the framework lacks the
+    dtype. `name` is for the message.
+    """
     if framework == "torch":
         torch: Any = importlib.import_module("torch")
         torch_name = _TORCH.get(dtype)

@@ -1,4 +1,4 @@
-"""The safetensors header: checked on the way in, padded to a page on the way out."""
+"""The safetensors header: checked when read, padded to a page when written."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ class TensorInfo(NamedTuple):
 
 
 def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_bytes: int = 0) -> bytes:
-    """Length field and JSON of a header, padded with spaces so that the data begins at a multiple of 4096 bytes.
+    """Return the length field and JSON of a header, padded with spaces so that the data begins at a multiple of 4096
+    bytes.
 
-    `reserve_bytes`: the least size, for a header that will be written again with more to say.
+    `reserve_bytes`: the minimum size, for a header that will be rewritten with more entries.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
@@ -50,7 +51,9 @@ def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_by
 
 
 def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
-    """Bytes of header and length field together, from the first eight bytes of a file."""
+    """Return the bytes of length field and header together, from the first eight bytes of a file; FormatError if that
+    is impossible.
+    """
     if len(prefix) < 8:
         raise FormatError(f"'{path}' is not safetensors: expected at least 8 bytes, got {len(prefix)}", path=path)
     (length,) = struct.unpack("<Q", prefix[:8])
@@ -65,9 +68,9 @@ def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
 
 
 def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Entries in order of their place in the file, and the metadata.
+    """Return the entries in file order, and the metadata.
 
-    Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not fit the shape,
+    Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not match the shape,
     overlaps, holes and trailing bytes.
     """
     try:
@@ -99,6 +102,7 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], di
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dict; ValueError for a duplicate key."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key appears twice")

@@ -1,4 +1,4 @@
-"""Request: a transfer under way."""
+"""A transfer under way."""
 
 from __future__ import annotations
 
@@ -37,24 +37,26 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the request moves in total."""
+        """Return the bytes that the request moves in total."""
         return self._native.nbytes()
 
     @property
     def checksum(self) -> str | None:
-        """`"xxh3_64:<16 hex>"` of the bytes moved, when asked for at submission and the request is done."""
+        """Return `"xxh3_64:<16 hex>"` of the bytes moved; None until the request is done, or if it was not
+        asked for.
+        """
         value = self._native.checksum()
         return None if value is None else format_checksum(value)
 
     def done(self) -> bool:
-        """Return whether the request has ended, well or not; never blocks."""
+        """Return whether the request has ended, successfully or not; never blocks."""
         return self._native.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Blocks until the request has ended and returns the bytes moved.
+        """Block until the request has ended and return the bytes moved.
 
-        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, and the request's own error
-        (EndOfFileError, NoSpaceError, DeviceError, …) when it failed.
+        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, and the request's own error
+        (EndOfFileError, NoSpaceError, DeviceError, …) if it failed.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
@@ -66,12 +68,12 @@ class Request:
         return self._result()
 
     def settle(self) -> None:
-        """Blocks until the request has ended, well or not; raises nothing for a failure."""
+        """Block until the request has ended, successfully or not; does not raise its error."""
         self._refuse_fork()
         self._native.wait(-1.0)
 
     def cancel(self) -> None:
-        """Starts no further block of this request; what the kernel already has is finished, then the request ends.
+        """Start no further block of this request; it ends after the blocks that the kernel already has.
 
         `wait` then raises RequestCancelledError, unless the request had ended before.
         """
@@ -95,6 +97,7 @@ class Request:
             raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
 
     def _result(self) -> int:
+        """Return the bytes moved by an ended request, or raise its error."""
         for tensor in self._lent:
             tensor.require_unchanged(self._kind, self._path)
         self._lent = ()
@@ -105,5 +108,5 @@ class Request:
 
 
 def format_checksum(value: int) -> str:
-    """The text form of an xxh3_64 that every file of this project uses."""
+    """Return an xxh3_64 in the text form that all files of this project use."""
     return f"xxh3_64:{value:016x}"

@@ -18,7 +18,9 @@ __all__ = ["Peers", "Row", "points", "save_plot", "sweep", "table"]
 
 
 class Row(NamedTuple):
-    """One line of the result: who (a setting, or a peer), its memory, read, write or mixed, and the samples."""
+    """One line of the result: ``who`` (the label of a setting or a peer), its memory, block size, depth, kind of load
+    ("read", "write" or "mixed"), and the samples.
+    """
 
     who: str
     memory: str
@@ -43,7 +45,7 @@ def points(
     memories: Sequence[str],
     direct: bool,
 ) -> list[Setting]:
-    """Every combination."""
+    """Return the settings of every combination."""
     return [
         Setting(backend, block, depth, count, memory, direct)
         for backend, block, depth, count, memory in itertools.product(backends, blocks, depths, threads, memories)
@@ -53,7 +55,7 @@ def points(
 def sweep(
     folder: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, repeats: int, peers: Peers
 ) -> list[Row]:
-    """Measures every point `repeats` times, interleaved; the first round only warms up."""
+    """Measure every setting and peer `repeats` times, interleaved, after one warm-up round; return their rows."""
     memories: dict[str, Any] = {"aligned": memoryview(AlignedBuffer(nbytes))}
     if any(setting.memory == "plain" for setting in settings):
         memories["plain"] = measure.plain_memory(nbytes)
@@ -90,7 +92,7 @@ def _peers(
     nbytes: int,
     memories: Mapping[str, memoryview],
 ) -> Iterator[tuple[Row, Callable[[], Sample]]]:
-    """The peers at every block size and depth of the sweep."""
+    """Yield a row and its measurement for the peers at every block size and depth of the sweep."""
     shapes = sorted({(setting.block_bytes, setting.queue_depth) for setting in settings})
     for (block, depth), kind in itertools.product(shapes, kinds):
         for engine in _fio.ENGINES if peers.fio else ():
@@ -113,7 +115,7 @@ def _peers(
 
 
 def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int) -> Sample:
-    """One transfer of the whole file; "mixed" reads one half while it writes the other."""
+    """Measure one transfer of the whole file; "mixed" reads one half while it writes the other."""
     with setting.engine() as io, io.open(path, "rw", direct="auto" if setting.direct else False) as file:
         # Every progress thread gets its staging ring before the clock starts.
         io.read(file, memory[: min(nbytes, 4 * setting.block_bytes * setting.threads)], 0).wait()
@@ -132,8 +134,10 @@ def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int)
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """A rich table, best first per kind. The ratios are to the fastest fio point of the kind, to the processor time of
-    its most frugal libaio point, and to DeepSpeed's fastest point with the same kind of memory.
+    """Return a rich table, fastest first per kind.
+
+    The ratios are to the fastest fio point of the kind, to the lowest processor time of its libaio points, and to
+    DeepSpeed's fastest point with the same kind of memory.
     """
     from rich.table import Table
 
@@ -151,7 +155,7 @@ def table(rows: Sequence[Row]) -> Any:
         own = [other for other in rows if other.kind == row.kind]
         libaio = [measure.median(r.samples).cpu_s_per_gb for r in own if r.who == "fio libaio"]
         deepspeed = _speeds([r for r in own if r.memory == row.memory], "DeepSpeed")
-        cells = [row.who, _size(row.block_bytes), str(row.queue_depth), row.kind, f"{middle.gb_per_s:.2f}"]
+        cells = [row.who, _format_size(row.block_bytes), str(row.queue_depth), row.kind, f"{middle.gb_per_s:.2f}"]
         cells += [f"{min(speeds):.2f}-{max(speeds):.2f}", f"{middle.cpu_s_per_gb:.4f}"]
         if with_fio:
             cells += [_ratio(middle.gb_per_s, _speeds(own, "fio"), max), _ratio(middle.cpu_s_per_gb, libaio, min)]
@@ -162,16 +166,19 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def _ratio(value: float, peers: list[float], best: Callable[[list[float]], float]) -> str:
-    """To the best of the peers; empty where there is none (a mixed load), or where it used no measurable time."""
+    """Return the ratio to the best of the peers as text; empty if there is none (a mixed load), or if it used no
+    measurable time.
+    """
     return f"{value / best(peers):.2f}" if peers and best(peers) > 0 else ""
 
 
 def _speeds(rows: Sequence[Row], who: str) -> list[float]:
+    """Return the median GB/s of the rows whose label begins with `who`."""
     return [measure.median(row.samples).gb_per_s for row in rows if row.who.startswith(who)]
 
 
 def save_plot(rows: Sequence[Row], path: str) -> None:
-    """GB/s over block size, one line per contender, as a PNG; needs the extra `plot`."""
+    """Write a PNG of GB/s over block size, one line per contender; needs the extra `plot`."""
     importlib.import_module("matplotlib").use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     kinds = sorted({row.kind for row in rows})
@@ -183,12 +190,13 @@ def save_plot(rows: Sequence[Row], path: str) -> None:
                 if row.who == who and row.kind == kind:
                     best[row.block_bytes] = max(best.get(row.block_bytes, 0.0), measure.median(row.samples).gb_per_s)
             if best:
-                axis.plot(list(map(_size, sorted(best))), [best[b] for b in sorted(best)], marker="o", label=who)
+                axis.plot(list(map(_format_size, sorted(best))), [best[b] for b in sorted(best)], marker="o", label=who)
         axis.set(title=kind, xlabel="block", ylabel="GB/s", ylim=(0, None))
         axis.legend(fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def _size(nbytes: int) -> str:
+def _format_size(nbytes: int) -> str:
+    """Return a block size as text, in MiB or KiB."""
     return f"{nbytes >> 20}M" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10}K"

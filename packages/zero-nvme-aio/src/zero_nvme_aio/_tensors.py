@@ -1,4 +1,4 @@
-"""save and load: safetensors files through the engine."""
+"""Saves and loads safetensors files through the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(
     sync: bool = True,
     engine: Engine | None = None,
 ) -> None:
-    """Writes one tensor, or a mapping of names to tensors, as a safetensors file; complete or not there at all.
+    """Write one tensor, or a mapping of names to tensors, as a safetensors file that is either complete or absent.
 
     Tensors: torch, NumPy or bytes-like, C-contiguous, in host memory. `metadata`: strings to strings. The file is
     written beside `path` and renamed; with `sync` it is on stable storage when this returns. Raises InvalidBufferError,
@@ -43,7 +43,7 @@ def save(
     entries, items = _layout(tensors)
     header = _header.build(entries, marks)
     scratch = f"{target}.{secrets.token_hex(4)}.part"
-    with _engine(engine) as io:
+    with _given_or_new_engine(engine) as io:
         try:
             with io.open(scratch, "w") as file:
                 io.submit_items(True, file, [memoryview(header), *items], 0, False).wait()
@@ -66,15 +66,15 @@ def load(
     out: Mapping[str, Any] | None = None,
     engine: Engine | None = None,
 ) -> Any:
-    """Reads a safetensors file: a dict of tensors, or the tensor itself when `save` was given one.
+    """Read a safetensors file; return a dict of tensors, or the tensor itself if `save` was given one.
 
-    `names`: only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch when it is imported
-    already, else NumPy when installed. `out`: destinations by name, of the right number of bytes, filled and returned
-    instead. Tensors that are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError,
+    `names`: load only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch if it is already
+    imported, else NumPy if installed. `out`: destinations by name, of the right number of bytes, which are filled and
+    returned instead. Tensors that are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError,
     MissingPathError, KeyError for a name that is not in the file.
     """
     chosen = choose_framework(framework)
-    with _engine(engine) as io, io.open(path) as file:
+    with _given_or_new_engine(engine) as io, io.open(path) as file:
         start, entries, metadata = read_header(io, file)
         wanted = _select(file.path, entries, names if names is not None else out)
         if out is not None:
@@ -87,7 +87,7 @@ def load(
 
 
 def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str, str]]:
-    """Where the data begins (bytes), the entries in file order, and the metadata."""
+    """Return the offset of the data (bytes), the entries in file order, and the metadata."""
     size = file.size
     first = bytearray(min(size, _header.PAGE))
     io.read(file, first, 0).wait()
@@ -101,7 +101,7 @@ def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str
 
 
 def sync_folder(folder: str) -> None:
-    """Makes renames and new names in a folder last."""
+    """Sync a folder, so that renames and new names in it survive a crash."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -110,7 +110,8 @@ def sync_folder(folder: str) -> None:
 
 
 @contextmanager
-def _engine(given: Engine | None) -> Iterator[Engine]:
+def _given_or_new_engine(given: Engine | None) -> Iterator[Engine]:
+    """Yield the given engine, or a new one that is closed afterwards."""
     if given is not None:
         yield given
         return
@@ -119,6 +120,9 @@ def _engine(given: Engine | None) -> Iterator[Engine]:
 
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
+    """Return the header entries of the tensors, and their described buffers in the same order, widest elements
+    first.
+    """
     described = []
     for name, tensor in tensors.items():
         if not isinstance(name, str) or name == "__metadata__":
@@ -139,6 +143,7 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
 
 
 def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -> list[TensorInfo]:
+    """Return the entries with these names (None: all); KeyError for a missing one."""
     if names is None:
         return entries
     wanted = set(names)
@@ -169,7 +174,7 @@ def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], ou
 def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], framework: str) -> dict[str, Any]:
     requests = []
     pieces: dict[str, tuple[TensorInfo, memoryview, bool]] = {}
-    for run in _runs(entries):
+    for run in _adjacent_groups(entries):
         begin, end = start + run[0].begin, start + run[-1].end
         # The memory is as far from a page as the file offset is, so that direct I/O needs no copy.
         lead = begin % _header.PAGE
@@ -196,8 +201,8 @@ def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: boo
         raise FormatError(f"tensor '{entry.name}' cannot be made of its bytes: {error}") from None
 
 
-def _runs(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Groups of entries that are adjacent in the file."""
+def _adjacent_groups(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
+    """Yield groups of entries that are adjacent in the file."""
     run: list[TensorInfo] = []
     for entry in entries:
         if run and entry.begin != run[-1].end:

@@ -1,4 +1,4 @@
-"""Remember what `tune` found, per device, in the user's cache folder."""
+"""Settings found by `tune`, kept per device in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ class Tuning(NamedTuple):
 
 
 def cache_path() -> str:
-    """The file that holds the settings: `$XDG_CACHE_HOME/zero-nvme-aio/tune.json`, under `~/.cache` by default."""
+    """Return the file that holds the settings: `$XDG_CACHE_HOME/zero-nvme-aio/tune.json`, under `~/.cache` by
+    default.
+    """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(root, "zero-nvme-aio", "tune.json")
 
 
 def device_key(path: str) -> str | None:
-    """Names the device under `path` (or under its folder, when it does not exist yet); None when neither does."""
+    """Return a key for the device of `path` (or of its folder if it does not exist yet); None if neither exists."""
     for candidate in (path, os.path.dirname(path) or "."):
         try:
             device = os.stat(candidate).st_dev
@@ -39,16 +41,16 @@ def device_key(path: str) -> str | None:
 
 
 def lookup(path: str) -> Tuning | None:
-    """The setting for the device of `path`; None when it was never tuned or the cache holds nonsense."""
+    """Return the setting for the device of `path`; None if it was never tuned or the cache is invalid."""
     if not os.path.exists(cache_path()):
         return None
     key = device_key(path)
     entry = None if key is None else _read().get(key)
-    return None if entry is None else _checked(entry)
+    return None if entry is None else _valid_tuning(entry)
 
 
 def remember(path: str, tuning: Tuning) -> None:
-    """Stores the setting for the device of `path`."""
+    """Store the setting for the device of `path`; FileNotFoundError if neither it nor its folder exists."""
     import json
 
     key = device_key(path)
@@ -75,7 +77,8 @@ def _read() -> dict[str, Any]:
     return entries if isinstance(entries, dict) else {}
 
 
-def _checked(entry: Any) -> Tuning | None:
+def _valid_tuning(entry: Any) -> Tuning | None:
+    """Return an entry of the cache as a setting; None if it is invalid."""
     try:
         tuning = Tuning(**entry)
         whole = [tuning.block_bytes, tuning.queue_depth, tuning.threads]

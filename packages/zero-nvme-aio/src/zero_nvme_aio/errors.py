@@ -1,4 +1,4 @@
-"""The exceptions of this package: every one is an `AioError` that carries what happened in fields."""
+"""The exceptions of this package: every one is an `AioError` with the details in its fields."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 
 
 class AioError(OSError):
-    """Base of every error raised here; an `OSError`, so `errno` and `filename` are where one looks for them.
+    """Base of the errors of this package; an `OSError`, with `errno` and `filename` set.
 
-    `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: what the file system had
-    left. Each is None where it does not apply.
+    `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: the free space of the file
+    system. Each is None where it does not apply.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RequestCancelledError(AioError):
 
 
 class WaitTimeoutError(AioError, TimeoutError):
-    """The request is still under way after the time given; it goes on, and may be waited for again."""
+    """The request is still under way after the given time; it continues, and can be waited for again."""
 
 
 class BackendUnavailableError(AioError):
@@ -128,11 +128,11 @@ class BackendUnavailableError(AioError):
 
 
 class ChecksumError(AioError):
-    """Raised where what was read is not what was written; `expected` and `got` are the checksums."""
+    """The data read differs from the data written; `expected` and `got` are the checksums."""
 
 
 class FormatError(AioError, ValueError):
-    """A file is not what its format says."""
+    """A file violates its format."""
 
 
 class ExtentError(AioError, LookupError):
@@ -140,7 +140,7 @@ class ExtentError(AioError, LookupError):
 
 
 def open_error(path: str, error: OSError) -> OpenError:
-    """The typed error for a failed open, made from what the operating system said."""
+    """Return the typed error for a failed open."""
     code = error.errno
     kinds: dict[int | None, tuple[type[OpenError], str]] = {
         _errno.ENOENT: (MissingPathError, "it does not exist; mode 'w' or 'rw' creates it, in a directory that exists"),
@@ -155,7 +155,9 @@ def open_error(path: str, error: OSError) -> OpenError:
 
 
 def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], native_codes: tuple[int, int]) -> AioError:
-    """The typed error for a failed request, made from (code, offset, expected, got)."""
+    """Return the typed error for a failed request, from (code, offset, expected, got). `native_codes`: the codes for
+    end of file and cancelled.
+    """
     code, offset, expected, got = native
     end_of_file, cancelled = native_codes
     where = f"'{path}' at offset {offset}"
@@ -190,7 +192,9 @@ def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], nati
 
 
 def free_bytes(path: str) -> int | None:
-    """Bytes that this user may still write on the file system of `path`; None when it cannot be asked."""
+    """Return the bytes that this user may still write on the file system of `path`; None if that cannot be
+    found out.
+    """
     try:
         info = os.statvfs(path)
     except OSError:

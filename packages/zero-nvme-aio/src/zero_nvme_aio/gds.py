@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.0005
 
 
 class GdsRequest:
-    """A transfer by kvikio; used like `Request`. kvikio has all of it from the start, so `cancel` stops nothing."""
+    """A transfer by kvikio; used like `Request`. kvikio starts all of it at once, so `cancel` stops nothing."""
 
     checksum: str | None = None
 
@@ -50,7 +50,9 @@ class GdsRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Return whether the request has ended, well or not; never blocks."""
+        """Return whether the request has ended, successfully or not; never blocks. False also while another thread
+        waits.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -59,9 +61,9 @@ class GdsRequest:
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Blocks until the request has ended and returns the bytes moved.
+        """Block until the request has ended and return the bytes moved.
 
-        `timeout` is in seconds. Raises WaitTimeoutError when it passes first, TransferError and EndOfFileError.
+        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, TransferError and EndOfFileError.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while deadline is not None and not self.done():
@@ -76,7 +78,7 @@ class GdsRequest:
         return self.nbytes
 
     def settle(self) -> None:
-        """Blocks until the request has ended, well or not; raises nothing for a failure."""
+        """Block until the request has ended, successfully or not; does not raise its error."""
         with self._lock:
             moved, problem = 0, None
             for future in self._futures:  # after an error too: the other parts still use the memory
@@ -96,7 +98,7 @@ class GdsRequest:
             self._futures = self._owners = ()
 
     def cancel(self) -> None:
-        """Stops nothing: what kvikio was given is finished, and `wait` returns as if this had not been called."""
+        """Do nothing: kvikio finishes every transfer it was given."""
 
     def __await__(self) -> Generator[Any, None, int]:
         import asyncio
@@ -119,18 +121,18 @@ class GdsFile:
 
     @property
     def handle(self) -> Any:
-        """kvikio's file; raises ClosedError when closed."""
+        """Return kvikio's file; ClosedError after `close`."""
         if self._handle is None:
             raise ClosedError(f"'{self.path}' is closed", path=self.path)
         return self._handle
 
     @property
     def size(self) -> int:
-        """Bytes in the file now."""
+        """Return the current bytes of the file."""
         return os.stat(self.path).st_size
 
     def close(self) -> None:
-        """Closes the file; wait for its requests first. May be called twice."""
+        """Close the file; wait for its requests first. May be called twice."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
@@ -145,9 +147,9 @@ class GdsFile:
 
 
 class GdsEngine:
-    """Moves CUDA memory to and from files without a bounce through host memory, where driver and file system allow.
+    """Moves CUDA memory to and from files without a copy through host memory, where driver and file system allow it.
 
-    `read`, `write`, `sync`, `open` and `close` as in `Engine`. Raises AioError when kvikio is not installed.
+    `read`, `write`, `sync`, `open` and `close` as in `Engine`. Raises AioError if kvikio is not installed.
     """
 
     def __init__(self) -> None:
@@ -168,7 +170,7 @@ class GdsEngine:
         return self._closed
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> GdsFile:
-        """Opens a file: "r", "w" or "rw", as in `Engine.open`."""
+        """Open a file: "r", "w" or "rw", as in `Engine.open`."""
         if mode not in _FLAGS:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
         self._require_open()
@@ -182,19 +184,19 @@ class GdsEngine:
             raise open_error(name, OSError(None, str(error))) from error
 
     def read(self, file: GdsFile, out: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
-        """Starts filling `out` (a contiguous CUDA tensor or host buffer, or a list of them) from the file at `offset`
+        """Start filling `out` (a contiguous CUDA tensor or host buffer, or a list of them) from the file at `offset`
         bytes.
         """
         return self._start(False, file, out, offset, checksum)
 
     def write(self, file: GdsFile, data: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
-        """Starts writing `data` (a contiguous CUDA tensor or host buffer, or a list of them) to the file at `offset`
+        """Start writing `data` (a contiguous CUDA tensor or host buffer, or a list of them) to the file at `offset`
         bytes.
         """
         return self._start(True, file, data, offset, checksum)
 
     def sync(self, file: GdsFile) -> None:
-        """Blocks until what was written is on stable storage; wait for the requests first."""
+        """Block until the file's content is on stable storage; wait for its requests first."""
         self._require_open()
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -203,7 +205,7 @@ class GdsEngine:
             os.close(fd)
 
     def close(self) -> None:
-        """Refuses further use; kvikio's threads belong to the process. May be called twice."""
+        """Refuse further use; kvikio's threads belong to the process and go on. May be called twice."""
         self._closed = True
 
     def __enter__(self) -> GdsEngine:
@@ -242,7 +244,7 @@ class GdsEngine:
 
 
 def _try_open(path: str, mode: str) -> None:
-    """kvikio's own errors do not say which, and it creates no file to read and write."""
+    """Open and close a file, so that errors are typed (kvikio's are not) and "rw" creates it (kvikio does not)."""
     fd = os.open(path, _OPEN_FLAGS[mode] | os.O_CLOEXEC, 0o666)
     is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Files of extent stores whose process was killed: found, and removed, without touching a store that is in use.
+"""Finds and removes the files of extent stores whose process was killed, without touching a store that is in use.
 
 `zero-launch doctor --swap FOLDER` finds this file by its entry point, `zero_launch.leftovers`.
 """
@@ -19,7 +19,7 @@ _FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extent
 
 @dataclass(frozen=True)
 class Leftover:
-    """The leftover of one store: its name, its files, and the bytes that they take on the drive."""
+    """The unsealed files of one store: its prefix, its files, and the bytes that they take on the drive."""
 
     prefix: str
     files: tuple[str, ...]
@@ -27,10 +27,10 @@ class Leftover:
 
 
 def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
-    """The unsealed generations in ``folders``, all of one job's, of stores that no process has open.
+    """Return the unsealed generations in ``folders`` (all folders of the stores) of stores that no process has open.
 
-    With ``remove`` they are deleted. Sealed generations stay: somebody may resume from them. So does what has no lock
-    file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
+    With ``remove`` they are deleted. Sealed generations stay, since a process may resume from them; so do files without
+    a lock file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
     """
     found = []
     for prefix, paths in sorted(_stores(folders).items()):
@@ -50,7 +50,7 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
 
 
 def report(folders: Sequence[str], remove: bool) -> list[str]:
-    """`find`, a line per store."""
+    """Run `find` and return a line of text per store."""
     verb = "removed" if remove else "left by a killed process"
     return [
         f"{left.prefix} in {os.path.dirname(left.files[0])}: {len(left.files)} files, {left.nbytes} bytes, {verb}"
@@ -59,7 +59,7 @@ def report(folders: Sequence[str], remove: bool) -> list[str]:
 
 
 def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
-    """Prefix to the files of its store."""
+    """Return the files of each store, by prefix."""
     stores: dict[str, list[str]] = {}
     for folder in folders:
         with os.scandir(folder) as entries:
@@ -71,6 +71,7 @@ def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _unsealed(paths: Sequence[str]) -> list[str]:
+    """Return the files of one store whose generation has no index."""
     parts = {path: _FILE.fullmatch(os.path.basename(path)) for path in paths}
     sealed = {match["generation"] for match in parts.values() if match is not None and match["kind"] == "index"}
     return sorted(path for path, match in parts.items() if match is not None and match["generation"] not in sealed)
@@ -78,7 +79,7 @@ def _unsealed(paths: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[bool]:
-    """Return whether nobody has the store open; it cannot be opened inside."""
+    """Try to lock a store and yield whether that succeeded; nobody can open it inside the context."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Timing transfers: what `bench`, `tune` and the benchmark against peers share."""
+"""Timing of transfers for `bench`, `tune` and the benchmark against peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Setting(NamedTuple):
     direct: bool = True
 
     def engine(self) -> Engine:
-        """The engine of this point."""
+        """Return a new engine with this setting."""
         return Engine(
             backend=self.backend, block_bytes=self.block_bytes, queue_depth=self.queue_depth, threads=self.threads
         )
@@ -40,7 +40,7 @@ class Sample(NamedTuple):
 
 
 def measure(action: Callable[[], int]) -> Sample:
-    """Runs a transfer that returns its bytes."""
+    """Run a transfer, which returns its bytes, and return its timing."""
     before, start = _cpu_seconds(), time.perf_counter()
     nbytes = action()
     wall, cpu = time.perf_counter() - start, _cpu_seconds() - before
@@ -48,17 +48,17 @@ def measure(action: Callable[[], int]) -> Sample:
 
 
 def median(samples: Sequence[Sample]) -> Sample:
-    """Median of each column."""
+    """Return the median of each field."""
     return Sample(statistics.median(s.gb_per_s for s in samples), statistics.median(s.cpu_s_per_gb for s in samples))
 
 
 def plain_memory(nbytes: int) -> memoryview:
-    """Memory as torch hands it out: 64 bytes off a page."""
+    """Return memory aligned as torch allocates it: 64 bytes off a page."""
     return memoryview(AlignedBuffer(nbytes + 64, huge_pages=False))[64:]
 
 
 def file_for_bench(io: Engine, folder: str, nbytes: int, memory: memoryview | AlignedBuffer) -> str:
-    """Writes a scratch file of the size, preallocated and synced, and returns its path."""
+    """Write and sync a scratch file of `nbytes` and return its path."""
     path = os.path.join(folder, f".zero-nvme-aio-bench-{os.getpid()}")
     with io.open(path, "w") as file:
         for begin in range(0, nbytes, len(memory)):

@@ -1,4 +1,4 @@
-"""An engine that moves nothing: files get their lengths, and every request has ended."""
+"""An engine for dry runs that moves no bytes: files get their lengths, and every request ends at once."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CHECKSUM = format_checksum(0)
 
 
 class RehearsedEngine(Engine):
-    """Stands in for an `Engine` in a dry run: no memory is read or written, no block of a disk is taken.
+    """Stands in for an `Engine` in a dry run: no memory is read or written, no disk space is taken.
 
-    A file that is written gets the length that it would have, without content (a sparse file). All checksums are equal.
-    `counters()` has ``bytes_read`` and ``bytes_written``. Extent stores over it keep their books as ever.
+    A file that is written gets its length but no content (a sparse file). All checksums are equal. `counters()` has
+    ``bytes_read`` and ``bytes_written``. Extent stores over it allocate and index as usual.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class RehearsedEngine(Engine):
         return _RehearsedFile(name, mode)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Count the bytes; a file that is written becomes long enough."""
+        """Count the bytes and return an ended request; a write extends the file to its end."""
         nbytes = sum(map(_buffers.nbytes_of, items))
         require_offset(file.path, offset, nbytes)
         if write:
@@ -65,7 +65,7 @@ class RehearsedEngine(Engine):
         return _EndedRequest(nbytes, checksum)
 
     def sync(self, file: File) -> None:
-        """Nothing was written."""
+        """Do nothing: no content was written."""
 
     def counters(self) -> dict[str, int]:
         """Return the bytes that would have moved."""
@@ -76,7 +76,7 @@ class RehearsedEngine(Engine):
         return {path: os.stat(path).st_size for path in self._lengths if os.path.exists(path)}
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no request is under way."""
 
     def __repr__(self) -> str:
         return f"<RehearsedEngine of {len(self._lengths)} files>"
@@ -100,14 +100,14 @@ class _RehearsedFile(File):
         return os.stat(self.path).st_size
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no descriptor is open."""
 
     def __repr__(self) -> str:
         return f"<File '{self.path}' mode '{self.mode}', rehearsed>"
 
 
 class _EndedRequest(Request):
-    """A transfer that has ended well."""
+    """A transfer that has ended successfully."""
 
     __slots__ = ("_nbytes", "_summed")
 
@@ -130,10 +130,10 @@ class _EndedRequest(Request):
         return self._nbytes
 
     def settle(self) -> None:
-        """It has."""
+        """Do nothing: the request has ended."""
 
     def cancel(self) -> None:
-        """It has ended."""
+        """Do nothing: the request has ended."""
 
     def __repr__(self) -> str:
         return f"<Request of {self._nbytes} bytes, rehearsed>"

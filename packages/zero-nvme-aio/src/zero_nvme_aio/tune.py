@@ -1,4 +1,4 @@
-"""The best setting for a device, found in under a minute and remembered."""
+"""Finds the best setting for a device in under a minute and stores it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def tune(
     store: bool = True,
     report: Callable[[Setting, Sample, Sample], None] | None = None,
 ) -> Tuning:
-    """Sweeps blocks, depths and threads over a scratch file of `file_bytes` in `folder`, and remembers the best.
+    """Measure blocks, depths and threads over a scratch file of `file_bytes` in `folder`; return the best setting.
 
-    Every point is measured three times, interleaved with the others; what comes first is repeated until
-    `budget_seconds` are used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting
-    with the fewest threads and the least processor time. With `store` the result is used by engines whose numbers are
-    left to it. Raises MissingPathError, NoSpaceError.
+    The first round measures every setting, interleaved; two further rounds repeat the six best, until `budget_seconds`
+    are used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting with the fewest
+    threads and the least processor time. With `store` the result is stored for engines whose block size and depth are
+    not given. Raises MissingPathError, NoSpaceError.
     """
     name = os.fspath(folder)
     memory = AlignedBuffer(file_bytes)
@@ -45,7 +45,7 @@ def tune(
             for setting in points:
                 if round_number > 0 and time.monotonic() - start > budget_seconds:
                     break
-                pair = _point(setting, path, memory)
+                pair = _measure_setting(setting, path, memory)
                 # The first round warms device and memory up, and only sorts.
                 results.setdefault(setting, []).append(pair)
                 if report is not None:
@@ -68,6 +68,7 @@ def tune(
 
 
 def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[list[Setting]]:
+    """Yield the settings of each round; later rounds have the best six of `results`."""
     chosen = probe().chosen or "threads"
     everything = [
         Setting(chosen, block, depth, threads)
@@ -80,7 +81,8 @@ def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[lis
         yield sorted(everything, key=lambda s: -_score(results[s]))[:6]
 
 
-def _point(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, Sample]:
+def _measure_setting(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, Sample]:
+    """Write and read the whole file once with a setting; return both timings, the read first."""
     with setting.engine() as io, io.open(path, "rw") as file:
         write = measure.measure(lambda: io.write(file, memory, 0).wait())
         read = measure.measure(lambda: io.read(file, memory, 0).wait())
@@ -88,12 +90,14 @@ def _point(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, 
 
 
 def _score(pairs: list[tuple[Sample, Sample]]) -> float:
+    """Return the harmonic mean of the median read and write speeds."""
     reads, writes = zip(*pairs, strict=True)
     read, write = measure.median(reads).gb_per_s, measure.median(writes).gb_per_s
     return 2 * read * write / (read + write)
 
 
 def _best(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Setting:
+    """Return the best of the settings that were measured most often."""
     most = max(len(pairs) for pairs in results.values())
     finalists = {setting: pairs for setting, pairs in results.items() if len(pairs) == most}
     top = max(map(_score, finalists.values()))

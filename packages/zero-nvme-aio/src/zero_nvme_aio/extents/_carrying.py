@@ -1,9 +1,9 @@
-"""Carry what is current in sealed generations into the one that is about to be sealed.
+"""Carry the current data of sealed generations into the one that is about to be sealed.
 
-A generation that was written only in part leaves the rest of the state in older ones, whose files then stay for the
-sake of a few extents. Where the file system shares blocks between files, everything current is taken along: no bytes
-move, and a generation is the whole state. Elsewhere a generation is emptied by a copy through the engine once less than
-half of its files is current, so that sealed files never take more than twice the space of what is current in them.
+A generation that was written only in part leaves the rest of the state in older ones, whose files then stay because of
+a few extents. Where the file system shares blocks between files, all current data is carried over: no bytes move, and a
+generation holds the whole state. Elsewhere a generation is emptied by a copy through the engine once less than half of
+its files is current, so that sealed files never take more than twice the space of the current data in them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .._engine import Engine
 from .._memory import AlignedBuffer
 from ._files import GenerationFiles
 from ._ranges import Allocation, Covered, WrittenRange
-from ._reading import compare
+from ._reading import check_checksum
 from ._reflink import block_bytes, clone_range
 
 __all__ = ["Carrying", "carried_bytes"]
@@ -33,7 +33,7 @@ class _Move(NamedTuple):
 
 
 class Carrying:
-    """Takes what is current to the places in the open generation that ``place`` gives (name, begin, end)."""
+    """Carries current data to the places in the open generation that ``place(name, begin, end)`` returns."""
 
     def __init__(
         self,
@@ -52,11 +52,12 @@ class Carrying:
         self.copied_bytes = 0
 
     def run(self, live: Live) -> list[WrittenRange]:
-        """The pieces that now hold in the target what older generations held. All of them have arrived.
+        """Carry the data over; return the ranges of the target that replace those of older generations, after all have
+        arrived.
 
-        Errors of the engine; ChecksumError where what is left of an extent lies in bytes that were changed underneath.
+        Errors of the engine; ChecksumError if a partly overwritten extent was changed on disk.
         """
-        chosen = list(_chosen(live, self._generations, self._target.generation, self._shares_blocks))
+        chosen = list(_ranges_to_carry(live, self._generations, self._target.generation, self._shares_blocks))
         pieces = [
             piece
             for covered in sorted(chosen, key=lambda c: (c.piece.generation, c.piece.stripe, c.piece.file_offset))
@@ -67,16 +68,17 @@ class Carrying:
         return pieces
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
+        """Carry one covered range over; yield its new ranges."""
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)
         if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
-            yield from self._verified(covered, places)
+            yield from self._copy_verified(covered, places)
             return
-        self._whole(old, places[0])
+        self._share_or_copy(old, places[0])
         yield self._piece(old, places[0], old.checksum)  # the bytes keep the checksum that they were written with
 
-    def _whole(self, old: WrittenRange, place: Allocation) -> None:
-        """Shares the whole blocks of a piece, and copies what is left at its ends; or copies all of it."""
+    def _share_or_copy(self, old: WrittenRange, place: Allocation) -> None:
+        """Share the whole blocks of a range and copy the rest at its ends; or copy all of it."""
         source, target = self._generations[old.generation], self._target
         head, shared = 0, 0
         if old.stripe == place.stripe and self._shares_blocks(place.stripe):
@@ -91,16 +93,16 @@ class Carrying:
                 span = CopyRange(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
                 self._spans.append(span)
 
-    def _verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
-        """Copies parts of a piece. Its checksum is of the whole, so the whole is read: a checksum of what is left must
-        not vouch for bytes that nobody wrote.
+    def _copy_verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
+        """Copy the current parts of a range whose checksum covers more than them: read the whole range and verify it
+        first, so that the new checksums do not vouch for damaged bytes.
         """
         old = covered.piece
         source = self._generations[old.generation].file(old.stripe)
         scratch = memoryview(AlignedBuffer(old.nbytes))
         request = self._engine.read(source, scratch, old.file_offset, checksum=True)
         request.wait()
-        compare(source, old, request)
+        check_checksum(source, old, request)
         for place in places:
             part = scratch[place.begin - old.begin : place.end - old.begin]
             writing = self._engine.write(self._target.file(place.stripe), part, place.file_offset, checksum=True)
@@ -118,17 +120,18 @@ class Carrying:
 def carried_bytes(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> int:
-    """Bytes that a seal would copy now; what shares its blocks is not copied."""
+    """Return the bytes that a seal would copy now; data that shares its blocks is not copied."""
     return sum(
         covered.end - covered.begin
-        for covered in _chosen(live, generations, target, shares_blocks)
+        for covered in _ranges_to_carry(live, generations, target, shares_blocks)
         if not shares_blocks(covered.piece.stripe)
     )
 
 
-def _chosen(
+def _ranges_to_carry(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> Iterator[Covered]:
+    """Return the covered ranges of older generations that a seal carries over."""
     old = [c for covered in live.values() for c in covered if c.piece.generation != target]
     current: dict[int, int] = {}
     for covered in old:
@@ -139,8 +142,8 @@ def _chosen(
 
 
 def _whole_blocks(old: WrittenRange, place: Allocation, block: int) -> tuple[int, int]:
-    """Bytes before the first whole block of a piece, and in its whole blocks; none where the two places are not equally
-    far from a block's begin.
+    """Return the bytes before the first whole block of a range, and the bytes in its whole blocks; (0, 0) if the two
+    places differ in their distance to a block boundary.
     """
     if (old.file_offset - place.file_offset) % block:
         return 0, 0

@@ -15,7 +15,9 @@ _SLICES_EXPECTED = 4
 
 
 def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_bytes: int) -> int:
-    """Bytes to keep free at the start of each file: enough for every declared name to be written in several slices."""
+    """Return the bytes to reserve at the start of each file: enough for every declared name to be written in several
+    slices.
+    """
     entries, text = 0, 0
     for name, (nbytes, _) in declared.items():
         units = 1 if stripes == 1 else -(-nbytes // stripe_bytes // stripes) + 1
@@ -29,9 +31,10 @@ def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_by
 def header_for(
     pieces: Sequence[WrittenRange], declared: Mapping[str, tuple[int, str]], reserved: int, file_bytes: int
 ) -> tuple[bytes, dict[tuple[str, int], str]] | None:
-    """The header of one file and the entry name of each piece; None when it does not fit the space reserved.
+    """Return the header of one file and the entry name of each range, by (name, begin); None if it does not fit the
+    reserved bytes.
 
-    Bytes between extents become entries called `__gap__.<n>`: the format allows no holes.
+    Bytes between extents become entries called `__gap__.<n>`, since the format allows no holes.
     """
     entries, keys, position, gaps = [], {}, 0, 0
     for piece in sorted(pieces, key=lambda p: p.file_offset):

@@ -24,8 +24,8 @@ class StoreFolders:
         self._sharing: dict[int, bool] = {}
 
     def take(self) -> int:
-        """Makes the folders and locks the store; returns what holds the lock until it is closed. ExtentError while
-        somebody else has it.
+        """Make the folders and lock the store; return the descriptor that holds the lock. ExtentError while another
+        process holds it.
         """
         for path in self.paths:
             os.makedirs(path, exist_ok=True)
@@ -39,7 +39,7 @@ class StoreFolders:
         return descriptor
 
     def give_back(self, descriptor: int) -> None:
-        """Ends the lock, also where a process that was forked meanwhile has a copy of the descriptor."""
+        """Release the lock, also if a forked process has a copy of the descriptor."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
@@ -59,13 +59,13 @@ class StoreFolders:
         return os.path.join(self.paths[0], f"{self.prefix}.g{generation:06d}.index")
 
     def indexes(self) -> list[int]:
-        """Numbers of the sealed generations, oldest first."""
+        """Return the numbers of the sealed generations, oldest first."""
         pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.index")
         found = (pattern.fullmatch(name) for name in os.listdir(self.paths[0]))
         return sorted(int(match.group(1)) for match in found if match)
 
     def remove_unsealed(self) -> None:
-        """Deletes data files that no index speaks of: what a killed process was writing."""
+        """Delete the files of generations without an index, which a killed process was writing."""
         sealed = set(self.indexes())
         pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.(?:s\d+\.extents|index\.part)")
         for path in self.paths:
@@ -76,7 +76,7 @@ class StoreFolders:
 
 
 class GenerationFiles:
-    """Open files of one generation by stripe; a stripe that holds nothing has no file."""
+    """Open files of one generation by stripe; a stripe without data has no file."""
 
     def __init__(self, engine: Engine, folders: StoreFolders, generation: int) -> None:
         self._engine = engine
@@ -97,19 +97,19 @@ class GenerationFiles:
         return self._folders.data_path(self.generation, stripe)
 
     def file(self, stripe: int) -> File:
-        """The open file of a stripe, created on first use."""
+        """Return the open file of a stripe, created on first use."""
         if stripe not in self._files:
             self._files[stripe] = self._engine.open(self.path(stripe), "rw" if self._writable else "r")
         return self._files[stripe]
 
     def open_sealed(self, stripes: Sequence[int]) -> None:
-        """Opens the files of a generation that exists."""
+        """Open the files of an existing generation for reading."""
         self._writable = False
         for stripe in stripes:
             self.file(stripe)
 
     def end(self, ends: Sequence[int], headers: dict[int, bytes]) -> None:
-        """Writes headers, cuts the files at their ends and takes their write permission."""
+        """Write the headers, truncate the files at their ends and remove their write permission."""
         for stripe, file in self._files.items():
             if stripe in headers:
                 self._engine.write(file, headers[stripe], 0).wait()
@@ -118,11 +118,11 @@ class GenerationFiles:
 
     @property
     def opened(self) -> dict[int, File]:
-        """The open files by stripe."""
+        """Return the open files by stripe."""
         return dict(self._files)
 
     def reopen_sealed(self) -> None:
-        """From here on nobody writes by these; those that it was written by stay open, in the hands of others."""
+        """Replace the files by ones opened for reading; the writable ones stay open, and their holder closes them."""
         written, self._files = self._files, {}
         self.open_sealed(sorted(written))
 
@@ -132,7 +132,7 @@ class GenerationFiles:
         self._files.clear()
 
     def remove(self) -> None:
-        """Closes and deletes; hard links elsewhere keep their content."""
+        """Close and delete the files; hard links elsewhere keep their content."""
         paths = [self.path(stripe) for stripe in self._files]
         self.close()
         index = self._folders.index_path(self.generation)

@@ -94,7 +94,7 @@ class History:
             self._lasting = None
 
     def extent(self, covered: Covered) -> Extent:
-        """Returns where bytes of the current state lie."""
+        """Return where a covered range lies in files."""
         piece = covered.piece
         whole = (covered.begin, covered.end) == (piece.begin, piece.end)
         return Extent(
@@ -107,8 +107,9 @@ class History:
         )
 
     def close(self, *, remove: bool) -> None:
-        """Closes all files. With `remove` they go; without, those of the open generation, and the one before survives
-        a crash from here on."""
+        """Close all files. With `remove` delete them; otherwise delete those of the open generation and make the last
+        sealed one durable.
+        """
         if not remove:
             self.make_the_last_one_durable()
         elif self._lasting is not None:
@@ -134,7 +135,7 @@ class History:
         self._remove(superseded)
 
     def _take_superseded(self) -> list[GenerationFiles]:
-        """What nobody needs any more, to be removed by the caller."""
+        """Take out and return the generations that nothing needs any more; the caller removes their files."""
         if self._closed:
             return []
         needed = {c.piece.generation for state in (self._live, self._durable_live) for cs in state.values() for c in cs}
@@ -155,11 +156,11 @@ class History:
 
 
 class _Pin:
-    """Lives as long as a Generation is in someone's hands."""
+    """Lives as long as a user holds the Generation."""
 
 
 def _make_last(lasting: Lasting, reference: weakref.ref[History]) -> None:
-    """Makes a generation survive a crash; its store works on meanwhile."""
+    """Make a generation durable, and tell its store, if that still exists."""
     lasting.make()
     history = reference()
     if history is not None:

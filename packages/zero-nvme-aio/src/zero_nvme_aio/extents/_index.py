@@ -40,7 +40,7 @@ class SealedIndex(NamedTuple):
 
 
 def write_index(path: str, sealed: SealedIndex) -> None:
-    """Writes the index so that it is either complete or absent, and lasts."""
+    """Write and sync the index; it is either complete or absent."""
     extents: dict[str, list[list[object]]] = {}
     for piece in sealed.pieces:
         key = sealed.keys.get((piece.name, piece.begin), "")
@@ -67,7 +67,7 @@ def write_index(path: str, sealed: SealedIndex) -> None:
 
 
 def read_index(path: str) -> SealedIndex:
-    """Reads and checks an index; FormatError when it is damaged, says what cannot be, or is of an unknown version."""
+    """Read and check an index; FormatError if it is damaged, inconsistent, or of an unknown version."""
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
@@ -93,7 +93,7 @@ def read_index(path: str) -> SealedIndex:
 
 
 def _check(path: str, table: Mapping[str, Any]) -> None:
-    """FormatError unless every field is of its kind and every extent lies in a file of the index."""
+    """Raise FormatError unless every field has its type and every extent lies in a file of the index."""
     files, extents = table.get("files"), table.get("extents")
     wrong = [name for name in ("generation", "stripes") if not _is_size(table.get(name))]
     if table.get("kind") not in ("raw", "safetensors"):

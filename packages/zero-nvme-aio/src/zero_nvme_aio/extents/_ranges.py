@@ -1,4 +1,4 @@
-"""The places of a name's bytes: pure arithmetic over intervals, no files."""
+"""The places of a name's bytes: interval arithmetic, no files."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ class WrittenRange:
 
     @checksum.setter
     def checksum(self, value: str) -> None:
+        """Return the recorded checksum; empty while the write is under way, and for the remainder of a partly
+        overwritten range.
+        """
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:
-        """Return a sub-range of what this one wrote; its checksum is not known."""
+        """Return a sub-range of this one; its checksum is not known."""
         part = WrittenRange(
             self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin
         )
@@ -67,10 +70,10 @@ class Covered(NamedTuple):
 
 
 def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> list[Covered]:
-    """The coverage after `new` was written over it.
+    """Return the coverage after `new` was written over it.
 
-    Sealed pieces are only shadowed. Pieces of the open generation lie in the same place as `new`, so what is left of
-    them becomes pieces of its own, whose checksum is computed when they are sealed.
+    Ranges of sealed generations are only shadowed. Ranges of the open generation lie in the same place as `new`, so
+    their remainders become ranges of their own, whose checksums are computed when they are sealed.
     """
     out = []
     for covered in current:
@@ -87,7 +90,9 @@ def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> 
 
 
 def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tuple[int, int]]:
-    """Yield what holds [begin, end), in order: covered ranges, and (begin, end) pairs for bytes never written."""
+    """Yield the ranges that hold [begin, end), in order: covered ranges, and (begin, end) pairs for bytes never
+    written.
+    """
     position = begin
     for covered in current:
         low, high = max(covered.begin, begin), min(covered.end, end)
@@ -102,7 +107,7 @@ def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tu
 
 
 class Allocation(NamedTuple):
-    """Bytes [begin, end) of a name go to `file_offset` of the file on path number `stripe`."""
+    """Bytes [begin, end) of a name are stored at `file_offset` of the file on path number `stripe`."""
 
     begin: int
     end: int
@@ -111,9 +116,9 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """Hands out file space of one generation. Places are page-aligned like the bytes they hold, so that memory at a
-    page boundary for a range at a page boundary needs no copy. ``first_stripes``: name -> the stripe of its first
-    bytes, kept from one generation to the next so that bytes stay on their device.
+    """Allocates file space of one generation. Places have the same distance to a page boundary as the bytes they hold,
+    so that page-aligned memory for a page-aligned range needs no copy. ``first_stripes``: name -> the stripe of its
+    first bytes, kept across generations so that bytes stay on their device.
     """
 
     def __init__(self, stripes: int, stripe_bytes: int, first_offset: int, first_stripes: dict[str, int]) -> None:
@@ -124,12 +129,12 @@ class Allocator:
         self._first_stripes = first_stripes
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Gives the whole of a name its place at once, unless it has one."""
+        """Allocate space for all bytes of a name at once, unless it has some."""
         if name not in self._places:
             self.place(name, 0, nbytes)
 
     def place(self, name: str, begin: int, end: int) -> list[Allocation]:
-        """Where [begin, end) goes: the place it had before in this generation, else a new one."""
+        """Return the places of [begin, end): those it already has in this generation, else new ones."""
         places = self._places.setdefault(name, [])
         out, position = [], begin
         for known in places:

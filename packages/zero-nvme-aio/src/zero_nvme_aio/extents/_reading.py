@@ -1,4 +1,4 @@
-"""Reads of covered ranges, verified when asked."""
+"""Reads of covered ranges, verified on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..errors import ChecksumError
 from ._files import GenerationFiles
 from ._ranges import Covered, WrittenRange
 
-__all__ = ["Reading", "compare"]
+__all__ = ["Reading", "check_checksum"]
 
 
 class Reading:
@@ -28,7 +28,7 @@ class Reading:
         self.checks: list[Callable[[], None]] = []
 
     def start(self, covered: Covered, items: list[Any]) -> Request:
-        """Starts reading one covered range into `items`."""
+        """Start reading one covered range into `items` and return the request."""
         piece = covered.piece
         file = self._generations[piece.generation].file(piece.stripe)
         offset = piece.file_offset + covered.begin - piece.begin
@@ -37,20 +37,23 @@ class Reading:
             request = self._engine.submit_items(False, file, items, offset, False)
         elif whole:
             request = self._engine.submit_items(False, file, items, offset, True)
-            self.checks.append(lambda: compare(file, piece, request))
+            self.checks.append(lambda: check_checksum(file, piece, request))
         else:
             request = self._read_whole(file, covered, items)
         self.requests.append(request)
         return request
 
     def _read_whole(self, file: File, covered: Covered, items: list[Any]) -> Request:
+        """Start reading the whole range that a covered part lies in; a check verifies it and copies the part into
+        `items`.
+        """
         # The checksum is of the whole extent, so the whole is read and the part asked for is copied out of it.
         piece = covered.piece
         scratch = AlignedBuffer(piece.nbytes)
         request = self._engine.read(file, scratch, piece.file_offset, checksum=True)
 
         def check_and_copy() -> None:
-            compare(file, piece, request)
+            check_checksum(file, piece, request)
             position = covered.begin - piece.begin
             for item in items:
                 nbytes = _buffers.nbytes_of(item)
@@ -61,8 +64,8 @@ class Reading:
         return request
 
 
-def compare(file: File, piece: WrittenRange, request: Request) -> None:
-    """ChecksumError unless a read of the whole piece gave what was written."""
+def check_checksum(file: File, piece: WrittenRange, request: Request) -> None:
+    """Raise ChecksumError unless a read of the whole range has the recorded checksum."""
     if request.checksum != piece.checksum:
         raise ChecksumError(
             f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} "

@@ -17,14 +17,14 @@ _NOT_HERE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.E
 
 
 def block_bytes(folder: str) -> int:
-    """Blocks are shared in whole multiples of this."""
+    """Return the block size of a folder's file system, in bytes; only whole blocks are shared."""
     return os.statvfs(folder).f_bsize
 
 
 def shares_blocks(folder: str) -> bool:
-    """Return whether files in ``folder`` can share blocks, found by trying it with two files that have no name.
+    """Return whether files in ``folder`` can share blocks, found by trying it with two unnamed files.
 
-    The typed error of a transfer when it cannot be tried, as on a full disk.
+    Raises the typed error of a transfer if the trial fails for another reason, such as a full disk.
     """
     opened: list[int] = []
     block = block_bytes(folder)
@@ -45,8 +45,9 @@ def shares_blocks(folder: str) -> bool:
 
 
 def clone_range(source: str, offset: int, target: str, target_offset: int, nbytes: int) -> None:
-    """Gives ``target`` the blocks of ``source``: all numbers in whole blocks. No bytes move; a later write to either
-    file gives it blocks of its own. The typed error of a transfer when it is refused.
+    """Make ``target`` share blocks of ``source``; offsets and ``nbytes`` are multiples of the block size. No bytes
+    move; a later write to either file gets blocks of its own. Raises the typed error of a transfer if the kernel
+    refuses.
     """
     opened: list[int] = []
     try:

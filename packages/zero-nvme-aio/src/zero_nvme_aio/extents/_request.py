@@ -1,4 +1,4 @@
-"""One store request over the engine requests that carry it."""
+"""One store request, made of engine requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class StoreRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Return whether all of it has ended, well or not."""
+        """Return whether all of it has ended, successfully or not."""
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Blocks until all of it has ended, returns the bytes moved; `timeout` in seconds; errors as for
+        """Block until all of it has ended and return the bytes moved; `timeout` in seconds; errors as for
         `Request.wait`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -45,7 +45,7 @@ class StoreRequest:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return self._checked()
+        return self._run_checks()
 
     def __await__(self) -> Generator[Any, None, int]:
         failure: OSError | None = None
@@ -56,9 +56,10 @@ class StoreRequest:
                 failure = failure or error
         if failure is not None:
             raise failure
-        return self._checked()
+        return self._run_checks()
 
-    def _checked(self) -> int:
+    def _run_checks(self) -> int:
+        """Run the checksum checks and return the bytes moved."""
         with self._lock:
             for check in self._checks:
                 check()

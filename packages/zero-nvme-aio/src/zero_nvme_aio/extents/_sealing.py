@@ -1,4 +1,4 @@
-"""From an open generation to one that is never written again."""
+"""Turns an open generation into one that is never written again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Lasting", "check", "end"]
 
 
 class Lasting:
-    """Makes a generation that nothing writes any more survive a crash, once, on any thread.
+    """Makes a completely written generation durable, once, on any thread.
 
     `written`: the files by which it was written, by stripe; they stay open until `close`.
     """
@@ -36,7 +36,9 @@ class Lasting:
         """The error that syncing raised. A second attempt could succeed although bytes were lost, so there is none."""
 
     def make(self) -> None:
-        """Syncs the files, and then writes the index: the moment at which the generation exists."""
+        """Sync the files, then write the index, which makes the generation exist. A second call does nothing, or raises
+        the first call's error again.
+        """
         with self._lock:
             if self.error is not None:
                 raise self.error
@@ -57,7 +59,7 @@ class Lasting:
         write_index(self._folders.index_path(self.generation), self._sealed)
 
     def close(self) -> None:
-        """Closes the files; where it was not made to last, it goes with its store."""
+        """Close the files; `make` does nothing afterwards."""
         with self._lock:
             self._done = True
             for file in self._written.values():
@@ -74,7 +76,9 @@ def end(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> SealedIndex:
-    """Completes checksums and writes headers; returns the index, which is not written yet."""
+    """Complete the checksums, write the headers and make the files read-only; return the index, which is not written
+    yet.
+    """
     complete_checksums(engine, files, pieces)
     headers, keys = _headers(files, placement, pieces, declared, reserved)
     files.end(placement.ends, headers)
@@ -89,7 +93,9 @@ def end(
 
 
 def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
-    """Reads back what has no checksum yet: writes without one, and the rests of pieces that were partly overwritten."""
+    """Read back every range without a checksum, and record it: writes without one, and the remainders of ranges that
+    were partly overwritten.
+    """
     missing = [piece for piece in pieces if not piece.checksum]
     if not missing:
         return
@@ -101,7 +107,9 @@ def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[
 
 
 def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
-    """FormatError unless an index is of its generation, over the same paths, and its files are as long as it says."""
+    """Raise FormatError unless an index belongs to its generation, has the same paths, and its files have the lengths
+    it says.
+    """
     index = folders.index_path(generation)
     if sealed.generation != generation:
         raise FormatError(f"'{index}' is of generation {sealed.generation}", path=index)
@@ -124,7 +132,9 @@ def _headers(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> tuple[dict[int, bytes], dict[tuple[str, int], str]]:
-    """Headers by stripe, or none at all when a name was not declared or the space kept free does not suffice."""
+    """Return the headers by stripe, and the entry names by (name, begin); both empty if a name was not declared or the
+    reserved bytes do not suffice.
+    """
     if reserved == 0 or any(piece.name not in declared for piece in pieces):
         return {}, {}
     headers, keys = {}, {}

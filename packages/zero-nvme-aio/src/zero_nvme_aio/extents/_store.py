@@ -1,4 +1,4 @@
-"""The store: writes go to the open generation, reads to the newest generation that holds the bytes."""
+"""The store: writes go to the open generation, reads come from the newest generation that holds the bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ExtentStore:
     """Named byte extents in preallocated files under one folder per device, in generations.
 
     `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins
-    every file name. `checksums`: record an xxh3_64 per write while it is copied (else at `seal`). `verify`: check on
-    every read unless the read says otherwise. `resume`: continue from the sealed generations found there; what a killed
-    process had not sealed is removed. `engine`: shared, or one of its own.
+    every file name. `checksums`: record an xxh3_64 per write during the transfer (else at `seal`). `verify`: check
+    every read by default. `resume`: continue from the sealed generations in the folders; unsealed data of a killed
+    process is removed. `engine`: shared, or one of its own.
 
-    Raises ExtentError when the folder holds a store already (and `resume` is false), or one that is in use.
+    Raises ExtentError if the folder already holds a store (and `resume` is false), or one that is in use.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class ExtentStore:
         self._owns_engine = engine is None
         self.engine = Engine() if engine is None else engine
         try:
-            self._adopt(resume)
+            self._load_sealed(resume)
         except BaseException:
-            self._let_go()
+            self._release_engine_and_lock()
             raise
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
-        """Says how large a name is before it is written, so that it lies in one piece per path.
+        """Fix the size of a name before it is written, so that it lies in one piece per path.
 
         A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the
-        element type of its entry (safetensors' spelling), one dimension. Raises ExtentError when the name is declared
-        otherwise already.
+        element type of its entry (safetensors' spelling), one dimension. Raises ExtentError if the name was declared
+        differently.
         """
         bits = _header.ITEM_BITS.get(dtype)
         if bits is None or nbytes < 0 or nbytes * 8 % bits:
@@ -90,21 +90,21 @@ class ExtentStore:
                 f"expected '{name}' to have a known dtype and whole elements, got {nbytes} bytes of {dtype}"
             )
         with self._lock:
-            self._usable()
+            self._check_open()
             if self._declared.setdefault(name, (nbytes, dtype)) != (nbytes, dtype):
                 raise ExtentError(f"'{name}' is declared with {self._declared[name]}, got ({nbytes}, '{dtype}')")
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> StoreRequest:
-        """Starts writing `data` into the open generation at `offset_bytes` of `name`; the memory must not change until
-        done.
+        """Start writing `data` into the open generation at `offset_bytes` of `name`; the memory must not change until
+        the request is done.
 
         Waits first for requests under way that touch the same bytes. Raises InvalidBufferError, NoSpaceError (from the
-        request), ExtentError when a declared size is exceeded, ClosedError.
+        request), ExtentError if a declared size is exceeded, ClosedError.
         """
         items = _buffers.describe_all(data, False)
         nbytes = sum(map(_buffers.nbytes_of, items))
         with self._lock:
-            self._usable()
+            self._check_open()
             self._check_range(name, offset_bytes, nbytes)
             if nbytes == 0:
                 return StoreRequest([], 0)
@@ -126,16 +126,16 @@ class ExtentStore:
         return StoreRequest(requests, nbytes)
 
     def read(self, name: str, out: Any, offset_bytes: int = 0, *, verify: bool | None = None) -> StoreRequest:
-        """Starts filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it.
+        """Start filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it.
 
-        Waits first for writes under way to the same bytes. With `verify` the checksums recorded are compared in `wait`,
+        Waits first for writes under way to the same bytes. With `verify` the recorded checksums are compared in `wait`,
         which raises ChecksumError. Raises ExtentError for bytes that were never written, and the write's own error for
         bytes whose write failed.
         """
         items = _buffers.describe_all(out, True)
         nbytes = sum(map(_buffers.nbytes_of, items))
         with self._lock:
-            self._usable()
+            self._check_open()
             if name not in self._live and nbytes:
                 raise ExtentError(f"'{name}' was never written to this store")
             self._check_range(name, offset_bytes, nbytes)
@@ -155,19 +155,20 @@ class ExtentStore:
         return StoreRequest(reading.requests, nbytes, reading.checks)
 
     def seal(self, *, durable: bool = True) -> Generation:
-        """Ends the open generation: waits, completes the checksums, syncs, makes the files read-only, and returns it.
+        """End the open generation and return it: wait for its writes, complete the checksums, make the files read-only,
+        and sync them.
 
-        Where only part of the state was written into it, the rest is taken along: by sharing blocks where the file
-        system can, so that the generation is the whole state and no bytes move; elsewhere a generation of which less
-        than half is current is emptied by a copy (see `carried_bytes`), and others stay beside the new one.
+        If only part of the state was written into it, the rest is carried over: by sharing blocks where the file system
+        can, so that the generation holds the whole state and no bytes move; elsewhere a generation of which less than
+        half is current is emptied by a copy (see `carried_bytes`), and others stay beside the new one.
 
-        After this call the generation survives a crash; without `durable` only after its `make_durable`, which does
-        all that waits for the device, on any thread, while this store goes on. Until then the generation before stays.
-        Raises the first error of a write that failed, ChecksumError for bytes to be taken along that were changed
-        underneath; the generation then stays open, and the bytes concerned can be written again.
+        After this call the generation survives a crash; without `durable` only after its `make_durable`, which does the
+        syncing, on any thread, while this store continues. Until then the previous generation stays. Raises the first
+        error of a failed write, and ChecksumError for data to be carried over that was changed on disk; the generation
+        then stays open, and the data concerned can be written again.
         """
         with self._lock:
-            self._usable()
+            self._check_open()
             self._history.make_the_last_one_durable()
             self.flush()
             placement, files = self._open_generation()
@@ -186,18 +187,18 @@ class ExtentStore:
             return generation
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
-        """The current state: every name with what holds it now, over all generations, in order of offset.
+        """Return the current state: the extents of every name, over all generations, in order of offset.
 
-        Of an extent that was partly written anew only the current range is listed, without a checksum.
+        Of a partly overwritten extent only the current range is listed, without a checksum.
         """
         with self._lock:
-            self._usable()
+            self._check_open()
             return {name: tuple(map(self._history.extent, covered)) for name, covered in self._live.items()}
 
     def flush(self) -> None:
-        """Waits for everything submitted; raises the first write that failed."""
+        """Wait for all submitted requests; raise the first write that failed."""
         with self._lock:
-            self._usable()
+            self._check_open()
             for name in list(self._busy):
                 for *_, request in self._busy.pop(name):
                     request.settle()
@@ -207,28 +208,28 @@ class ExtentStore:
                         entry.piece.request.wait()
 
     def carried_bytes(self) -> int:
-        """Bytes that `seal` would copy if it were called now, room for which it needs."""
+        """Return the bytes that `seal` would copy now; it needs as much free space."""
         with self._lock:
-            self._usable()
+            self._check_open()
             if not self._written_since_seal():
                 return 0
             history = self._history
             return _carrying.carried_bytes(self._live, history.files, history.next, self._folders.shares_blocks)
 
     def bytes_written(self) -> int:
-        """Bytes handed to `write` and copied by `seal` so far."""
+        """Return the bytes passed to `write` and copied by `seal` so far."""
         return self._bytes_written
 
     def close(self, *, remove: bool) -> None:
-        """Waits for what is under way and closes. With `remove` every file goes; without, the sealed generations stay
-        for `resume`, and what was not sealed is gone. Hard links elsewhere are untouched. May be called twice.
+        """Wait for requests under way and close. With `remove` every file is deleted; otherwise the sealed generations
+        stay for `resume`, and unsealed data is deleted. Hard links elsewhere are untouched. May be called twice.
         """
         with self._lock:
             if self._closed:
                 return
             self._history.close(remove=remove)
             self._closed = True
-            self._let_go()
+            self._release_engine_and_lock()
 
     def __enter__(self) -> ExtentStore:
         return self
@@ -239,6 +240,7 @@ class ExtentStore:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
+        """Return the allocator and the files of the open generation, started on first use."""
         if self._placement is None:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
@@ -249,6 +251,7 @@ class ExtentStore:
         return self._placement, self._history.files[self._history.next]
 
     def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
+        """Return the places of [begin, end) of a name; a declared name gets all of its space at once."""
         if name in self._declared:
             placement.reserve(name, self._declared[name][0])
         return placement.place(name, begin, end)
@@ -257,7 +260,7 @@ class ExtentStore:
         return any(c.piece.generation == self._history.next for covered in self._live.values() for c in covered)
 
     def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
-        """Takes what is current in older generations into the open one."""
+        """Carry the current data of older generations into the open one."""
         if not self._written_since_seal():
             return
         carrying = _carrying.Carrying(
@@ -282,7 +285,7 @@ class ExtentStore:
             )
 
     def _wait_for_conflicts(self, name: str, begin: int, end: int, *, writing: bool) -> None:
-        """Two requests over the same bytes may run at once only when both read."""
+        """Wait for requests over the same bytes, unless both only read."""
         still = []
         for low, high, is_write, request in self._busy.get(name, []):
             if request.done():
@@ -293,8 +296,8 @@ class ExtentStore:
                 still.append((low, high, is_write, request))
         self._busy[name] = still
 
-    def _adopt(self, resume: bool) -> None:
-        """Takes over what is sealed in the folders."""
+    def _load_sealed(self, resume: bool) -> None:
+        """Load the sealed generations in the folders and remove unsealed files."""
         self._folders.remove_unsealed()
         found = self._folders.indexes()
         if found and not resume:
@@ -314,11 +317,11 @@ class ExtentStore:
                 keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
         self._history.adopt(generations, keys)
 
-    def _let_go(self) -> None:
+    def _release_engine_and_lock(self) -> None:
         if self._owns_engine:
             self.engine.close()
         self._folders.give_back(self._lock_fd)
 
-    def _usable(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the extent store is closed")

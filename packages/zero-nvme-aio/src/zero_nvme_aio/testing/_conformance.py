@@ -1,4 +1,4 @@
-"""Tests of what every engine owes its users. Needs no pytest itself: subclass it in a test module."""
+"""Tests that every engine must pass. Needs no pytest itself: subclass it in a test module."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class EngineConformance:
     """
 
     def make_engine(self, **settings: Any) -> Engine:
-        """An engine to be tested."""
+        """Return a new engine with these settings; the subclass must override it."""
         raise NotImplementedError
 
     def folder(self, tmp_path: Path) -> Path:
-        """Where the files go."""
+        """Return the folder for the test's files."""
         return tmp_path
 
     def test_what_was_written_is_read_back_at_any_size_and_offset(self, tmp_path: Path) -> None:
@@ -162,6 +162,7 @@ def _pattern(size: int, seed: int = 1) -> bytes:
 
 
 def _expect(kind: type[Exception], action: Any) -> None:
+    """Raise AssertionError unless `action` raises this kind of exception."""
     try:
         action()
     except kind:

@@ -1,4 +1,4 @@
-"""Faults, as plans: which transfer, what happens to it."""
+"""Fault plans: each fault selects transfers and says what happens to them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FOREVER = 2**63
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Which transfers a fault hits: block transfers of the kinds `on` ("read", "write", "sync"), counted from 0 in the
-    order in which the engine starts them; number `first`, then every `every`-th, at most `limit` times, and only blocks
-    whose file offset is `min_offset` bytes or more.
+    """Selects the transfers that a fault hits: block transfers of the kinds `on` ("read", "write", "sync"), counted
+    from 0 in the order in which the engine starts them; number `first`, then every `every`-th, at most `limit` times,
+    and only blocks at file offsets of `min_offset` bytes or more.
     """
 
     on: tuple[str, ...] = ("read", "write")
@@ -29,7 +29,7 @@ class Fault:
     min_offset: int = 0
 
     def native_rule(self) -> dict[str, Any]:
-        """The rule as the native engine takes it."""
+        """Return the rule as keyword values for the native engine; ValueError for values out of range."""
         unknown = set(self.on) - {"read", "write", "sync"}
         if unknown:
             raise ValueError(f"expected kinds 'read', 'write' or 'sync', got {sorted(unknown)}")
@@ -52,8 +52,8 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Shorten(Fault):
-    """Only `fraction` of the bytes is transferred, cut at a sector where the whole is sectors; 0 looks like the end of
-    the file.
+    """Transfers only `fraction` of the bytes, cut at a sector boundary if the transfer is whole sectors; 0 looks like
+    the end of the file.
     """
 
     fraction: float = 0.5
@@ -66,7 +66,7 @@ class Shorten(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Fail(Fault):
-    """Nothing is transferred; the transfer (or the sync) ends with `error`, an errno."""
+    """Transfers nothing; the transfer (or the sync) ends with `error`, an errno."""
 
     error: int = errno.EIO
 
@@ -78,7 +78,7 @@ class Fail(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Fault):
-    """The transfer happens, its completion is reported `seconds` later."""
+    """Performs the transfer and reports its completion `seconds` later."""
 
     seconds: float = 0.01
 
@@ -88,7 +88,7 @@ class Delay(Fault):
 
 @dataclass(frozen=True, kw_only=True)
 class Reorder(Fault):
-    """From the first hit on, completions are held until nothing is in flight and then reported in shuffled order."""
+    """From the first hit on, holds completions until nothing is in flight and then reports them in shuffled order."""
 
     seed: int = 0
 
@@ -107,12 +107,12 @@ class FaultyEngine(Engine):
 
     @property
     def fired(self) -> int:
-        """How often any fault was injected so far."""
+        """Return the number of faults injected so far."""
         return self._plan.fired()
 
 
 def faulty_engine(*faults: Fault, **settings: Any) -> FaultyEngine:
-    """An engine whose transfers suffer `faults`; `settings` are those of `Engine` (backend, queue_depth, block_bytes,
-    threads).
+    """Return an engine that injects `faults` into its transfers; `settings` are those of `Engine` (backend,
+    queue_depth, block_bytes, threads).
     """
     return FaultyEngine(faults, **settings)
