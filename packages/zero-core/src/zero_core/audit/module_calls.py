@@ -285,6 +285,7 @@ class NotedModule:
         self.call, self.obstacle = None, obstacle
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """The forward pre-hook: keep the call, or refuse it with the reason."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._calls += 1
@@ -316,6 +317,7 @@ class NotedModule:
             )
 
     def _after(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+        """The forward hook: add the nodes of the output to the kept call, or refuse it with the reason."""
         if torch.compiler.is_compiling() or self.call is None or self._calls != 1 or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(tree_leaves(output)):

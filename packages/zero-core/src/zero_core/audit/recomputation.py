@@ -41,7 +41,7 @@ class RepeatedReductions:
         """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards reduce the copies and
         compare. Collective."""
         gradients = self._gradients
-        average = self._present() if self._tree is None and gradients.is_reduced else None
+        average = self._present_average() if self._tree is None and gradients.is_reduced else None
         sent: list[torch.Tensor] = []
 
         def keep(flat: torch.Tensor, _present: Sequence[bool]) -> None:
@@ -62,11 +62,12 @@ class RepeatedReductions:
         if sent and average is not None:
             self._compare(average)
 
-    def _present(self) -> torch.Tensor:
+    def _present_average(self) -> torch.Tensor:
         with self._gradients.averaged() as averaged:
             return averaged.clone()
 
     def _compare(self, again: torch.Tensor) -> None:
+        """Add to `differences` the parameters whose averaged gradient differs from ``again``."""
         layout = self._gradients.unit.layout
         with self._gradients.averaged() as averaged:
             if averaged.numel() == layout.numel:
@@ -152,16 +153,16 @@ class Recomputation:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Keep the gradients of the call's outputs and of the unit during the block, before they are reduced."""
-        hooks = [*self._on_outputs(), *self._on_leaves()]
-        self._gradients.watches.append(self._take)
+        hooks = [*self._hook_outputs(), *self._hook_leaves()]
+        self._gradients.watches.append(self._keep_gradient)
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            self._gradients.watches.remove(self._take)
+            self._gradients.watches.remove(self._keep_gradient)
             if self._taken is None:
-                self._gradients.show(self._take)
+                self._gradients.show(self._keep_gradient)
 
     def differences(self) -> list[str]:
         """Compute the gradient again; return the parameters where it differs, none with an `obstacle`. Collective."""
@@ -213,19 +214,19 @@ class Recomputation:
             RngState().load_state_dict(now)
             runtime.resume()
 
-    def _on_outputs(self) -> Iterator[RemovableHandle]:
+    def _hook_outputs(self) -> Iterator[RemovableHandle]:
         places: dict[Node, list[tuple[int, int]]] = {}
         for (node, number), place in self._call.outputs.items():
             places.setdefault(node, []).append((number, place))
         for node, its in places.items():
-            yield node.register_prehook(partial(self._keep, its))
+            yield node.register_prehook(partial(self._keep_output, its))
 
-    def _on_leaves(self) -> Iterator[RemovableHandle]:
+    def _hook_leaves(self) -> Iterator[RemovableHandle]:
         held = {id(p): number for number, p in enumerate(self.unit.parameters)}
         for leaf in self._leaves:
-            yield leaf.register_prehook(partial(self._arrives, held[id(leaf.variable)]))  # type: ignore[attr-defined]
+            yield leaf.register_prehook(partial(self._check_first, held[id(leaf.variable)]))  # type: ignore[attr-defined]
 
-    def _keep(self, places: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]) -> None:
+    def _keep_output(self, places: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]) -> None:
         for number, place in places:
             gradient = gradients[number]
             if place in self._came_back:
@@ -233,11 +234,11 @@ class Recomputation:
             elif gradient is not None:
                 self._came_back[place] = gradient, gradient._version
 
-    def _arrives(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
+    def _check_first(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
         if self._taken is not None or self._gradients.present[number]:
             self.obstacle = "its weights got gradients before, or from a backward pass inside this one"
 
-    def _take(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
+    def _keep_gradient(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
         if self._taken is None:
             self._taken, self._present = flat.clone(), present
 

@@ -79,8 +79,8 @@ class StateIntervals:
         for unit in self._units:
             yield from self._weights(unit)
             yield from self._masters_and_tier(unit)
-        yield from self._states()
-        yield from self._replicated_now()
+        yield from self._state_intervals()
+        yield from self._replicated_intervals()
 
     def settle_masters(self) -> None:
         """Update masters from weights that the user has edited, apart from masters that `later` updates."""
@@ -116,7 +116,7 @@ class StateIntervals:
         for unit in self._units:
             if unit.index not in copied and not self._stays(unit):
                 yield from self._weights(unit)
-        yield from self._replicated_now()
+        yield from self._replicated_intervals()
 
     def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
         """Yield the other intervals: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for a
@@ -137,7 +137,7 @@ class StateIntervals:
             for key, value in kept.values.items():
                 if isinstance(value, torch.Tensor):
                     self._check_unwritten(kept.part.entry.name, key, value)
-        yield from self._states()
+        yield from self._state_intervals()
 
     @property
     def _on_device(self) -> bool:
@@ -174,6 +174,7 @@ class StateIntervals:
         return found
 
     def _check_unwritten(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        """Raise `CheckpointError` if ``tensor`` was written since `present` read its version."""
         if not tensor.is_inference() and self._versions[id(tensor)] != tensor._version:
             raise CheckpointError(
                 f"{name!r} ({kind}) was written before it was copied for the save behind training: ask optimizer.state "
@@ -209,7 +210,8 @@ class StateIntervals:
             sealed, every_replica = self._sealed_states, self._every_replica
             yield from tier_intervals(unit.states, unit, parts.rank, sealed, every_replica=every_replica)
 
-    def _states(self) -> Iterator[Interval]:
+    def _state_intervals(self) -> Iterator[Interval]:
+        """Yield the optimizer states that `_states_now` returned: per element, of other shapes, and scalars."""
         for kept in self._kept:
             part, held, name = kept.part, kept.owned.fragment, kept.part.entry.name
             for key, value in kept.values.items():
@@ -225,7 +227,8 @@ class StateIntervals:
                 else:
                     yield from self._stager.intervals(name, f"{key}.scalar", tensor.reshape(()), stays=True)
 
-    def _replicated_now(self) -> Iterator[Interval]:
+    def _replicated_intervals(self) -> Iterator[Interval]:
+        """Yield each rank's own optimizer rows and, if this rank writes them, buffers and replicated parameters."""
         state = self._state
         if state.optimizer is not None:
             yield from rank_intervals(state, self._stager)

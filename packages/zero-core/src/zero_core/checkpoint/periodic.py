@@ -61,7 +61,7 @@ class Fixed:
         self._state, self._steps, self._path = state, steps, path
 
     def check(self, root: str | None) -> None:
-        """See `Periodic`."""
+        """Raise `UsageError` if there is neither a ``path`` nor a ``root``."""
         if self._path is None and root is None:
             raise UsageError(
                 f"checkpoint.interval is {self._steps}, but no folder is known: set checkpoint.path, or call "
@@ -73,7 +73,7 @@ class Fixed:
         return False
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """See `Periodic`."""
+        """Save if the number of steps is a multiple of ``steps``; ``due`` is ignored."""
         if self._state.counters.global_steps % self._steps == 0:
             save(self._path or str(root))
 
@@ -92,7 +92,7 @@ class Automatic:
         self._state, self._saver, self._chooser, self._path, self._clock = state, saver, chooser, path, clock
 
     def check(self, root: str | None) -> None:
-        """See `Periodic`."""
+        """Raise `UsageError` if there is neither a ``path`` nor a ``root``."""
         if self._path is None and root is None:
             raise UsageError(
                 'checkpoint.interval is "auto", but no folder is known: set checkpoint.path, or call '
@@ -100,11 +100,11 @@ class Automatic:
             )
 
     def is_due(self) -> bool:
-        """See `Periodic`."""
+        """Return whether the chooser finds a save due after the step that begins; rank 0's answer counts."""
         return self._chooser.is_due()
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """See `Periodic`."""
+        """Report the step to the chooser and, if ``due``, save and report the save."""
         chooser, saver = self._chooser, self._saver
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:

@@ -28,7 +28,7 @@ class PlainStore:
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
         """Return ``tensor`` itself and the identity."""
-        return tensor, _same
+        return tensor, _identity
 
     def reset(self) -> None:
         """Do nothing."""
@@ -82,7 +82,7 @@ class ContiguousStore:
         if key not in self._buffers:
             self._buffers[key] = _Slots(tensor, self._number)
         slot = self._buffers[key].take(tensor)
-        return slot.copy_(tensor), _same
+        return slot.copy_(tensor), _identity
 
     def reset(self) -> None:
         """Drop the buffers; slots in use keep their buffer alive."""
@@ -109,5 +109,5 @@ class _Slots:
         return slot
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor

@@ -58,12 +58,12 @@ class MemorySampler:
         """Sample before a forward pass if the step is due: bytes beyond this sample count as activations."""
         if self._samples == 0 and time.perf_counter() >= self._due:
             self._before = None
-            self._take(first=True)
+            self._take_sample(first=True)
 
     def sample(self) -> None:
         """Sample, if this step does."""
         if 0 < self._samples < _MAX_SAMPLES:
-            self._take()
+            self._take_sample()
 
     def after_step(self) -> None:
         """End the step's samples, compare the peaks with the plan once, and decide when to sample next."""
@@ -75,7 +75,7 @@ class MemorySampler:
                 self._due = time.perf_counter() + _PAUSE * self._sample_seconds
             self._samples, self._sample_seconds, self._peaks = 0, 0.0, {}
 
-    def _take(self, *, first: bool = False) -> None:
+    def _take_sample(self, *, first: bool = False) -> None:
         begin = time.perf_counter()
         state = self._state
         owners: dict[str, int] = {}
