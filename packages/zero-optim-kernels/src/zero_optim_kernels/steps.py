@@ -179,10 +179,10 @@ def sgd_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of torch.optim.SGD's rule.
+    """Apply one step of `torch.optim.SGD`. Shared arguments: see the module docstring.
 
     With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer``
-    is None if and only if ``momentum`` is 0; the betas of segments are not read.
+    is None if and only if ``momentum`` is 0; the betas of ``segments`` are ignored.
     """
     _rules.check_call(step, element_offset, seed)
     if (momentum_buffer is None) != (momentum == 0.0):

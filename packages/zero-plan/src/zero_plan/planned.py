@@ -1,4 +1,4 @@
-"""The findings of a dry run: what each rank holds, keeps alive at most, sends and stores."""
+"""The results of a dry run: what each rank holds, its peaks of memory, and what it sends and stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MEMORY_TIERS = ("device", "pinned host", "pageable host")
-"""The tiers of memory that have a highest moment of their own."""
+"""The tiers of memory that have a peak of their own."""
 
 
 class HeldRow(NamedTuple):
@@ -21,7 +21,8 @@ class HeldRow(NamedTuple):
 
 class SentRow(NamedTuple):
     """Collectives of one phase for one unit in a step, and the bytes that the rank sends in them, as the engine's
-    ledger counts them; ``across_bytes``: those that leave the node."""
+    ledger counts them; ``across_bytes``: the bytes that leave the node.
+    """
 
     phase: str
     name: str
@@ -38,8 +39,9 @@ class FileRow(NamedTuple):
 
 
 class LiveRow(NamedTuple):
-    """Bytes of one kind that a unit of the engine or a parameter owns, or ("activations") that were made while a module
-    ran."""
+    """Live bytes of one kind: owned by the unit or parameter ``name``, or ("activations") made while the module
+    ``name`` ran.
+    """
 
     kind: str
     name: str
@@ -47,8 +49,9 @@ class LiveRow(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The highest moment of a tier: bytes of all live tensors, what the engine did, which module ran, the largest
-    owners, and what no unit of the engine owns."""
+    """The peak of a tier: bytes of all live tensors, the engine's phase, the module that ran, the largest owners, and
+    the bytes that no unit of the engine owns (``activation_bytes``).
+    """
 
     tier: str
     nbytes: int
@@ -60,12 +63,11 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedPlan:
-    """The needs of saving a checkpoint after the steps, before training goes on.
+    """What saving a checkpoint needs, after the steps and before training continues.
 
-    ``peaks``: the highest moments of the save, as in `RankPlan`. ``files``: those that the rank puts into the
-    checkpoint, without the manifest and plain data; ``linked``: the names of those that are on its tier already, so
-    that no byte of them is written. ``message_nbytes``: host memory of what the ranks tell one another about their
-    parts, beside ``peaks``.
+    ``peaks``: the peaks of memory during the save, as in `RankPlan`. ``files``: the files that the rank puts into the
+    checkpoint, without the manifest and plain data; ``linked``: the names of files that are on its tier already and are
+    linked, not written. ``message_nbytes``: host memory of the ranks' messages about their parts, beside ``peaks``.
     """
 
     peaks: tuple[Peak, ...]
@@ -75,7 +77,7 @@ class SavedPlan:
 
     @property
     def written(self) -> int:
-        """The bytes that the rank writes."""
+        """Return the bytes that the rank writes."""
         return sum(row.nbytes for row in self.files if row.name not in self.linked)
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,20 +92,20 @@ class SavedPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SavedPlan:
-        """Return what `as_dict` made plain data of."""
+        """Return the plan that `as_dict` converted."""
         files = tuple(FileRow(**row) for row in data["files"])
         return cls(_peaks(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The needs of one rank.
+    """What one rank needs: memory, files, traffic and operations.
 
-    ``held``: model states between two steps. ``sent``: what a step sends once the engine has learned its orders; the
-    phase "control" is its messages, whose size may depend on values. ``peaks``: the highest moments of the steps, by
-    tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that a
-    step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in. ``saved``:
-    saving a checkpoint after the steps, where that was asked for.
+    ``held``: model states between two steps. ``sent``: the collectives of a step once the engine has learned its
+    orders; the phase "control" is its messages, whose size may depend on values. ``peaks``: the peaks during the steps,
+    by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that
+    a step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in.
+    ``saved``: saving a checkpoint after the steps, if that was asked for.
     """
 
     rank: int
@@ -118,12 +120,11 @@ class RankPlan:
 
     @property
     def peak(self) -> Peak:
-        """The highest moment on the device."""
+        """Return the peak on the device."""
         return self.peaks[0]
 
     def needs(self) -> dict[str, int]:
-        """Return the bytes that the rank needs on each tier: "device", "pinned host",
-        "pageable host", "nvme"."""
+        """Return the bytes that the rank needs on each tier: "device", "pinned host", "pageable host", "nvme"."""
         found: dict[str, int] = {}
         for peak in self.peaks:
             found[peak.tier] = max(peak.nbytes, found.get(peak.tier, 0))
@@ -134,12 +135,13 @@ class RankPlan:
         return sum(row.nbytes for row in self.held if row.tier == tier)
 
     def sent_bytes(self) -> int:
-        """Return the bytes that a step sends, without messages."""
+        """Return the bytes that a step sends, without control messages."""
         return sum(row.sent_bytes for row in self.sent if row.phase != "control")
 
     def links(self) -> dict[str, int]:
-        """Return the bytes that a step of this rank moves over each link, messages left out: "inside a node",
-        "between nodes" (sent), "disk read", "disk write"."""
+        """Return the bytes that a step of this rank moves over each link: "inside a node" and "between nodes" (sent,
+        without control messages), "disk read", "disk write".
+        """
         across = sum(row.across_bytes for row in self.sent if row.phase != "control")
         inside = self.sent_bytes() - across
         return {"inside a node": inside, "between nodes": across, "disk read": self.read, "disk write": self.written}
@@ -160,7 +162,7 @@ class RankPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RankPlan:
-        """Return what `as_dict` made plain data of."""
+        """Return the plan that `as_dict` converted."""
         return cls(
             data["rank"],
             tuple(HeldRow(**row) for row in data["held"]),
@@ -176,7 +178,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The needs of a run's ranks; ``ranks`` are those that were asked for."""
+    """What the ranks of a run need; ``ranks`` has the ranks that were asked for."""
 
     world_size: int
     ranks: tuple[RankPlan, ...]
@@ -187,7 +189,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Return what `as_dict` made plain data of."""
+        """Return the plan that `as_dict` converted."""
         return cls(data["world_size"], tuple(RankPlan.from_dict(rank) for rank in data["ranks"]))
 
 

@@ -17,7 +17,7 @@ from .transformer import CHECKPOINTING, Transformer
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train: what the search chooses."""
+    """One combination of the options that the search varies."""
 
     stage: int
     micro_batch: int
@@ -45,11 +45,11 @@ class EstimatedChoice:
 
     @property
     def seconds(self) -> float:
-        """The bound on the step's time."""
+        """Return the lower bound on the step's time, in seconds."""
         return self.estimate.time.least
 
     def over(self) -> str:
-        """Return why it does not fit; empty where it does. What is not known does not fit."""
+        """Return the reason why it does not fit; empty if it fits. An unknown capacity counts as not fitting."""
         for row in self.estimate.fits:
             if row.capacity is None:
                 return f"{CAPACITY[row.tier]} is not given"
@@ -60,7 +60,7 @@ class EstimatedChoice:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A neighbour of the fastest, one change away, and the reason why it was not chosen."""
+    """A neighbour of the fastest choice, one change away, and the reason why it was not chosen."""
 
     change: str
     reason: str
@@ -68,7 +68,9 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """``fitting``: what fits, the fastest bound first. ``rejected``: neighbours of the first. ``tried``: how many."""
+    """``fitting``: the choices that fit, the fastest bound first. ``rejected``: neighbours of the first. ``tried``: the
+    number of choices.
+    """
 
     fitting: tuple[EstimatedChoice, ...]
     rejected: tuple[Rejected, ...]
@@ -149,12 +151,13 @@ def _choices(samples: int, nodes: int) -> Iterator[Choice]:
 
 
 def _setup_of(choice: Choice) -> dict[str, Any]:
+    """Return the choice's fields that `Setup` has."""
     names = ("stage", "offload_optimizer", "offload_parameters", "hpz", "qwz", "qgz")
     return {name: getattr(choice, name) for name in names}
 
 
 def _plainness(choice: Choice) -> tuple[int, ...]:
-    """Sort what changes plain training least before the rest."""
+    """Return a sort key: choices with fewer changes to plain training come first."""
     tiers = TIERS.index(choice.offload_optimizer) + TIERS.index(choice.offload_parameters)
     compressed = choice.hpz + choice.qwz + choice.qgz
     return tiers, compressed, CHECKPOINTING.index(choice.checkpointing), choice.stage, -choice.micro_batch

@@ -51,14 +51,14 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
             Collective("reduce-scatter gradients", reductions * gradient, "all", reductions * count),
             Collective(second, averaged if setup.stage == 0 else parameter, "all", count),
         )
-    forward = sum(_coded(size, 8, setup) for size in padded) if setup.qwz else parameter
+    forward = sum(_quantized_nbytes(size, 8, setup) for size in padded) if setup.qwz else parameter
     backward = parameter if setup.hpz else forward
     rows = [
         Collective("all-gather in forward", passes * forward, "all", passes * count),
         Collective("all-gather in backward", passes * backward, "node" if setup.hpz else "all", passes * count),
     ]
     if setup.qgz:
-        coded = passes * sum(_coded(size, 4, setup) for size in padded)
+        coded = passes * sum(_quantized_nbytes(size, 4, setup) for size in padded)
         rows.append(Collective("all-to-all of gradients, inside the node", coded, "node", passes * count))
         rows.append(Collective("all-to-all of gradients, between nodes", coded, "across", passes * count))
     else:
@@ -67,17 +67,18 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
 
 
 class LinkBytes(NamedTuple):
-    """Bytes that one rank sends in a step, and the least that must leave one node in it."""
+    """Bytes that one rank sends in a step, and a lower bound on the bytes that leave one node in it."""
 
     per_rank: int
     across_per_node: int
 
 
 def link_bytes(rows: Iterable[Collective], setup: Setup) -> LinkBytes:
-    """Return what collectives put on the links.
+    """Return the bytes that collectives send over the links.
 
-    A rank sends volume · (n-1)/n in a group of n ranks, as a ring and direct messages do. What must leave a node is a
-    lower bound for any algorithm: with k nodes, (k-1)/k of the volume, since each node has to receive what it lacks.
+    A rank sends volume · (n-1)/n in a group of n ranks, with a ring and with direct messages alike. The bytes that
+    leave a node are a lower bound for any algorithm: with k nodes, (k-1)/k of the volume, since each node has to
+    receive the rest.
     """
     rank = node = 0
     for row in rows:
@@ -101,14 +102,15 @@ class TierBytes(NamedTuple):
 def tier_bytes(
     units: int | tuple[int, ...] | list[int], setup: Setup, *, checkpoints: int = 0, checkpoints_on_host: bool = False
 ) -> TierBytes:
-    """Return what offload moves in one step, by one rank.
+    """Return the bytes that offload moves in one step, for one rank.
 
-    Offloaded optimizer: gradients go down as often as they are reduced, updated parameters come up once (Ren et al.
-    2021, ZeRO-Offload, arXiv 2101.06840, section 4.1: 2M + 2M bytes); where parameters are offloaded too, they stay.
-    Offloaded parameters: the shard comes up for forward and for backward of every micro-batch. On NVMe, master and
-    moments are read and written once per step, parameters read twice per micro-batch and written once (Rajbhandari et
-    al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 4.1; its third load, for recomputation, is that of backward).
-    ``checkpoints``: bytes of activation checkpoints per micro-batch, which go down and up with ``checkpoints_on_host``.
+    Offloaded optimizer: gradients go to the host as often as they are reduced, updated parameters come back once (Ren
+    et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1: 2M + 2M bytes), unless parameters are offloaded too.
+    Offloaded parameters: the shard goes to the device for forward and for backward of every micro-batch. On NVMe,
+    master and moments are read and written once per step, parameters read twice per micro-batch and written once
+    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 4.1; its third load, for recomputation, is that
+    of backward). ``checkpoints``: bytes of activation checkpoints per micro-batch, which are copied to the host and
+    back with ``checkpoints_on_host``.
     """
     kept, passes = setup.bytes, setup.accumulation
     shard = sum(setup.shard(size) for size in unit_sizes(units))
@@ -132,11 +134,11 @@ def tier_bytes(
     return TierBytes(down, up, read, write)
 
 
-def _coded(elements: int, bits: int, setup: Setup) -> int:
-    """Bytes of a unit as codes of ``bits`` bits with one float32 scale per block."""
+def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
+    """Return the bytes of a quantized unit: ``bits`` bits per element and one float32 scale per block."""
     return -(-elements * bits // 8) + SCALE * -(-elements // setup.codec_block)
 
 
 def _ranks_in(group: Group, setup: Setup) -> int:
-    """Return how many ranks one group of that kind has."""
+    """Return the number of ranks in one group of this kind."""
     return {"all": setup.world_size, "node": setup.per_node, "across": setup.nodes}[group]

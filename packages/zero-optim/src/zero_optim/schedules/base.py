@@ -12,19 +12,19 @@ import torch
 
 @runtime_checkable
 class Scheduler(Protocol):
-    """A learning rate schedule: those of this package, and of torch.optim.lr_scheduler all that need no metric."""
+    """A learning rate schedule: one of this package, or any of torch.optim.lr_scheduler that needs no metric."""
 
     def step(self) -> None:
-        """Move on by one optimizer step and write the learning rates into the optimizer's param groups."""
+        """Advance by one optimizer step and write the learning rates into the optimizer's param groups."""
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rate of each param group as last written: floats, or tensors where groups hold them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on from here."""
+        """Return the state that `load_state_dict` needs to continue from here."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from where `state_dict` was taken; the optimizer's learning rates change at the next `step`."""
+        """Continue from where `state_dict` was taken; the optimizer's learning rates change at the next `step`."""
 
 
 Rate = float | torch.Tensor
@@ -32,7 +32,7 @@ Rate = float | torch.Tensor
 
 
 class ParamGroups(Protocol):
-    """Whatever has param groups: a torch optimizer, or a wrapper around one."""
+    """Any object with param groups: a torch optimizer, or a wrapper around one."""
 
     param_groups: list[dict[str, Any]]
 
@@ -66,7 +66,9 @@ class Schedule(ABC):
         return self._last_lr
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to `batch_iteration`, and write its rates into the optimizer's param groups."""
+        """Advance to the next iteration, or to `batch_iteration`, and write its rates into the optimizer's param
+        groups.
+        """
         self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         self._last_lr = self._write(self.get_lr())
 
@@ -85,6 +87,9 @@ class Schedule(ABC):
         self.last_batch_iteration = iteration
 
     def _write(self, rates: Sequence[Rate]) -> list[Rate]:
+        """Write one rate per param group and return the rates as the groups hold them; ValueError if the number of
+        groups changed.
+        """
         groups = self.optimizer.param_groups
         if len(groups) != len(rates):
             raise ValueError(
@@ -112,7 +117,7 @@ def per_group(optimizer: ParamGroups, name: str, value: Any) -> list[Any]:
 
 
 def group_rates(optimizer: ParamGroups) -> list[Rate]:
-    """Return a copy of the learning rates that the optimizer has now."""
+    """Return copies of the optimizer's current learning rates."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 

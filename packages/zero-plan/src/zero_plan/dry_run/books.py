@@ -1,4 +1,4 @@
-"""All that is written down about one rank of a dry run."""
+"""The record of one rank of a dry run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .supervising import PlannedEnds
 
 
 class Books:
-    """Follows one rank: `begin_step` before each step, `plan` after the last.
+    """Records one rank: call `begin_step` before each step, `plan` after the last.
 
     Attributes:
-        watch: what is alive. ends: what stands in for memory of tiers and files. operations: of the step.
+        watch: the live memory. ends: the stand-in for host memory and files of tiers. operations: those of the step.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,13 @@ class Books:
         self._before = (0, 0)
 
     def begin_step(self, engine: Engine) -> None:
-        """A step begins."""
+        """Reset the counts of traffic, operations and file bytes."""
         engine.ledger.reset()
         self.operations.clear()
         self._before = self.ends.moved()
 
     def plan(self, engine: Engine) -> RankPlan:
-        """Return what an engine holds now, and has sent, moved and computed since the step began."""
+        """Return what an engine holds now, and what it has sent, moved and computed since the step began."""
         held = [HeldRow(*row) for row in memory_rows(engine.partition, engine.sharded_optimizer)]
         sent = [SentRow(phase, name, r.calls, r.sent_bytes, r.across_bytes) for phase, name, r in engine.ledger]
         read, written = (now - then for now, then in zip(self.ends.moved(), self._before, strict=True))

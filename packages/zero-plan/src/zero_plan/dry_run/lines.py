@@ -22,8 +22,9 @@ _HINTS = (
 
 
 def sentence(error: BaseException, otherwise: str) -> str:
-    """Return what an error says, behind the innermost line of the user's code that it passed; ``otherwise``: stands for
-    the line where there is none."""
+    """Return an error's text, behind the innermost line of the user's code that it passed through; ``otherwise``
+    replaces the line if there is none.
+    """
     kind = "" if type(error).__name__ == "PlanError" else f"{type(error).__name__}: "
     said = f"{own_line(error.__traceback__) or otherwise}: {kind}{error}"
     hints = [hint for words, hint in _HINTS if re.search(words, str(error)) and hint not in said]

@@ -1,4 +1,4 @@
-"""The storages that are alive, their sizes, and their sum at its highest."""
+"""The live storages, their sizes, and the peak of their sum."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..planned import LiveRow
 
 @dataclass
 class LiveStorage:
-    """A live storage: its size when it was last looked at, its tier, the place where it was made, the kind and name of
-    its owner, if that is known, and the rows of a block of host memory with several owners."""
+    """A live storage: its size when it was last read, its tier, the place of the run in which it was made, the kind and
+    name of its owner, if known, and the rows of a block of host memory with several owners.
+    """
 
     reference: weakref.ref[torch.UntypedStorage]
     nbytes: int
@@ -27,17 +28,17 @@ class LiveStorage:
 
 
 class LiveMemory:
-    """Follows storages from the first tensor over them to their end, on every tier.
+    """Tracks each storage from its first tensor until it is freed, on every tier.
 
-    ``kind``: the kind of device that computes. ``where``: the phase and the place of the run that a storage is
-    made in. ``at_peak``: called with the tier before the sum falls from a new highest value.
+    ``kind``: the type of the computing device. ``where``: returns the current phase and place of the run. ``at_peak``:
+    called with the tier just before its total drops from a new peak.
 
-    A storage that is resized is looked at again when a tensor over it is used, and all are before a sum counts as the
-    highest.
+    The size of a resized storage is read again when a tensor over it is used, and all sizes are before a sum counts as
+    a peak.
 
     Attributes:
-        held: what is alive, by the identity of the storage.
-        now, peak: bytes by tier: "device", "pinned host", "pageable host", or a kind of device that does not compute.
+        held: the live storages, by the storage's identity.
+        now, peak: bytes by tier: "device", "pinned host", "pageable host", or the type of another device.
         moments: phase and place of the last peaks, by tier.
     """
 
@@ -54,12 +55,12 @@ class LiveMemory:
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.moments: dict[str, tuple[str, str]] = {}
-        self._unseen: set[str] = set()
+        self._unreported: set[str] = set()
         self._taking: tuple[str, tuple[LiveRow, ...]] | None = None
 
     @contextmanager
     def taking(self, tier: str, rows: tuple[LiveRow, ...]) -> Iterator[None]:
-        """Have storages that are first met inside count to a tier and belong to the owners in ``rows``."""
+        """Count storages that are first met inside the context to a tier, and to the owners in ``rows``."""
         self._taking = tier, rows
         try:
             yield
@@ -67,7 +68,7 @@ class LiveMemory:
             self._taking = None
 
     def meet(self, tensor: torch.Tensor) -> None:
-        """Take note of a tensor's storage and of its size."""
+        """Track a tensor's storage and update its size."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self.held.get(key)
@@ -80,30 +81,32 @@ class LiveMemory:
             self._update(held, nbytes)
 
     def move(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
-        """Have a storage count to another tier, and belong to the owners in ``rows``."""
+        """Count a storage to another tier, and to the owners in ``rows``."""
         nbytes = held.nbytes
         self._change(held, 0)
         held.tier, held.rows = tier, rows
         self._change(held, nbytes)
 
-    def look(self) -> None:
-        """Look at the size of every storage."""
+    def refresh_sizes(self) -> None:
+        """Re-read the size of every live storage and correct ``now``, for storages that were resized without a use of a
+        tensor over them. Never raises ``peak``.
+        """
         for held in list(self.held.values()):
             storage = held.reference()
             if storage is not None and storage.nbytes() != held.nbytes:
                 self._change(held, storage.nbytes())
 
     def restart(self) -> None:
-        """Look for the highest sums from now on; what is alive now is the first."""
+        """Start a new search for peaks; the current totals are the first."""
         self.peak = dict(self.now)
         self.moments = dict.fromkeys(self.now, self._where())
-        self._unseen = {tier for tier, nbytes in self.now.items() if nbytes}
+        self._unreported = {tier for tier, nbytes in self.now.items() if nbytes}
 
-    def settle(self) -> None:
-        """Report peaks that no fall has followed yet."""
-        for tier in sorted(self._unseen):
+    def report_last_peaks(self) -> None:
+        """Call ``at_peak`` for peaks that no drop has followed yet."""
+        for tier in sorted(self._unreported):
             self._at_peak(tier)
-        self._unseen.clear()
+        self._unreported.clear()
 
     def _tier(self, tensor: torch.Tensor) -> str:
         if tensor.device.type == self._kind:
@@ -113,19 +116,21 @@ class LiveMemory:
         return "pinned host" if tensor.is_pinned() else "pageable host"
 
     def _update(self, held: LiveStorage, nbytes: int) -> None:
+        """Set a storage's size, and record a new peak of its tier."""
         tier = held.tier
         self._change(held, nbytes)
         if self.now[tier] > self.peak.get(tier, 0):
-            self.look()
+            self.refresh_sizes()
             if self.now[tier] > self.peak.get(tier, 0):
                 self.peak[tier] = self.now[tier]
                 self.moments[tier] = self._where()
-                self._unseen.add(tier)
+                self._unreported.add(tier)
 
     def _change(self, held: LiveStorage, nbytes: int) -> None:
+        """Set a storage's size and its tier's total; report an unreported peak first if the total drops."""
         tier = held.tier
-        if nbytes < held.nbytes and tier in self._unseen:
-            self._unseen.discard(tier)
+        if nbytes < held.nbytes and tier in self._unreported:
+            self._unreported.discard(tier)
             self._at_peak(tier)
         self.now[tier] = self.now.get(tier, 0) + nbytes - held.nbytes
         held.nbytes = nbytes

@@ -18,7 +18,8 @@ _ON_CPU: dict[Any, tuple[Any, int]] = {
 
 
 class Operations:
-    """Counts matrix products, convolutions and attention; of causal attention the half that cannot be left out.
+    """Counts the floating-point operations of matrix products, convolutions and attention; causal attention counts
+    half.
 
     Attributes:
         counted: operations by the name of a dtype, since the last `clear`.
@@ -28,11 +29,11 @@ class Operations:
         self.counted: Counter[str] = Counter()
 
     def clear(self) -> None:
-        """Count from 0."""
+        """Set all counts to 0."""
         self.counted.clear()
 
     def meet(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count an operation that was carried out."""
+        """Add an executed operation to the counts."""
         packet = getattr(func, "overloadpacket", None)
         found, place = _ON_CPU.get(packet, (packet, -1))
         formula: Callable[..., int] | None = flop_registry.get(found)

@@ -1,4 +1,4 @@
-"""The highest moment of a run on each tier: what is alive then, by owner, a unit of the engine or a module."""
+"""The peaks of a run on each tier, with the owners of the live bytes: units of the engine or modules."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _OWNERS = 10
 
 
 class PeakWatch:
-    """Follows what an engine and its model keep alive, and finds the highest moment of each tier; inside the block.
+    """Tracks the live memory of an engine and its model, and finds the peak of each tier; used as a context manager.
 
-    ``kind``: of the device that computes. It is a unit watch of the engine too.
+    ``kind``: the type of the computing device. It is also a unit watch of the engine.
 
     Attributes:
         memory: the storages; the mode that runs operations reports their results to it.
-        phase: what the engine does now.
+        phase: the engine's current phase.
     """
 
     def __init__(self, kind: str = "cpu") -> None:
-        self.memory = LiveMemory(kind, self._where, self._note)
+        self.memory = LiveMemory(kind, self._where, self._record_peak)
         self.phase = "model"
         self._running: list[str] = []
         self._over = ""
@@ -53,48 +53,54 @@ class PeakWatch:
 
     @property
     def computing(self) -> bool:
-        """Return whether a module runs now."""
+        """Return whether a module is running."""
         return bool(self._running)
 
     def begin_engine(self) -> None:
-        """An engine is about to be made: what is alive and will not be its own belongs to the script."""
+        """Mark the live storages as the script's own, before an engine is made; those that become the engine's or the
+        model's are excepted later.
+        """
         self._earlier = list(self.memory.held.values())
 
     def follow(self, engine: Engine) -> None:
-        """Find the highest moment from now on, and what the engine holds in it."""
+        """Watch an engine: find peaks from now on, and the owners of its memory."""
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
         engine.partition.runtime.watch_units(self)
-        self._name(engine.partition.units)
+        self._assign_owners(engine.partition.units)
         self._leave_to_script(engine)
         self.restart(self.phase)
 
     def restart(self, phase: str) -> None:
-        """Find the highest moments of another phase, from now on."""
+        """Begin another phase: forget the peaks and find new ones from now on."""
         self.phase, self._over, self._peaks = phase, "", {}
-        self.memory.look()
+        self.memory.refresh_sizes()
         self.memory.restart()
 
     def peaks(self) -> tuple[Peak, ...]:
-        """Return the highest moment of each tier so far; the device comes first."""
-        self.memory.look()
-        self.memory.settle()
+        """Return the peak of each tier so far; the device comes first."""
+        self.memory.refresh_sizes()
+        self.memory.report_last_peaks()
         return tuple(self._peaks[tier] for tier in MEMORY_TIERS if tier in self._peaks)
 
     def enters(self, units: Iterable[Unit]) -> None:
-        """A module that uses ``units`` begins."""
-        self._name(units)
+        """Assign owners to the memory of ``units``; called when a module that uses them begins."""
+        self._assign_owners(units)
 
     def leaves(self, units: Iterable[Unit]) -> None:
-        """That module is over."""
+        """Do nothing; called when a module that uses ``units`` ends."""
 
     def backward_done(self, unit: Unit) -> None:
-        """The unit has its gradients."""
+        """Make the unit the latest place of the run and assign owners to its memory; called when it has its
+        gradients.
+        """
         self._over = unit.name
-        self._name([unit])
+        self._assign_owners([unit])
 
     def _leave_to_script(self, engine: Engine) -> None:
-        """Count what the script had before its engine and the model has not, such as data, as memory of the host."""
+        """Count memory that the script held before its engine was made, and that is not the model's (such as data), as
+        host memory.
+        """
         tensors = [*engine.module.parameters(), *engine.module.buffers()]
         of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
         for held in self._earlier:
@@ -110,25 +116,27 @@ class PeakWatch:
         self._over = self._running.pop() or self._over
 
     def _where(self) -> tuple[str, str]:
+        """Return the phase, and the innermost running module or the last one that ended."""
         running = next((name for name in reversed(self._running) if name), "")
         return self.phase, running or (f"after {self._over}" if self._over else self.phase)
 
-    def _note(self, tier: str) -> None:
+    def _record_peak(self, tier: str) -> None:
+        """Record the current live memory of a tier, by owner, as its peak."""
         engine = self._engine
         if tier not in MEMORY_TIERS or engine is None:
             return
-        self._name(engine.partition.units)
+        self._assign_owners(engine.partition.units)
         sums: Counter[tuple[str, str]] = Counter()
         for held in self.memory.held.values():
             if held.tier == tier and held.nbytes:
-                sums.update(_owned(held))
+                sums.update(_bytes_by_owner(held))
         rows = [LiveRow(*key, nbytes) for key, nbytes in sums.most_common()]
         activations = sum(row.nbytes for row in rows if row.kind == "activations")
         found = self.memory.peak[tier]
         self._peaks[tier] = Peak(tier, found, *self.memory.moments[tier], tuple(rows[:_OWNERS]), activations)
 
-    def _name(self, units: Iterable[Unit]) -> None:
-        """Give what the engine holds for ``units`` its owner."""
+    def _assign_owners(self, units: Iterable[Unit]) -> None:
+        """Assign the engine's memory for ``units`` to these units."""
         engine = self._engine
         if engine is None:
             return
@@ -139,8 +147,10 @@ class PeakWatch:
                     held.owner = (kind, unit.name)
 
 
-def _owned(held: LiveStorage) -> dict[tuple[str, str], int]:
-    """Bytes of a storage by the kind and name of their owners; what its rows leave over belongs to the first kind."""
+def _bytes_by_owner(held: LiveStorage) -> dict[tuple[str, str], int]:
+    """Return the bytes of a storage by the kind and name of its owners; bytes beyond its rows count to the first row's
+    kind.
+    """
     if not held.rows:
         return {held.owner or ("activations", held.origin): held.nbytes}
     found: Counter[tuple[str, str]] = Counter()
@@ -153,6 +163,7 @@ def _owned(held: LiveStorage) -> dict[tuple[str, str], int]:
 
 
 def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (kind, tensor) of everything the engine holds for a unit."""
     parts, optimizer = engine.partition, engine.sharded_optimizer
     yield "gathered parameters", unit.flat
     if isinstance(parts.residency, DeviceResidency):
