@@ -2,12 +2,12 @@
 
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
-Intervals with a `version` are copied behind it, on a thread of their own: code that is about to change their memory
-calls `copied` first. Describing many intervals takes longer than copying memory in one piece: those that `behind` gives
-are asked for on that thread too. Extents of sealed files are not copied: the thread links them, and holds their `owner`
+Intervals with a `version` are copied after it has returned, on a thread of their own: code that will change their
+memory calls `copied` first. Describing many intervals takes longer than copying memory in one piece, so `behind` is
+called on that thread too. Extents of sealed files are not copied: the saving thread links them, and holds their `owner`
 meanwhile. Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a
-`DistCoordinator` over a group made for it). Ranks start their saves in the same order, so the threads agree without
-further ado.
+`DistCoordinator` over a group made for it). All ranks start their saves in the same order, so their threads make the
+same collective calls in the same order.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class AsyncSaver:
     """Saves checkpoints in the background, at most `max_pending` at a time.
 
     `threads` copy the snapshot. `then` is called on the background thread with the path of every checkpoint that was
-    written; what it raises counts as a failure of that save. A save that failed raises its CheckpointError, on every
-    rank, from the next call of `save`, `check`, `wait` or `close`; training may go on after that. Memory of up to
-    `max_pending` snapshots is kept; `allow` is called with the bytes of one before they are allocated, and refuses them
-    by raising.
+    written; an exception of it counts as a failure of that save. A save that failed raises its CheckpointError, on
+    every rank, from the next call of `save`, `check`, `wait` or `close`; training may continue after that. Memory of up
+    to `max_pending` snapshots is kept; `allow` is called with the bytes of one before they are allocated, and may raise
+    to refuse them.
     """
 
     def __init__(
@@ -84,18 +84,19 @@ class AsyncSaver:
     ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
-        `behind` gives further intervals, asked for on the thread that copies: parts of the copies of `memory`, which it
-        is called with, or memory that nobody writes until `copied` returns. What it raises is a failure of this save.
+        `memory` is copied in one piece before the call returns. `behind` is called with these copies on the copying
+        thread, and returns further intervals: parts of the copies, or memory that nobody writes until `copied` returns.
+        An exception of it is a failure of this save.
 
-        `meanwhile` is called while `memory` is being copied, and gives further options.
+        `meanwhile` is called while `memory` is being copied, and returns further options.
 
-        `first` is called on the background thread before anything is written, to sync the files of extents, say; what
-        it raises is a failure of this save.
+        `first` is called on the background thread before anything is written, to sync the files of extents, say; an
+        exception of it is a failure of this save.
 
-        When it returns, the tensors may change, but for intervals with a `version` and those of `behind`: these when
-        `copied` returns. What cannot be copied, such as client state that is not plain data, is refused here; the other
-        ranks learn of it as of any failure. What an earlier save met is raised after this one was started, so that
-        ranks that learn of it at different times stay in step.
+        When the call returns, the tensors may change, except those of intervals with a `version` or from `behind`:
+        these may change once `copied` returns. Client state that is not plain data, or other input that cannot be
+        copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier save is raised
+        after this one was started, so that ranks that learn of it at different times stay in step.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
@@ -125,7 +126,7 @@ class AsyncSaver:
         self.check()
 
     def copied(self) -> None:
-        """Wait until all that was to be copied behind `save` is copied: now all tensors may change.
+        """Wait until every copy of the last `save` is made: after that all tensors may change.
 
         Raises nothing: a copy that failed is a failure of its save.
         """
@@ -135,28 +136,28 @@ class AsyncSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a save is under way."""
+        """Return whether a save is running."""
         return self._arenas.qsize() < self._pending
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a save failed whose error `check` would raise."""
+        """Return whether a save failed whose exception was not raised yet."""
         return not self._failures.empty()
 
     def check(self) -> None:
-        """Raise what an earlier save met, if one failed; call it once a step."""
+        """Raise the exception of an earlier save, if one failed; call it once a step."""
         if not self._failures.empty():
             raise self._failures.get()
 
     def wait(self) -> None:
-        """Wait until every save that was started is done; raises as `check` does."""
+        """Wait until every save that was started has ended; raises as `check` does."""
         arenas = [self._arenas.get() for _ in range(self._pending)]
         for arena in arenas:
             self._arenas.put(arena)
         self.check()
 
     def close(self) -> None:
-        """Finish what was started, free the memory; raises as `check` does."""
+        """Finish the saves that were started, end the threads and free the memory; raises as `check` does."""
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -177,9 +178,10 @@ class AsyncSaver:
         self.close()
 
     def _run(self) -> None:
+        """Run the saves one after another on the background thread, and keep their exceptions, until a job is None."""
         while (job := self._jobs.get()) is not None:
             try:
-                job.await_copies()
+                job.prepare()
                 path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
                 if self._then is not None:
                     self._then(path)
@@ -187,13 +189,13 @@ class AsyncSaver:
                 if not job.told:
                     self._failures.put(error)
             finally:
-                job.let_go()
+                job.drop_references()
                 self._arenas.put(job.arena)
 
 
 @dataclass
 class _SaveJob:
-    """A save to be run with its snapshot; `told` when this rank's failure was raised already."""
+    """A save to be run with its snapshot; `told`: the training thread got this rank's exception already."""
 
     arena: Arena
     arguments: dict[str, Any]
@@ -201,9 +203,8 @@ class _SaveJob:
     first: Callable[[], object] | None = None
     told: bool = False
 
-    def await_copies(self) -> None:
-        """Wait for the copies that the snapshot still lacks, and do what comes first; where that fails, the save will
-        say why."""
+    def prepare(self) -> None:
+        """Wait for the snapshot's last copies and call `first`; if that fails, have the save raise the exception."""
         try:
             if self.copying is not None:
                 self.copying.result()
@@ -212,14 +213,14 @@ class _SaveJob:
         except Exception as error:  # the other ranks wait to hear of it
             self.arguments["intervals"] = _Refused(error)
 
-    def let_go(self) -> None:
-        """Drop all that was kept for the save, files that wait for it to be removed among them."""
+    def drop_references(self) -> None:
+        """Drop everything that was kept for the save, such as files that are removed with their last reference."""
         self.arguments.clear()
         self.copying = self.first = None
 
 
 class _Refused:
-    """Intervals of a rank that has none to give: it takes part in the save to say why."""
+    """The intervals of a rank whose snapshot failed: iterating raises, so that the save fails on every rank."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

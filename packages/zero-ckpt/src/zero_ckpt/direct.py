@@ -1,4 +1,4 @@
-"""Direct I/O through zero-nvme-aio: the one file that knows that package, and how it is chosen."""
+"""Direct I/O through zero-nvme-aio: the only file that uses that package, and the choice whether to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way; `checksum` is known when it is done, if it was asked for. Named as what satisfies it."""
+    """A transfer under way, named as in zero-nvme-aio. `checksum` is None until it is done, or if none was
+    requested."""
 
     @property
     def checksum(self) -> str | None: ...
@@ -31,7 +32,7 @@ class Request(Protocol):
 
 
 class IoEngine(Protocol):
-    """The calls that are used of `zero_nvme_aio.Engine`."""
+    """The methods of `zero_nvme_aio.Engine` that are used here."""
 
     def open(self, path: str, mode: str) -> Any: ...
 
@@ -45,13 +46,15 @@ class IoEngine(Protocol):
 
 
 def default_sink() -> OpenSink:
-    """`DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
+    """Return `DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
     return DirectSink if find_spec("zero_nvme_aio") is not None else BufferedSink
 
 
 def default_copy() -> Copy:
-    """Copies memory past the processor's caches, which training uses meanwhile and which it does not fit, with the
-    `nvme` extra in a version that can; otherwise `memmove`."""
+    """Return the function that copies snapshots: with the `nvme` extra one that bypasses the processor's caches.
+
+    Training uses those caches meanwhile. Without the extra, or with an early version of it, it is `memmove`.
+    """
     if find_spec("zero_nvme_aio") is None:
         return move_memory
     import zero_nvme_aio
@@ -61,7 +64,7 @@ def default_copy() -> Copy:
 
 
 def open_engine(path: Path) -> IoEngine:
-    """An I/O engine tuned for the device of `path`; raises CheckpointError without the `nvme` extra."""
+    """Return an I/O engine tuned for the device of `path`; raises CheckpointError without the `nvme` extra."""
     try:
         import zero_nvme_aio
     except ModuleNotFoundError as error:
@@ -81,7 +84,7 @@ class DirectSink:
         self._requests: deque[tuple[Request, int]] = deque()
 
     def write(self, data: memoryview) -> None:
-        """Take the next bytes of the file."""
+        """Take the next bytes of the file; submitted in batches of 32 MiB."""
         self._batch.append(data)
         self._batched += data.nbytes
         if self._batched >= _BATCH_BYTES:
@@ -103,11 +106,12 @@ class DirectSink:
             self._engine.close()
 
     def abort(self) -> None:
-        """Close; what was submitted is finished first."""
+        """Close the file; transfers that were submitted are finished first."""
         self._file.close()
         self._engine.close()
 
     def _submit(self) -> None:
+        """Start writing the batch; waits while more than 256 MiB are in flight."""
         if not self._batched:
             return
         request = self._engine.write(self._file, self._batch, self._position)
@@ -119,6 +123,7 @@ class DirectSink:
             self._wait_one()
 
     def _wait_one(self) -> None:
+        """Wait for the oldest transfer."""
         request, nbytes = self._requests.popleft()
         self._pending -= nbytes
         request.wait()
@@ -130,17 +135,17 @@ def has_direct() -> bool:
 
 
 def has_direct_reads(nbytes: int) -> bool:
-    """Return whether so many bytes are better read past the page cache."""
+    """Return whether reads of so many bytes should go past the page cache."""
     return nbytes >= _DIRECT_READ_BYTES and has_direct()
 
 
 def read_ranges(
     ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS, *, near: Path | None = None
 ) -> Generator[str, None, None]:
-    """Fill each buffer from a byte position of a file; yields their checksums, in order.
+    """Fill each buffer from a byte position of a file, with direct I/O; yields their checksums, in order.
 
-    When it yields, the reads after that one are under way, `in_flight` of them counting it; checksums are computed on
-    the way. `near` is a path on their device, by default the first of them. Raises OSError.
+    `in_flight` reads are under way at a time, the one whose checksum is yielded next included. `near` is a path on the
+    files' device, by default the first file. Raises OSError.
     """
     files: dict[Path, Any] = {}
     pending: deque[Request] = deque()
@@ -161,12 +166,16 @@ def read_ranges(
 
 
 def _finished(request: Request) -> str:
+    """Wait for a transfer and return its checksum."""
     request.wait()
     return request.checksum or ""
 
 
 def make_sink(path: Path, nbytes: int) -> FileSink:
-    """The default `open_sink`: files below 4 MiB are not worth an engine of their own."""
+    """Create a file and return its sink: the default `open_sink`.
+
+    Files below 4 MiB are written through the page cache: they are not worth an engine of their own.
+    """
     if current_rehearsal() is not None:
         return RehearsedSink(path, nbytes)
     return default_sink()(path, nbytes) if nbytes >= _DIRECT_BYTES else BufferedSink(path, nbytes)

@@ -33,7 +33,7 @@ class HeaderEntry:
 def encode_header(
     entries: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, int]:
-    """The header for tensors that follow one another in the order given, and the file's size in bytes.
+    """Return the header for tensors that follow one another in the order given, and the file's size in bytes.
 
     Each entry is (key, dtype, shape). The header is padded with spaces to a multiple of 4096 bytes, so that data starts
     on a block boundary.
@@ -51,13 +51,13 @@ def encode_header(
 
 
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Entries by key, and the metadata, of a header as it is on disk (its 8 bytes of length included).
+    """Return the entries by key, and the metadata, of a header as it is on disk (its 8 bytes of length included).
 
     `file_nbytes` bounds every position; `where` names the file in errors. Raises DamagedError.
     """
-    _require_modest(raw, where)
+    _require_small(raw, where)
     try:
-        table = json.loads(raw[8:].decode(), object_pairs_hook=_unique_keys)
+        table = json.loads(raw[8:].decode(), object_pairs_hook=_dict_of_pairs)
     except (ValueError, RecursionError, MemoryError) as error:
         raise DamagedError(f"{where}: the safetensors header is not valid JSON: {error}") from error
     if not isinstance(table, dict):
@@ -66,13 +66,13 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, He
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise DamagedError(f"{where}: __metadata__ of the safetensors header is not a map of strings")
     entries = {key: _entry(key, value, len(raw), file_nbytes, where) for key, value in table.items()}
-    _require_text((*entries, *metadata, *metadata.values()), where)
-    _require_apart(entries, where)
+    _require_encodable_texts((*entries, *metadata, *metadata.values()), where)
+    _require_no_overlap(entries, where)
     return entries, metadata
 
 
-def _require_modest(raw: bytes, where: str) -> None:
-    """DamagedError, before it is parsed, when a header would become far more memory than an honest one."""
+def _require_small(raw: bytes, where: str) -> None:
+    """Raise DamagedError, before it is parsed, for a header that would take far more memory than a sound one."""
     if len(raw) > MAX_HEADER_BYTES:
         raise DamagedError(f"{where}: a safetensors header of {len(raw)} bytes, expected at most {MAX_HEADER_BYTES}")
     cost = 200 * raw.count(b"{") + 72 * raw.count(b"[") + 40 * raw.count(b",")
@@ -80,14 +80,16 @@ def _require_modest(raw: bytes, where: str) -> None:
         raise DamagedError(f"{where}: the safetensors header holds too many values for its {len(raw)} bytes")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON map as a dict; raises ValueError for a key that is there twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError(f"the key {first_duplicate(key for key, _ in pairs)!r} appears twice")
     return table
 
 
-def _require_text(texts: Iterable[str], where: str) -> None:
+def _require_encodable_texts(texts: Iterable[str], where: str) -> None:
+    """Raise DamagedError for half a surrogate pair in a text."""
     for text in texts:
         if not text.isascii():
             try:
@@ -98,7 +100,8 @@ def _require_text(texts: Iterable[str], where: str) -> None:
                 ) from error
 
 
-def _require_apart(entries: Mapping[str, HeaderEntry], where: str) -> None:
+def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
+    """Raise DamagedError when two entries share a byte."""
     end, before = 0, ""
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < end and entry.begin < entry.end:
@@ -108,12 +111,13 @@ def _require_apart(entries: Mapping[str, HeaderEntry], where: str) -> None:
 
 
 def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> HeaderEntry:
+    """Return one entry of the header, with byte positions in the file; raises DamagedError when it is not valid."""
     if not isinstance(value, dict):
         raise DamagedError(f"{where}: entry {key!r} of the safetensors header is not a map")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise DamagedError(f"{where}: entry {key!r} has the unknown dtype {dtype!r}")
-    if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
+    if not (_is_list_of_sizes(shape) and _is_list_of_sizes(offsets) and len(offsets) == 2):
         raise DamagedError(f"{where}: entry {key!r} has no valid shape and data_offsets")
     begin, end = (header_nbytes + offset for offset in offsets)
     if not begin <= end <= file_nbytes or end - begin != numel(tuple(shape)) * ITEMSIZE[dtype]:
@@ -124,7 +128,8 @@ def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: st
     return HeaderEntry(dtype, tuple(shape), begin, end)
 
 
-def _is_sizes(value: Any) -> TypeGuard[list[int]]:
+def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
+    """Return whether `value` is a list of at most 64 integers from 0 to 2**62 - 1."""
     return (
         isinstance(value, list)
         and len(value) <= 64
@@ -133,7 +138,7 @@ def _is_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
-    """The raw header of a safetensors file (length included), and the file's size in bytes; raises DamagedError."""
+    """Return the raw header of a safetensors file (length included), and the file's size; raises DamagedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

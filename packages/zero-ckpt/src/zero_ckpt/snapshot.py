@@ -1,4 +1,4 @@
-"""Copies of memory that is kept for them: some at once, the others behind the caller."""
+"""Copies of memory for saves in the background: some are made at once, the others on another thread."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ if TYPE_CHECKING:
 _COPY_BYTES = 4 << 20
 _ALIGNMENT = 64
 _ALONE_BYTES = 4 << 20
-"""So much is copied faster than another thread is woken."""
+"""Up to this size copying takes less time than waking another thread."""
 _HANDOVER_SECONDS = 5e-4
 
 Behind = Callable[[Sequence[memoryview]], Iterable[Interval]]
-"""Gives intervals that are asked for behind the caller of a save, on another thread: parts of the copies that it is
-called with, or memory that nobody writes until it is copied."""
+"""A function that returns further intervals of a save, called on the copying thread: parts of the copies that it is
+given, or memory that nobody writes until it is copied."""
 
 
 Copy = Callable[[Sequence[memoryview], Sequence[memoryview]], object]
-"""Copies all of each second memory to the first in its place, of the same size and writable, without the GIL."""
+"""A function that copies each of its second memories to the writable one of equal size at the same place of its first
+argument, without the GIL."""
 
 
-def nothing(_copies: Sequence[memoryview]) -> Iterable[Interval]:
-    """Give no intervals: a `Behind`."""
+def nothing(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
+    """Return no intervals: the `Behind` of a save without background intervals."""
     return ()
 
 
 class Arena:
     """Memory for one snapshot, kept for the next.
 
-    `threads` copy what is copied at once, where that is much, the caller among them; they are kept too, until `close`.
-    `allow` is called with a number of bytes before so many are allocated; what it raises ends the save.
+    The caller and kept threads, `threads` together, share large copies that are made at once. `allow` is called with a
+    number of bytes before they are allocated; an exception of it ends the save.
     """
 
     def __init__(self, threads: int, allow: Callable[[int], object], copy: Copy) -> None:
@@ -53,16 +54,19 @@ class Arena:
         self._kept, self._now, self._later = _Memory(allow), _Memory(allow), _Memory(allow)
 
     def start(self, memory: Sequence[Buffer]) -> CopyUnderWay:
-        """Start copying `memory`, for `begin`."""
+        """Start copying `memory`, and return the copy under way for `begin`."""
         buffers = [byte_view(buffer) for buffer in memory]
         places = self._kept.places([buffer.nbytes for buffer in buffers])
         chunks = [pair for target, source in zip(places, buffers, strict=True) for pair in _chunks(target, source)]
         return CopyUnderWay(places, chunks, self._copy, self._pool, self._helpers)
 
     def begin(self, intervals: list[Interval], copying: CopyUnderWay, behind: Behind) -> Snapshot:
-        """A snapshot of `intervals` and of those that `behind` will give of what `copying` copies; what may change as
-        soon as this returns is copied."""
-        copies = _copies(intervals, self._now.places([*map(_nbytes, intervals)]))
+        """Return a snapshot of `intervals`, to be completed by `Snapshot.finish`.
+
+        All memory that may change as soon as this returns is copied, `copying` included; `finish` copies intervals with
+        a `version` and those that `behind` returns.
+        """
+        copies = _copies_of(intervals, self._now.places([*map(_nbytes, intervals)]))
         chunks = []
         for copy in copies:
             if copy is None or copy.interval.version is not None:
@@ -76,7 +80,7 @@ class Arena:
         return Snapshot(
             [source if copy is None else copy.copied() for source, copy in zip(intervals, copies, strict=True)],
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
-            lambda: self._asked_for(behind(copying.places)),
+            lambda: self._background_copies(behind(copying.places)),
             self._copy,
         )
 
@@ -84,24 +88,23 @@ class Arena:
         """End the threads."""
         self._pool.shutdown()
 
-    def _asked_for(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
-        """Intervals with their data in this arena, and the copies that this takes."""
+    def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
+        """Return intervals of `behind` with their data in this arena, and the copies that have to be made for them."""
         given = list(intervals)
         sizes = [0 if self._kept.has(interval.data) else _nbytes(interval) for interval in given]
         copies = [
             None if self._kept.has(interval.data) else copy
-            for interval, copy in zip(given, _copies(given, self._later.places(sizes)), strict=True)
+            for interval, copy in zip(given, _copies_of(given, self._later.places(sizes)), strict=True)
         ]
         found = [source if copy is None else copy.copied() for source, copy in zip(given, copies, strict=True)]
         return found, [copy for copy in copies if copy is not None]
 
 
 class CopyUnderWay:
-    """Memory that is being copied to `places`: by threads of `pool` from now on where it is much, by the caller of
-    `finish` too.
+    """A copy of memory to `places`, shared by the caller of `finish` and, when it is large, by threads of `pool`.
 
-    The first of the threads takes a quarter at once: it needs the GIL for each further part, which a caller that goes
-    on with work of its own does not give back soon.
+    The threads start at construction. The first of them takes a quarter in one batch: it needs the GIL for each further
+    batch, which a caller with work of its own does not give back soon.
     """
 
     def __init__(
@@ -116,16 +119,16 @@ class CopyUnderWay:
         self._copy = copy
         nbytes = sum(len(target) for target, _ in chunks)
         helpers = helpers if nbytes > _ALONE_BYTES else 0
-        self._waiting = iter(_parts(chunks, nbytes // 4 if helpers else 0))
+        self._waiting = iter(_batches(chunks, nbytes // 4 if helpers else 0))
         self._begun = threading.Event()
         self._works = [pool.submit(self._help) for _ in range(helpers)]
         if self._works:
             self._begun.wait(_HANDOVER_SECONDS)
 
     def finish(self) -> None:
-        """Return when all is copied."""
+        """Help copying and return when everything is copied; raises what a thread met."""
         try:
-            self._copy_parts()
+            self._copy_batches()
         finally:
             self.end()
         for work in self._works:
@@ -133,29 +136,31 @@ class CopyUnderWay:
                 work.result()
 
     def end(self) -> None:
-        """Return when nothing is being copied any more, complete or not."""
+        """Drop what has not begun, and return when nothing is being copied any more."""
         for _ in self._waiting:
             pass
         wait([work for work in self._works if not work.cancel()])
 
     def _help(self) -> None:
+        """Copy batches on a thread of the pool."""
         self._begun.set()
-        self._copy_parts()
+        self._copy_batches()
 
-    def _copy_parts(self) -> None:
+    def _copy_batches(self) -> None:
+        """Copy batches until none is left for this thread to take."""
         for targets, sources in self._waiting:  # the next one is taken under the GIL
             self._copy(targets, sources)
 
 
 class _Memory:
-    """One block of memory, made when it is first needed and again when it has to be larger."""
+    """One block of memory, allocated when it is first needed and again when it has to be larger."""
 
     def __init__(self, allow: Callable[[int], object]) -> None:
         self._allow = allow
         self._block: mmap.mmap | None = None
 
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Give room of these sizes, in place of what was given before."""
+        """Return a view of each size, 64-byte aligned; the views of the call before are overwritten."""
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
             return [memoryview(b"")] * len(sizes)
@@ -167,13 +172,15 @@ class _Memory:
         return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def has(self, data: object) -> bool:
-        """Return whether `data` is a part of what was given."""
+        """Return whether `data` is a view of this memory."""
         return isinstance(data, memoryview) and data.obj is self._block and self._block is not None
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
-    """Memory in huge pages where there are any, which shared memory has not. Forked processes do not get it: else the
-    first copy after a fork would copy its pages too."""
+    """Return new memory in huge pages where there are any; shared memory cannot have them.
+
+    Forked processes do not inherit it: otherwise the first write after a fork would copy its pages.
+    """
     block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
@@ -183,8 +190,7 @@ def _private_memory(nbytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`intervals` with their data in an arena, complete with what `behind` gives when `finish` has copied it and what
-    is `later`."""
+    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `behind` returns."""
 
     intervals: list[Interval]
     later: list[_Copy]
@@ -192,7 +198,10 @@ class Snapshot:
     copy: Copy
 
     def finish(self) -> None:
-        """Copy what is left, on any thread, once. Raises CheckpointError for memory that was written meanwhile."""
+        """Make the remaining copies and add the intervals of `behind`; on any thread, once.
+
+        Raises CheckpointError for memory that was written meanwhile.
+        """
         intervals, copies = self.behind()
         for copy in [*self.later, *copies]:
             copy.run(self.copy)
@@ -206,31 +215,31 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Copy:
-    """An interval, where its bytes go, and its version when the save began."""
+    """The copy of an interval to `target`; `version` is what the interval's function returned when the save began."""
 
     interval: Interval
     target: memoryview
     version: object
 
     def copied(self) -> Interval:
-        """The interval with its data in the arena."""
+        """Return the interval with its data in the arena."""
         return replace(self.interval, data=self.target, length=None, version=None)
 
     def run(self, copy: Copy) -> None:
-        """Copy it."""
+        """Copy the interval's data to the target."""
         for target, source in self.chunks():
             copy((target,), (source,))
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
-        """Return pairs of target and source memory; calls the interval's data where that is a function."""
+        """Return pairs of target and source memory; calls the interval's data if that is a function."""
         data = self.interval.data
         if isinstance(data, FileExtent):
             raise TypeError(f"{self.interval.name!r}: a file's extent is linked, not copied")
         return _chunks(self.target, byte_view(data() if callable(data) else data))
 
 
-def _copies(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
-    """Return the copies of intervals to their places; None for files, which are linked."""
+def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
+    """Return the copy of each interval to its place; None for files, which are linked."""
     return [
         None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
         for interval, place in zip(intervals, places, strict=False)
@@ -238,6 +247,7 @@ def _copies(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list
 
 
 def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, memoryview]]:
+    """Return pairs of target and source memory of at most 4 MiB."""
     if target.nbytes == source.nbytes == 0:
         return []
     if source.nbytes <= _COPY_BYTES:
@@ -246,10 +256,13 @@ def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, me
     return [(target[begin : begin + _COPY_BYTES], source[begin : begin + _COPY_BYTES]) for begin in begins]
 
 
-def _parts(
+def _batches(
     chunks: Sequence[tuple[memoryview, memoryview]], first_bytes: int
 ) -> list[tuple[list[memoryview], list[memoryview]]]:
-    """Targets and sources to be copied at once: the first ones up to `first_bytes` together, then one by one."""
+    """Return (targets, sources) batches, one call of a copy function each.
+
+    The first batch has the leading chunks that fit into `first_bytes`, as each call needs the GIL; then one chunk each.
+    """
     sizes = accumulate(len(target) for target, _ in chunks)
     count = sum(1 for nbytes in sizes if nbytes <= first_bytes)
     first = [([target for target, _ in chunks[:count]], [source for _, source in chunks[:count]])] if count else []
@@ -257,15 +270,17 @@ def _parts(
 
 
 def _nbytes(interval: Interval) -> int:
+    """Return the bytes to copy for an interval; 0 for a file, which is linked."""
     return 0 if isinstance(interval.data, FileExtent) else interval_length(interval) * ITEMSIZE[interval.dtype]
 
 
 def _version(interval: Interval) -> object:
+    """Return the interval's current version; None if it has no version function."""
     return None if interval.version is None else interval.version()
 
 
 def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy as `memmove` does: a `Copy`. Raises ValueError for other sizes."""
+    """Copy with `memmove`: a `Copy`. Raises ValueError when sizes differ."""
     for target, source in zip(targets, sources, strict=True):
         _move(target, source)
 

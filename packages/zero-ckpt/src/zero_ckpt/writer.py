@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class FileSink(Protocol):
-    """Where a file's bytes go, in order. Bytes handed to `write` must not change until `drain` or `finish` returns."""
+    """The bytes of one file, in order. Bytes handed to `write` must not change until `drain` or `finish` returns."""
 
     def write(self, data: memoryview) -> None:
-        """Take the next bytes of the file."""
+        """Accept the next bytes of the file; may return before they are written."""
         ...
 
     def drain(self) -> None:
@@ -44,7 +44,7 @@ class FileSink(Protocol):
 
 
 OpenSink = Callable[[Path, int], FileSink]
-"""Make a sink for a new file at a path; the second argument is the file's final size in bytes."""
+"""Creates a file at a path and returns its sink; the second argument is the file's final size in bytes."""
 
 
 _UNCACHED = 0x80
@@ -63,56 +63,63 @@ class BufferedSink:
         self._thread.start()
 
     def write(self, data: memoryview) -> None:
-        """Take the next bytes of the file; raises what an earlier write met."""
-        self._raise()
+        """Queue the next bytes of the file; raises the exception of an earlier write."""
+        self._raise_failure()
         self._queue.put(data)
 
     def drain(self) -> None:
         """Wait until the memory of everything written so far may be reused."""
         self._queue.join()
-        self._raise()
+        self._raise_failure()
 
     def finish(self) -> None:
         """Wait until the whole file is on disk, and close it."""
         self._stop()
         try:
-            self._raise()
+            self._raise_failure()
             os.fsync(self._fd)
         finally:
             os.close(self._fd)
 
     def abort(self) -> None:
-        """Stop and close."""
+        """End the thread and close the file."""
         self._stop()
         os.close(self._fd)
 
     def _stop(self) -> None:
+        """End the thread after the writes that are queued."""
         self._queue.put(None)
         self._thread.join()
 
-    def _raise(self) -> None:
+    def _raise_failure(self) -> None:
+        """Raise the exception of the first write that failed, if one did."""
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
+        """Write what is queued, on the thread; after a failure, only take it off the queue."""
         position = 0
         while (data := self._queue.get()) is not None:
             try:
                 if self._error is None:
-                    position = self._write(data, position)
+                    position = self._write_all_at(data, position)
             except BaseException as error:  # handed to the caller's thread
                 self._error = error
             finally:
                 self._queue.task_done()
 
-    def _write(self, data: memoryview, position: int) -> int:
+    def _write_all_at(self, data: memoryview, position: int) -> int:
+        """Write all of `data` at `position` and return the position behind it.
+
+        Where RWF_DONTCACHE is not supported, it writes through the page cache from then on.
+        """
         while data:
             try:
                 written = os.pwritev(self._fd, [data], position, self._flags)
             except OSError as error:
                 if not self._flags or error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
-                self._flags = 0  # this kernel or file system keeps what is written
+                self._flags = 0  # no RWF_DONTCACHE here: written pages stay cached
                 continue
             data, position = data[written:], position + written
         return position
@@ -120,9 +127,10 @@ class BufferedSink:
 
 @dataclass(frozen=True)
 class WrittenSlice:
-    """The facts of one slice that the manifest needs: `index` is the rank's interval it came from.
+    """One slice on disk, as the manifest needs it: `index` is the rank's interval it came from.
 
-    `file` counts the rank's own files; `begin` is the byte in a raw one.
+    `file` is the number of its file among the rank's own; `begin` its first byte in a raw file, None in a safetensors
+    file.
     """
 
     index: int
@@ -135,19 +143,19 @@ class WrittenSlice:
 
 
 def slice_key(interval: Interval, offset: int) -> str:
-    """The safetensors key of a slice; kinds hold no slash, so keys are unique."""
+    """Return the safetensors key of a slice; kinds hold no slash, so keys are unique."""
     return f"{interval.kind}/{interval.name}@{offset}"
 
 
 def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) -> list[PlannedSlice]:
-    """Pieces in the order of the file: wider dtypes come first, so every slice is aligned to its element size."""
+    """Return the slices in their order in the file: wider dtypes come first, so each is aligned to its element size."""
     return sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
 
 
 def write_rank_file(
     path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Write the given pieces of `intervals` to a new safetensors file and wait until it is on disk.
+    """Write slices of `intervals` to a new safetensors file and wait until it is on disk; returns its entry and slices.
 
     The data of these intervals are buffers or functions. Raises OSError with the file's name, or CheckpointError when
     an interval's data is not what it claims.
@@ -165,7 +173,7 @@ def write_rank_file(
         sink.write(memoryview(header))
         source = _IntervalBytes(intervals, sink)
         for piece in ordered:
-            data = source.bytes_of(piece)
+            data = source.slice_bytes(piece)
             written.append(
                 WrittenSlice(
                     piece.index,
@@ -180,28 +188,30 @@ def write_rank_file(
     except BaseException as error:
         sink.abort()
         if isinstance(error, OSError):
-            raise _named(error, path) from error
+            raise _with_path(error, path) from error
         raise
     try:
         sink.finish()
     except OSError as error:
-        raise _named(error, path) from error
+        raise _with_path(error, path) from error
     return FileEntry(path.name, nbytes, total.result(), len(header), checksum(header)), written
 
 
-def _named(error: OSError, path: Path) -> OSError:
+def _with_path(error: OSError, path: Path) -> OSError:
+    """Return the error, naming `path` if it names no file."""
     return type(error)(error.errno, error.strerror, str(path)) if error.filename is None else error
 
 
 class _IntervalBytes:
-    """The bytes of pieces, asking each interval that is a function for its buffer once, in order."""
+    """Reads planned slices from intervals; an interval that is a function is called once, for slices in order."""
 
     def __init__(self, intervals: Sequence[Interval], sink: FileSink) -> None:
         self._intervals, self._sink = intervals, sink
         self._index = -1
         self._view = memoryview(b"")
 
-    def bytes_of(self, piece: PlannedSlice) -> memoryview:
+    def slice_bytes(self, piece: PlannedSlice) -> memoryview:
+        """Return the bytes of a slice, valid until those of another interval are read."""
         interval = self._intervals[piece.index]
         itemsize = ITEMSIZE[interval.dtype]
         if piece.index != self._index:
@@ -211,6 +221,7 @@ class _IntervalBytes:
         return self._view[begin : begin + piece.length * itemsize]
 
     def _open(self, interval: Interval, itemsize: int) -> memoryview:
+        """Return the interval's buffer as bytes; before a function is called, the sink gives the last buffer up."""
         data = interval.data
         if callable(data):
             self._sink.drain()
@@ -226,7 +237,7 @@ class _IntervalBytes:
 
 
 def interval_length(interval: Interval) -> int:
-    """Elements of an interval, checked against its shape; raises CheckpointError that names it."""
+    """Return the elements of an interval, checked against its shape; raises CheckpointError that names it."""
     where = f"{interval.name!r} ({interval.kind})"
     if interval.dtype not in ITEMSIZE:
         raise CheckpointError(f"{where}: unknown dtype {interval.dtype!r}; expected one of {', '.join(ITEMSIZE)}")
@@ -248,6 +259,7 @@ def interval_length(interval: Interval) -> int:
 
 
 def _data_nbytes(data: Buffer | FileExtent, where: str) -> int:
+    """Return the size of an interval's data; raises CheckpointError when it is invalid."""
     if isinstance(data, FileExtent):
         if data.file_offset_bytes < 0 or data.nbytes < 0 or not (data.checksum is None or is_checksum(data.checksum)):
             raise CheckpointError(
