@@ -14,7 +14,10 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass
 class DiffReport:
-    """Tensors as `name (kind)`: only in one, of another shape or dtype, or with other bytes."""
+    """Differences of two checkpoints: tensors as `name (kind)`, in one only, of another shape or dtype, or other bytes.
+
+    `equal` counts equal tensors; `plain` names those of step, aliases, client state and configuration that differ.
+    """
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -30,9 +33,10 @@ class DiffReport:
 
 
 def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], None] | None = None) -> DiffReport:
-    """Compare two checkpoints: names, shapes, dtypes, bytes, and client state, configuration and aliases.
+    """Compare two checkpoints: names, shapes, dtypes, bytes, step, client state, configuration and aliases.
 
-    Tensors that are cut alike are compared by their checksums, others by reading them. Raises DamagedError.
+    Tensors with the same slices are compared by their checksums, others by reading them, which raises DamagedError.
+    `progress` is called with the bytes of each tensor of `first`.
     """
     report = DiffReport()
     for key, one in first.tensors.items():
@@ -56,6 +60,7 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
 
 
 def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
+    """Return whether two tensors of the same shape and dtype hold the same bytes."""
     if [(piece.offset, piece.length) for piece in one.slices] == [(item.offset, item.length) for item in other.slices]:
         return [piece.checksum for piece in one.slices] == [piece.checksum for piece in other.slices]
     step = _CHUNK_BYTES // ITEMSIZE[one.dtype]

@@ -16,7 +16,7 @@ from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
 def write_contribution(
     directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[PlannedSlice], open_sink: OpenSink
 ) -> tuple[list[FileEntry], list[WrittenSlice]]:
-    """Write the given pieces of `intervals` and wait until they are on disk; returns the files and their slices.
+    """Write slices of `intervals` into `directory` and wait until they are on disk; returns the files and their slices.
 
     Raises OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
     """
@@ -37,7 +37,9 @@ def write_contribution(
         copied = [
             part
             for index, interval in enumerate(copying.intervals, start=len(intervals))
-            for part in _cut(PlannedSlice(index, interval.offset, interval.length or 0), ITEMSIZE[interval.dtype])
+            for part in _split_slice(
+                PlannedSlice(index, interval.offset, interval.length or 0), ITEMSIZE[interval.dtype]
+            )
         ]
         path = directory / f"rank-{rank:05d}.safetensors"
         entry, own = write_rank_file(path, every, [*in_memory, *copied], open_sink)
@@ -47,6 +49,7 @@ def write_contribution(
     return [*files, entry], slices
 
 
-def _cut(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
+def _split_slice(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
+    """Return a slice in slices of at most `MAX_SLICE_BYTES`."""
     step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
     return [PlannedSlice(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

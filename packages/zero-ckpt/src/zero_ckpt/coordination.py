@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
-    """Run `part` on every rank and return what each returned (plain data), in rank order.
+    """Run `part` on every rank and return the results (plain data) of all, in rank order.
 
-    When it raised anywhere, every rank raises a CheckpointError (of the type that the ranks agree on, if they do) that
-    carries each failed rank's cause, chained to its own exception.
+    `what` names the operation in errors. When `part` raised anywhere, every rank raises a CheckpointError (of the type
+    that the failed ranks agree on, if they do) with each failed rank's cause, chained to its own exception.
     """
     own: BaseException | None = None
     result: Any = None
@@ -41,11 +41,13 @@ def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list
 
 
 def _describe(error: BaseException) -> list[str]:
+    """Return the type's name and the message of an exception."""
     name = type(error).__name__
     return [name, str(error) if isinstance(error, CheckpointError) else f"{name}: {error}"]
 
 
 def _error_types(kind: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
+    """Return `kind` and its subclasses by name."""
     found = {kind.__name__: kind}
     for child in kind.__subclasses__():
         found.update(_error_types(child))

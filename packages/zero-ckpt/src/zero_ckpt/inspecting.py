@@ -14,7 +14,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def inspect(spec: str | os.PathLike[str]) -> dict[str, Any]:
-    """Names, kinds, shapes, dtypes and sizes in bytes of a checkpoint, with everything else its manifest says.
+    """Return names, kinds, shapes, dtypes and sizes in bytes of a checkpoint's tensors, and the rest of its manifest.
 
     `spec` is a root, `root@tag` or `root@step`, or a checkpoint directory. Only the manifest is read.
     """
@@ -22,7 +22,7 @@ def inspect(spec: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """`inspect` for a checkpoint that is open."""
+    """Return what `inspect` returns, for an open checkpoint."""
     return {
         "path": str(checkpoint.path),
         "tag": checkpoint.tag,
@@ -48,7 +48,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def size_text(nbytes: float) -> str:
-    """A size for people, such as `1.5 GiB`."""
+    """Return a size in words, such as `1.5 GiB`."""
     power = 0
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1024, power + 1
@@ -56,7 +56,7 @@ def size_text(nbytes: float) -> str:
 
 
 def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
-    """The lines of `zero-ckpt inspect`: a tree of names, then totals by kind."""
+    """Yield the lines of `zero-ckpt inspect`: a tree of names, then totals by kind."""
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     yield (
         f"{checkpoint.path}: step {checkpoint.step}, {len(checkpoint.tensors)} tensors, {size_text(total)}, "
@@ -82,6 +82,7 @@ def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _entry_text(tensors: list[TensorEntry]) -> str:
+    """Return shape, kinds, dtypes and size of the tensors of one name."""
     first = tensors[0]
     kinds = ", ".join(
         f"{item.kind} {item.dtype}" + ("" if item.shape == first.shape else f" {list(item.shape)}") for item in tensors

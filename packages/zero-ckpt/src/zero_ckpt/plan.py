@@ -1,7 +1,7 @@
 """Decide which rank writes which elements. Pure arithmetic; every rank computes the same plan from the same input.
 
 Elements that several ranks hold (replicas) are written once, by the candidate with the fewest bytes so far, in runs of
-at most `MAX_SLICE_BYTES`. What lies in a file already goes before replicas in memory, costs nothing, and is not cut
+at most `MAX_SLICE_BYTES`. Elements in a sealed file are preferred to replicas in memory, cost nothing, and are not cut
 here. Elements that nobody holds are an error.
 """
 
@@ -46,7 +46,10 @@ class PlannedSlice:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """`tensors` in the order in which ranks first named them; `pieces[rank]` in order of interval and offset."""
+    """`tensors` as (name, kind, shape, dtype), in the order in which ranks first named them; `pieces[rank]` its slices.
+
+    Slices are in order of interval and offset.
+    """
 
     tensors: tuple[tuple[str, str, tuple[int, ...], str], ...]
     pieces: tuple[tuple[PlannedSlice, ...], ...]
@@ -54,6 +57,8 @@ class SavePlan:
 
 @dataclass
 class _Run:
+    """Elements `begin` to `end` of a tensor, which all `holders` hold."""
+
     begin: int
     end: int
     holders: tuple[Holding, ...]
@@ -72,7 +77,7 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
     pieces: list[list[PlannedSlice]] = [[] for _ in range(world_size)]
     shared: list[_Run] = []
     for group in tensors.values():
-        _check_same(group)
+        _require_same_shape(group)
         for run in _runs(group):
             if len(run.holders) == 1:
                 _assign(run, run.holders[0], load, pieces)
@@ -81,7 +86,7 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
             else:
                 shared.extend(_cut(run))
     for run in sorted(shared, key=_run_nbytes, reverse=True):
-        for holders in _by_node(run, nodes):
+        for holders in _holders_by_node(run, nodes):
             best = min(holders, key=lambda holding: (not holding.linked, load[holding.rank]))
             _assign(run, best, load, pieces)
     order = [sorted(own, key=lambda piece: (piece.index, piece.offset)) for own in pieces]
@@ -89,7 +94,8 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
     return SavePlan(heads, tuple(tuple(own) for own in order))
 
 
-def _by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
+def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
+    """Return the holders of a run in groups that each write it: one group per node, one of all without `nodes`."""
     if nodes is None:
         return [run.holders]
     groups: dict[str, list[Holding]] = {}
@@ -98,7 +104,8 @@ def _by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Hold
     return groups.values()
 
 
-def _check_same(group: Sequence[Holding]) -> None:
+def _require_same_shape(group: Sequence[Holding]) -> None:
+    """Raise CheckpointError when ranks disagree on a tensor's shape or dtype."""
     first = group[0]
     for other in group:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -109,7 +116,7 @@ def _check_same(group: Sequence[Holding]) -> None:
 
 
 def _runs(group: Sequence[Holding]) -> list[_Run]:
-    """Maximal runs of elements with the same holders, in order; together they must cover the tensor."""
+    """Return the longest runs of elements with the same holders, in order; raises CheckpointError for a hole."""
     total = numel(group[0].shape)
     held = [holding for holding in group if holding.length]
     if len(held) == 1 and held[0].length == total:
@@ -125,7 +132,7 @@ def _runs(group: Sequence[Holding]) -> list[_Run]:
     for at, opens, holding in marks:
         if at > position:
             if not active:
-                raise _hole(group[0], position, at)
+                raise _hole_error(group[0], position, at)
             runs.append(_Run(position, at, tuple(active[rank] for rank in sorted(active))))
             position = at
         if not opens:
@@ -135,11 +142,12 @@ def _runs(group: Sequence[Holding]) -> list[_Run]:
                 f"{holding.name!r} ({holding.kind}): rank {holding.rank} contributes element {at} twice"
             )
     if position != total:
-        raise _hole(group[0], position, total)
+        raise _hole_error(group[0], position, total)
     return runs
 
 
-def _hole(holding: Holding, begin: int, end: int) -> CheckpointError:
+def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
+    """Return the error for elements that no rank holds."""
     return CheckpointError(
         f"{holding.name!r} ({holding.kind}, {holding.dtype} {holding.shape}): no rank contributes elements "
         f"{begin} to {end}"
@@ -147,6 +155,7 @@ def _hole(holding: Holding, begin: int, end: int) -> CheckpointError:
 
 
 def _cut(run: _Run) -> list[_Run]:
+    """Return a run in runs of at most `MAX_SLICE_BYTES`."""
     step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
     return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
 
@@ -156,6 +165,8 @@ def _run_nbytes(run: _Run) -> int:
 
 
 def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[PlannedSlice]]) -> None:
+    """Plan a run for a holder to write, and add its bytes to the rank's load; linked runs cost nothing and stay
+    uncut."""
     load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
     for part in [run] if holder.linked else _cut(run):
         pieces[holder.rank].append(PlannedSlice(holder.index, part.begin, part.end - part.begin))

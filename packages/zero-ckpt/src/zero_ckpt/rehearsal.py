@@ -2,9 +2,9 @@
 
 [Note: rehearsed saves]
 For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
-intervals, the plan, the headers, the commit. Other are the ends: the ranks beside this one hold exactly what it lacks
-and succeed in all they do; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its
-number. The manifest has this rank's slices alone, so that such a checkpoint cannot be loaded.
+intervals, the plan, the headers, the commit. Only the ends differ: the other ranks hold exactly what this one lacks and
+always succeed; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The
+manifest has this rank's slices only, so that such a checkpoint cannot be loaded.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class SaveRehearsal:
         self._blocks: list[mmap.mmap] = []  # a view of an earlier one may be in use
 
     def address(self, nbytes: int) -> int:
-        """Return the address of so many zeros, valid as long as this object lives; they take no memory while they are
-        only read."""
+        """Return the address of `nbytes` zeros, valid while this object lives; reading them takes no memory."""
         if not self._blocks or len(self._blocks[-1]) < nbytes:
             self._blocks.append(mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         return ctypes.addressof(ctypes.c_char.from_buffer(self._blocks[-1]))
@@ -49,8 +48,7 @@ _REHEARSAL: ContextVar[SaveRehearsal | None] = ContextVar("zero_ckpt_rehearsal",
 
 @contextmanager
 def rehearsed() -> Iterator[SaveRehearsal]:
-    """Have saves in this context be rehearsed (see [Note: rehearsed saves]). Threads that begin inside see the
-    system."""
+    """Rehearse the saves of this context (see [Note: rehearsed saves]); threads that start inside it save for real."""
     rehearsal = SaveRehearsal()
     token = _REHEARSAL.set(rehearsal)
     try:
@@ -60,12 +58,12 @@ def rehearsed() -> Iterator[SaveRehearsal]:
 
 
 def current_rehearsal() -> SaveRehearsal | None:
-    """Return the rehearsal that saves in this context are part of, or None."""
+    """Return the rehearsal of this context; None outside of `rehearsed`."""
     return _REHEARSAL.get()
 
 
 class RehearsedSink:
-    """A file that gets its length; a `FileSink`."""
+    """A `FileSink` that counts bytes and gives the file its length, without content."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes, self._position = path, nbytes, 0
@@ -76,16 +74,16 @@ class RehearsedSink:
         self._position += data.nbytes
 
     def drain(self) -> None:
-        """Nothing is under way."""
+        """Return at once: nothing is under way."""
 
     def finish(self) -> None:
-        """Raise CheckpointError unless as many bytes came as were said to."""
+        """Give the file its length; raises CheckpointError when another number of bytes came than was announced."""
         if self._position != self._nbytes:
             raise CheckpointError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}")
         os.truncate(self._path, self._nbytes)
 
     def abort(self) -> None:
-        """Nothing is open."""
+        """Do nothing: the file is not open."""
 
 
 class RehearsedRanks:
@@ -96,8 +94,7 @@ class RehearsedRanks:
         self._rehearsal = rehearsal
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the answers of a step of a save (see `coordination.together`); the others' are those of ranks that
-        succeed."""
+        """Return the answers to one step of a save (see `coordination.together`), as if the other ranks succeeded."""
         problem, result = obj
         other: Any = None
         rest: Any = None
@@ -113,12 +110,14 @@ class RehearsedRanks:
         return answers
 
     def barrier(self) -> None:
-        """Nobody is waited for."""
+        """Return at once."""
 
 
 def rest_of(heads: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return heads (name, kind, shape, dtype, offset, length, linked) of all elements that none of ``heads`` has, of
-    the tensors that they name."""
+    """Return the heads, of tensors named in ``heads``, for all elements that none of them covers.
+
+    A head is (name, kind, shape, dtype, offset, length, linked).
+    """
     tensors: dict[tuple[str, str], list[Sequence[Any]]] = {}
     for head in heads:
         tensors.setdefault((head[0], head[1]), []).append(head)

@@ -13,11 +13,11 @@ _SHOWN = 10
 
 @dataclass
 class LoadReport:
-    """Names, as `name (kind)`, by what happened to them.
+    """The names, as `name (kind)`, that a load did or did not fill.
 
-    `loaded` got the checkpoint's values; `converted` is the part of it whose dtype differs from the checkpoint's;
-    `defaulted` is not in the checkpoint and kept the value it had; `ignored` is in the checkpoint but nothing asked
-    for it. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given),
+    `loaded` got the checkpoint's values; `converted` lists those of them whose dtype differs from the checkpoint's;
+    `defaulted` is not in the checkpoint and kept the value it had; `ignored` is in the checkpoint but was not
+    requested. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given),
     and hyperparameters that the checkpoint does not hold.
     """
 
@@ -48,6 +48,7 @@ class LoadReport:
 
 
 def _lines(title: str, names: list[str]) -> str:
+    """Return a line with up to ten of the names; empty without any."""
     if not names:
         return ""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

@@ -1,4 +1,4 @@
-"""Load from the newest checkpoint whose every needed byte is good."""
+"""Load from the newest checkpoint in which every byte that is read is good."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def restore(
     """Open a checkpoint, let `fill` read what it needs, and return both; collective when given a coordinator.
 
     `fill` runs on every rank and must not communicate. Without a tag, when it meets damaged bytes on any rank, all
-    ranks go back to the checkpoint before and call `fill` again, so it must overwrite whatever the first call wrote;
-    the checkpoint's `report` names what was passed over. With a tag, damage raises DamagedError. When a save replaces
-    the checkpoint while it is read, it is opened again, a few times.
+    ranks open the next older whole checkpoint and call `fill` again, so it must overwrite everything that the first
+    call wrote; the checkpoint's `report` names those that were passed over. With a tag, damage raises DamagedError.
+    When a save replaces the checkpoint while it is read, it is opened again, up to 20 times.
 
     Any other exception on any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
     """

@@ -1,4 +1,4 @@
-"""Choose the checkpoints to keep."""
+"""Remove old checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .locking import root_lock
 def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool = False) -> list[Path]:
     """Remove all but the newest `keep_last` complete checkpoints of `root`, by step; returns what was removed.
 
-    Those in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
+    The tags in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
     Other jobs may save into the root and prune it at the same time. Raises CheckpointError, DamagedError when `latest`
     cannot be read.
     """

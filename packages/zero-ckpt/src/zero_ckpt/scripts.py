@@ -1,4 +1,4 @@
-"""The `zero_to_fp32.py` that is left beside checkpoints, for the habits of people who come from DeepSpeed."""
+"""The script `zero_to_fp32.py` that is put beside checkpoints, as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ sys.exit(main())
 
 
 def leave_script(root: Path) -> None:
-    """Put an executable `zero_to_fp32.py` into `root` unless one is there; an empty one is what a power cut left."""
+    """Put an executable `zero_to_fp32.py` into `root` unless one is there; an empty one (a power cut's) is replaced."""
     path = root / SCRIPT_NAME
     if _is_wanted(path):
-        with root_lock(root):  # against sweeps, which take a file that is being written for one that was left behind
+        with root_lock(root):  # a sweep would take the file that is being written for one that was left behind
             if _is_wanted(path):
                 replace_durably(path, SCRIPT.encode(), 0o777)
 
 
 def _is_wanted(path: Path) -> bool:
+    """Return whether there is nothing at `path`, or an empty file."""
     try:
         found = path.lstat()
     except FileNotFoundError:

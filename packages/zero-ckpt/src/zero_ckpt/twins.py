@@ -1,4 +1,4 @@
-"""Damaged slices, rewritten from other checkpoints that hold the same bytes."""
+"""Rewrite damaged slices from other checkpoints that hold the same bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .types import ITEMSIZE
 
 
 class _OpenCheckpoint:
-    """A checkpoint directory, its manifest and the headers of its files as they are needed."""
+    """A checkpoint directory, its manifest, and the headers of its files, each read when it is first needed."""
 
     def __init__(self, path: Path) -> None:
         self.folder = Folder(path, follow=False)
@@ -29,7 +29,7 @@ class _OpenCheckpoint:
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
 
     def begin(self, piece: Slice) -> int:
-        """The byte at which a slice begins in its file."""
+        """Return the byte at which a slice begins in its file."""
         if piece.begin is not None:
             return piece.begin
         entry = self.manifest.files[piece.file]
@@ -41,6 +41,7 @@ class _OpenCheckpoint:
         return stored.begin
 
     def open(self, piece: Slice, flags: int = os.O_RDONLY) -> int:
+        """Return a descriptor of the file that holds a slice; raises DamagedError."""
         path = self.manifest.files[piece.file].path
         try:
             return self.folder.open(path, flags)
@@ -48,11 +49,14 @@ class _OpenCheckpoint:
             raise DamagedError(f"{self.folder.path / path}: {error.strerror or error}") from error
 
     def where(self, piece: Slice) -> str:
+        """Return the path of the file that holds a slice, for messages."""
         return str(self.folder.path / self.manifest.files[piece.file].path)
 
 
 @dataclass(frozen=True)
 class _Twin:
+    """A slice of another checkpoint with the same checksum and size."""
+
     source: _OpenCheckpoint
     piece: Slice
 
@@ -61,21 +65,21 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 
 
 def restore_slices(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin with the same checksum; whether any was rewritten.
+    """Rewrite each damaged slice of `path` from a twin with the same checksum; returns whether any was rewritten.
 
-    What is written goes into the file that lies in the checkpoint's own directory, through no symbolic link; other hard
-    links to that file are restored with it.
+    The bytes are written into the file in the checkpoint's own directory, through no symbolic link; other hard links to
+    that file are restored with it.
     """
     try:
         source = _OpenCheckpoint(path)
-        twins = _twins(others)
-        return sum([_restore(source, tensor, piece, twins) for tensor, piece in source.slices()]) > 0
+        twins = _twins_by_checksum(others)
+        return sum([_restore_slice(source, tensor, piece, twins) for tensor, piece in source.slices()]) > 0
     except CheckpointError:
         return False  # without its manifest or headers nothing can be said about it; it is set aside
 
 
-def _twins(others: list[Path]) -> _Twins:
-    """Slices of other checkpoints by checksum and size; several, since files that are linked share their damage."""
+def _twins_by_checksum(others: list[Path]) -> _Twins:
+    """Return the slices of checkpoints by (checksum, bytes); all of them, since linked files share their damage."""
     found: _Twins = {}
     for path in others:
         try:
@@ -88,7 +92,8 @@ def _twins(others: list[Path]) -> _Twins:
     return found
 
 
-def _restore(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
+def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
+    """Rewrite a slice if it is damaged and a good twin is found; returns whether it was rewritten."""
     nbytes, begin = piece.length * ITEMSIZE[tensor.dtype], source.begin(piece)
     fd = source.open(piece)
     try:
@@ -96,11 +101,11 @@ def _restore(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: 
             return False
     finally:
         os.close(fd)
-    return any(_copy(twin, source, piece, nbytes) for twin in twins.get((piece.checksum, nbytes), []))
+    return any(_copy_slice(twin, source, piece, nbytes) for twin in twins.get((piece.checksum, nbytes), []))
 
 
-def _copy(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy a slice from a twin whose bytes are good; False when they are not, or it cannot be read."""
+def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
+    """Copy a slice from a twin whose bytes are good; returns False when they are not, or it cannot be read."""
     try:
         fd, begin = twin.source.open(twin.piece), twin.source.begin(twin.piece)
     except CheckpointError:
@@ -116,7 +121,8 @@ def _copy(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bo
 
 
 def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
-    """Write into a file that may be read-only, as linked ones are."""
+    """Overwrite a slice with `nbytes` bytes of `source` from byte `begin` on; read-only files are made writable for
+    it."""
     own = target.open(piece)
     try:
         mode = os.fstat(own).st_mode
@@ -124,7 +130,7 @@ def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, n
         try:
             writable = target.open(piece, os.O_RDWR)
             try:
-                _write(writable, target.begin(piece), source, begin, nbytes)
+                _copy_range(writable, target.begin(piece), source, begin, nbytes)
             finally:
                 os.close(writable)
         finally:
@@ -133,7 +139,8 @@ def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, n
         os.close(own)
 
 
-def _write(target: int, position: int, source: int, begin: int, nbytes: int) -> None:
+def _copy_range(target: int, position: int, source: int, begin: int, nbytes: int) -> None:
+    """Copy bytes between open files and wait until they are on disk."""
     scratch = memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for done in range(0, nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, nbytes - done)]

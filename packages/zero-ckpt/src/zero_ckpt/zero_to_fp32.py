@@ -30,9 +30,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The whole fp32 state dict, in CPU memory, of the checkpoint `tag` (by default the one `latest` names).
+    """Return the full fp32 state dict, in CPU memory, of the checkpoint `tag` (by default the one `latest` names).
 
-    Tied names share one tensor. With `exclude_frozen_parameters`, parameters without optimizer state are left out. With
+    Tied names share one tensor. With `exclude_frozen_parameters`, parameters that are not trained are left out. With
     `lazy_mode` the values are `LazyTensor`s, and nothing is read until their `contiguous()` is called.
     """
     source = _open(checkpoint_dir, tag)
@@ -45,27 +45,27 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 class LazyTensor:
-    """A tensor of a checkpoint that is read when it is needed."""
+    """A tensor of a checkpoint that is read when `contiguous` is called."""
 
     def __init__(self, source: Source, tensor: ModelTensor) -> None:
         self._source, self._tensor = source, tensor
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """The tensor's shape."""
         import torch
 
         return torch.Size(self._tensor.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype in which it is read."""
+        """The dtype of the values that `contiguous` returns."""
         from .torch import torch_dtype
 
         return torch_dtype(self._tensor.dtype)
 
     def contiguous(self) -> torch.Tensor:
-        """Its values, read into new CPU memory."""
+        """Return the values, read into new CPU memory."""
         from .conversion.pytorch_sink import read_model_tensor
 
         value: torch.Tensor = read_model_tensor(self._source, self._tensor, lambda nbytes: None)
@@ -81,10 +81,11 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, cut at a size.
+    """Write the state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, in files of
+    `max_shard_size`.
 
-    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another. Files that
-    are there are overwritten, as DeepSpeed's function does.
+    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another. Existing
+    files are overwritten, as DeepSpeed's function does.
     """
     from .conversion.pytorch_sink import write_pytorch
     from .conversion.safetensors_sink import write_safetensors
@@ -110,7 +111,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """`convert_zero_checkpoint_to_state_dict` in float32."""
+    """Write the state dict in float32, as `convert_zero_checkpoint_to_state_dict` does."""
     convert_zero_checkpoint_to_state_dict(
         checkpoint_dir, output_dir, "float32", max_shard_size, safe_serialization, tag, exclude_frozen_parameters
     )
@@ -119,14 +120,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Move `model` to the CPU, load the fp32 state dict into it (names that do not fit are left), and return it."""
+    """Move `model` to the CPU, load the fp32 state dict into it (with `strict=False`), and return it."""
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 
 def _ignore(nbytes: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
@@ -135,7 +136,11 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
 
 
 def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
-    """The tensors to write; where it is not recorded, a parameter without a master or optimizer state is frozen."""
+    """Return the tensors to write, without frozen parameters if `exclude_frozen`.
+
+    Where the checkpoint does not record them, parameters without a master or optimizer state count as frozen. Raises
+    CheckpointError when it holds neither.
+    """
     found = model_tensors(source, dtype)
     if not exclude_frozen:
         return found
@@ -148,7 +153,7 @@ def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[Mo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The program; returns the exit status."""
+    """Run the program and return the exit status: 0, or 1 with a message for a CheckpointError."""
     parser = argparse.ArgumentParser(prog=SCRIPT_NAME, description="Make one fp32 state dict of a checkpoint.")
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")
