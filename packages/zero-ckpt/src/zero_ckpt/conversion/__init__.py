@@ -65,13 +65,14 @@ def convert(
 
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
-    """About how many bytes `convert` writes with the same arguments: the end of its progress."""
+    """Return about how many bytes `convert` writes with the same arguments: the total of its progress."""
     if _kind(target, to) in ("safetensors", "pytorch"):
         return sum(tensor.nbytes for tensor in _model(source, dtype))
     return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
 
 
 def _kind(target: str | os.PathLike[str], to: str | None) -> str:
+    """Return the target's format, from `to` or the suffix; raises CheckpointError for an unknown one."""
     kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
     if kind not in TARGETS:
         raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
@@ -79,10 +80,11 @@ def _kind(target: str | os.PathLike[str], to: str | None) -> str:
 
 
 def _model(source: Source, dtype: str) -> list[ModelTensor]:
+    """Return the tensors of the model, to be written as `dtype`; raises CheckpointError for an unknown dtype."""
     if dtype != "keep" and dtype not in NAMES:
         raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
     return model_tensors(source, None if dtype == "keep" else NAMES[dtype])
 
 
 def _ignore(nbytes: int) -> None:
-    """No progress is shown."""
+    """Show no progress."""

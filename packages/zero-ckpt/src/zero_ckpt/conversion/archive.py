@@ -1,4 +1,4 @@
-"""Zip archives of `torch.save`, checked before anything of them is believed."""
+"""Check zip archives of `torch.save` before anything in them is trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PICKLE_BYTES = 256 << 20
 def require_stored_archive(path: Path) -> None:
     """Raise unless `path` is a zip archive as `torch.save` writes it: nothing compressed, no name twice, sizes bounded.
 
-    Nothing is asked memory for that its size is not checked against first. Raises CheckpointError.
+    Sizes are checked before memory is allocated for them. Raises CheckpointError, DamagedError for a damaged archive.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -39,9 +39,9 @@ def require_stored_archive(path: Path) -> None:
 
 
 def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = None) -> int:
-    """The size of an archive's central directory, from the record at its very end, as `torch.save` writes it.
+    """Return the size of an archive's central directory, from the record at its very end, as `torch.save` writes it.
 
-    The archive is the file, or `length` bytes of it from `begin` on.
+    The archive is the file, or `length` bytes of it from `begin` on. Raises CheckpointError when it is no such archive.
     """
     end = os.fstat(fd).st_size if length is None else begin + length
     if end - begin < _END.size:

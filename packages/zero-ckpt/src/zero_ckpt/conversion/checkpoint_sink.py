@@ -1,4 +1,4 @@
-"""Write whatever a source holds, optimizer state included, as a checkpoint of this package."""
+"""Write all tensors of a source, optimizer state included, as a checkpoint of this package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .sources import Progress, Source, pieces
 
 
 def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:
-    """Save as `<root>/step<step>` and return that path. Memory stays bounded: one piece is read at a time.
+    """Save as `<root>/step<step>` and return that path. Memory is bounded: one piece is read at a time.
 
     Raises CheckpointError when that exists and `overwrite` is not given.
     """
@@ -41,7 +41,7 @@ def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:
 
 
 class _Reader:
-    """A function that reads one piece."""
+    """The data function of an interval: reads one piece of a tensor when it is called."""
 
     def __init__(self, source: Source, progress: Progress, *place: Any) -> None:
         self._source, self._progress, self._place = source, progress, place

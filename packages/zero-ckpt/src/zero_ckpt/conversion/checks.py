@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 
 
 def require_torch(what: str) -> None:
-    """Raise CheckpointError saying what to do when `what` (files of torch) cannot be done for want of torch."""
+    """Raise CheckpointError, saying that `what` needs torch, when torch is not installed."""
     if find_spec("torch") is None:
         raise CheckpointError(
             f"{what} needs torch: pip install zero-ckpt[torch]; without it checkpoints of zero-ckpt and safetensors "
@@ -19,7 +19,7 @@ def require_torch(what: str) -> None:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError when `path` is taken and may not be overwritten."""
+    """Raise CheckpointError when `path` exists, unless `overwrite`."""
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(
             f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"

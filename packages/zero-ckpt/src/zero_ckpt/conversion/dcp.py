@@ -60,9 +60,9 @@ _ALLOWED = {
 
 
 class _Unpickler(pickle._Unpickler):
-    """Knows the classes of DCP metadata, and dtypes, and nothing else.
+    """Unpickles the classes of DCP metadata, and dtypes, and refuses everything else.
 
-    It is the standard library's unpickler in Python: the one in C asks for the memory that an opcode declares (a byte
+    It is the standard library's unpickler in Python: the one in C allocates the memory that an opcode declares (a byte
     array of a terabyte, memo entry 2**31) before it has seen the bytes.
     """
 
@@ -151,7 +151,7 @@ def _read_metadata(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """A descriptor of a regular file, which may be reached by a link; raises DamagedError."""
+    """Return a descriptor of a regular file, which may be reached by a link; raises DamagedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -163,7 +163,7 @@ def _open(path: Path) -> int:
 
 
 def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """(name, kind) of every key."""
+    """Return (name, kind) of every key."""
     optimizer = [key for key in keys if ".state." in key and key.startswith(("optim.", "optimizer."))]
     model = [key for key in keys if key not in optimizer]
     firsts = {key.split(".", 1)[0] for key in model}
@@ -176,9 +176,10 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int) -> SegmentedTensor:
-    """`places` says by offset where the chunks of the tensor lie; a tensor in one piece may be without an offset.
+    """Return a tensor of the checkpoint; `places` has the storage info of its chunks by their offsets.
 
-    Raises DamagedError, before memory is asked for, when there would be more than `most` segments.
+    A tensor in one chunk may be stored without an offset. Raises DamagedError, before memory is allocated, when there
+    would be more than `most` segments.
     """
     shape, dtype = _sizes(value.size), dtype_name(value.properties.dtype)
     boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in value.chunks]
@@ -197,13 +198,14 @@ def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...],
 
 
 def _inside(directory: Path, relative: str) -> Path:
+    """Return the path of a file in `directory`; raises DamagedError when it leads outside."""
     if relative.startswith("/") or ".." in Path(relative).parts:
         raise DamagedError(f"{directory}: {relative!r} leads outside")
     return directory / relative
 
 
 def _data_begin(file: Path, place: Any, nbytes: int) -> int:
-    """The byte of `file` at which the one tensor of the `torch.save` archive at `place` begins."""
+    """Return the byte of `file` at which the data of the one tensor in the `torch.save` archive at `place` begins."""
     with open(_open(file), "rb") as handle:
         total = os.fstat(handle.fileno()).st_size
         if not 0 <= place.offset <= place.offset + place.length <= total:
@@ -260,7 +262,7 @@ class _Window(io.RawIOBase):
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """A shape or offsets; raises DamagedError."""
+    """Return a shape or offsets as a tuple; raises DamagedError unless all are sizes."""
     found = tuple(value)
     if len(found) > 64 or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):
         raise DamagedError(f"a shape or an offset of type {type(value).__name__} holds what is no size")
@@ -268,21 +270,21 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """The last dimension of which a box holds a part."""
+    """Return the last dimension in which a box covers only a part of the tensor; 0 if there is none."""
     if len(sizes) != len(shape):
         raise DamagedError(f"a part of shape {sizes} is no part of a tensor of shape {shape}")
     return max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
 
 
 def _runs(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """The number of runs of consecutive elements in a box of a tensor."""
+    """Return the number of runs of consecutive elements in a box of a tensor."""
     return 0 if 0 in sizes else numel(sizes[: _split(shape, sizes)])
 
 
 def _rows(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, begin: int, itemsize: int
 ) -> list[Segment]:
-    """A box of a tensor as runs of consecutive elements."""
+    """Return a box of a tensor as runs of consecutive elements; its data begin at byte `begin` of `file`."""
     if 0 in sizes:
         return []
     split = _split(shape, sizes)

@@ -34,7 +34,7 @@ Tensors = dict[tuple[str, str], SegmentedTensor]
 
 
 class ModelFile:
-    """A `*_model_states.pt`."""
+    """The contents of a `*_model_states.pt`, without its tensors' data."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,11 +47,11 @@ class ModelFile:
         self.buffers = frozenset(self.data.get("buffer_names") or ())
 
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Shapes of trainable parameters, by group."""
+        """Return the shapes of trainable parameters by name, one map per group."""
         return [{name: tuple(shape) for name, shape in group.items()} for group in self.data.get("param_shapes") or ()]
 
     def aliases(self) -> dict[str, str]:
-        """Tied names; where the file does not list them, names that share bytes."""
+        """Return tied names; where the file does not list them, names of the same shape at the same bytes."""
         listed = self.data.get("shared_params")
         if listed is not None:
             return dict(listed)
@@ -65,7 +65,7 @@ class ModelFile:
         return found
 
     def frozen(self) -> frozenset[str] | None:
-        """Parameters that are in no group; None where the file does not list those that are (stage 0)."""
+        """Return parameters that are in no group; None where the file lists no groups (stage 0)."""
         trained = {name for group in self.shapes() for name in group}
         if not trained:
             return None
@@ -73,11 +73,11 @@ class ModelFile:
         return every - trained - self.buffers - set(self.aliases())
 
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Return the optimizer steps taken."""
         return int(self.data.get("global_steps") or 0)
 
     def client_state(self) -> dict[str, Any]:
-        """Return what is not DeepSpeed's own, as far as it is plain data; the names of the rest are listed."""
+        """Return the plain-data entries that are not DeepSpeed's own; `not_converted` lists the names of the others."""
         plain: dict[str, Any] = {}
         left = []
         for key, value in self.data.items():
@@ -108,12 +108,12 @@ def open_deepspeed(directory: Path) -> SegmentSource:
 
 
 def open_models(directory: Path) -> list[ModelFile]:
-    """The model files of a tag directory, by data-parallel rank."""
+    """Return the model files of a tag directory, by data-parallel rank."""
     return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
 
 
 def model_tensors(model: ModelFile) -> Tensors:
-    """The parameters and buffers that a model file holds whole, each once."""
+    """Return the parameters and buffers that a model file holds in full, each once."""
     aliases = model.aliases()
     tensors: Tensors = {}
     for name, tensor in model.module.items():
@@ -124,7 +124,7 @@ def model_tensors(model: ModelFile) -> Tensors:
 
 
 def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> SegmentSource:
-    """The source that these tensors make up; raises DamagedError when one that the model file lists is missing."""
+    """Return the source of these tensors; raises DamagedError when one that the model file lists is missing."""
     known = {name for name, kind in tensors if kind in MODEL_KINDS}
     aliases = model.aliases()
     listed = [name for group in model.shapes() for name in group] + list(model.data.get("frozen_param_shapes") or {})
@@ -136,7 +136,7 @@ def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> Segm
 
 
 def param_groups(optimizer: Any) -> dict[str, Any]:
-    """Client state with the hyperparameters of an optimizer's state dict, as far as they are plain data."""
+    """Return client state with the hyperparameters of an optimizer's state dict that are plain data."""
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return {}
@@ -150,6 +150,7 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
 
 
 def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
+    """Return the files that match, by rank; raises DamagedError when a rank's is missing."""
     found: dict[int, Path] = {}
     for path in directory.glob(pattern):
         match = name.fullmatch(path.name)
@@ -164,6 +165,7 @@ def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: b
 def _add_optimizers(
     tensors: Tensors, models: Sequence[ModelFile], states: Sequence[Mapping[str, Any]], paths: Sequence[Path]
 ) -> None:
+    """Add masters and optimizer state from the ranks' files `paths`, whose contents are `states`."""
     model = models[0]
     stage = _number(states[0].get("zero_stage", 1))
     counts = states[0].get("partition_count", len(paths))
@@ -186,6 +188,7 @@ def _add_optimizers(
 
 
 def _number(value: Any) -> int:
+    """Return an integer, also of a stand-in for an enum."""
     return int(value.arguments[0]) if isinstance(value, StandIn) else int(value)
 
 
@@ -199,7 +202,7 @@ def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.T
 
 
 def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
-    """Per rank, by kind: the flat tensors of a group (`master` and every optimizer state), or its numbers."""
+    """Return by kind, for one group, each rank's flat tensor or number: of `master` and of every optimizer state."""
     found: dict[str, list[Any]] = {"master": [state[fp32][group] for state in states]}
     base = [state[key] for state in states]
     if not all(isinstance(part, Mapping) and "state" in part for part in base):
@@ -210,10 +213,12 @@ def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str)
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
+    """Return whether all values are 1-dimensional tensors."""
     return all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values)
 
 
 def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
+    """Return masters and states of stages 1 and 2, by (name, kind)."""
     tensors: Tensors = {}
     key = "single_partition_of_fp32_groups"
     flats = [_tensor_list(state, key, path) for state, path in zip(states, paths, strict=True)]
@@ -236,7 +241,8 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
 
 
 def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
-    """Elements `begin` to `begin + length` of parts that are strung together, each taking up its length."""
+    """Yield segments for elements `begin` to `begin + length` of parts in a row; each takes up its entry of
+    `lengths`."""
     position = 0
     for part, room in zip(parts, lengths, strict=True):
         low, high = max(begin, position), min(begin + length, position + part.numel)
@@ -246,6 +252,7 @@ def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length:
 
 
 def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
+    """Return masters and states of stage 3, by (name, kind)."""
     tensors: Tensors = {}
     ranks = len(states)
     flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
@@ -277,7 +284,7 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
 
 
 def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
-    """Put together the frozen parameters of which each rank's model file holds a piece."""
+    """Add the frozen parameters, each joined from the fragments in the ranks' model files."""
     for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
         if (name, "param") in tensors:
             continue

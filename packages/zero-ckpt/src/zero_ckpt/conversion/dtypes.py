@@ -15,12 +15,15 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 def output_dtype(stored: str, wanted: str | None) -> str:
-    """The dtype to write: `wanted` for floating-point tensors, the stored one for all others."""
+    """Return the dtype to write: `wanted` for floating-point tensors, the stored one for all others."""
     return wanted if wanted is not None and stored in FLOATS else stored
 
 
 def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
-    """Elements of dtype `stored` as `wanted`, rounded to nearest, ties to even; both are in `FLOATS` unless equal."""
+    """Return elements of dtype `stored` as `wanted`, rounded to nearest, ties to even.
+
+    Raises CheckpointError unless both are in `FLOATS` or equal.
+    """
     if stored == wanted:
         return memoryview(data).cast("B")
     if stored not in FLOATS or wanted not in FLOATS:

@@ -42,7 +42,7 @@ class Frame:
 
 
 def empty_tensor(tensor: ModelTensor) -> Any:
-    """A tensor of that shape and dtype whose memory is never touched."""
+    """Return a tensor of that shape and dtype whose memory is never touched."""
     import torch
 
     from ..torch.buffers import torch_dtype
@@ -51,7 +51,7 @@ def empty_tensor(tensor: ModelTensor) -> Any:
 
 
 def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, workers: int, progress: Progress) -> None:
-    """Write one file, going on where `record` says, and note that it is complete."""
+    """Write one file, resuming from `record`, and record that it is complete."""
     name = frame.path.relative_to(record.folder).as_posix()
     if record.is_complete(name) and frame.path.is_file():
         progress(sum(tensor.nbytes for tensor in frame.tensors.values()))
@@ -91,7 +91,7 @@ def _write_frame(frame: Frame, partial: Path) -> None:
 
 
 def _places(frame: Frame, partial: Path) -> dict[str, int]:
-    """At which byte the data of each tensor that has any begins."""
+    """Return the byte at which the data of each non-empty tensor begins."""
     from .torch_file import load_structure, stored
 
     found = frame.find(load_structure(partial))
@@ -110,7 +110,7 @@ def _fill_all(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Write the bytes of every tensor that is not in `done` to its place, and put its CRC-32 there."""
+    """Write the bytes of every tensor that is not in `done` to its place, and add its CRC-32 to `done`."""
     progress(sum(frame.tensors[name].nbytes for name in done))
     unsaid = 0
     with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool:
@@ -149,7 +149,7 @@ def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Pr
 
 
 def _zeros(nbytes: int, progress: Progress) -> int:
-    """The CRC-32 of zeros, which a frame holds already."""
+    """Return the CRC-32 of zeros, which a frame holds already."""
     found, zeros = 0, bytes(min(nbytes, PIECE_BYTES))
     for begin in range(0, nbytes, PIECE_BYTES):
         found = zlib.crc32(zeros[: nbytes - begin], found)

@@ -17,7 +17,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """One tensor of the output: read from (name, kind) of the source, written as `dtype`."""
+    """One tensor of the output: read from (name, kind) of the source in dtype `stored`, written as `dtype`."""
 
     name: str
     kind: str
@@ -37,10 +37,10 @@ class ModelTensor:
 
 
 def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
-    """Parameters and buffers of a source, in its order; `dtype` None keeps each parameter's own.
+    """Return parameters and buffers of a source, in its order; `dtype` None keeps each parameter's own.
 
-    A parameter with a `master` is read from it when the output is at least as precise; its place is the parameter's.
-    Raises CheckpointError when there is nothing to write.
+    A parameter is read from its `master` unless its own dtype is kept, and stays at its position. Raises
+    CheckpointError when there is nothing to write.
     """
     found: dict[str, ModelTensor] = {}
     for (name, kind), tensor in source.tensors.items():
@@ -61,13 +61,16 @@ def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
 
 
 def model_aliases(source: Source, tensors: list[ModelTensor]) -> dict[str, str]:
-    """Tied names of the tensors that are written."""
+    """Return the tied names of the tensors that are written."""
     names = {tensor.name for tensor in tensors}
     return {alias: name for alias, name in source.aliases.items() if name in names and alias not in names}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in a size such as `5GB` (powers of 1000, as Hugging Face counts) or `512MiB`; raises CheckpointError."""
+    """Return the bytes of a size such as `5GB` (powers of 1000, as Hugging Face counts) or `512MiB`.
+
+    Raises CheckpointError.
+    """
     if isinstance(text, int):
         return text
     match = _SIZE.fullmatch(text.strip())
@@ -80,7 +83,7 @@ def parse_size(text: str | int) -> int:
 def split_files(
     tensors: list[ModelTensor], limit: int | None, stem: str, suffix: str
 ) -> Mapping[str, list[ModelTensor]]:
-    """Files by name, filled in order up to `limit` bytes each; a larger tensor has a file to itself."""
+    """Return the tensors by file name, filled in order up to `limit` bytes each; a larger tensor has its own file."""
     groups: list[list[ModelTensor]] = [[]]
     size = 0
     for tensor in tensors:

@@ -49,12 +49,12 @@ class PartialFile:
         write_at(self._fd, data, position)
 
     def record(self, done: int) -> None:
-        """Wait until the first `done` bytes are on disk and note it."""
+        """Wait until the first `done` bytes are on disk and record that."""
         os.fdatasync(self._fd)
         self.write(_TRAILER.pack(_MAGIC, self._digest, done), self._nbytes)
 
     def finish(self) -> None:
-        """Wait until all is on disk and give the file its name."""
+        """Wait until all is on disk and rename the file to `path`."""
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
         self._partial.replace(self._path)
@@ -62,7 +62,7 @@ class PartialFile:
         unlock_and_close(self._fd)
 
     def abort(self, *, keep: bool) -> None:
-        """Close; `keep` what was written for another run, or remove it."""
+        """Close the file; `keep` it for another run, or remove it."""
         if not keep:
             self._partial.unlink(missing_ok=True)
         unlock_and_close(self._fd)
@@ -76,6 +76,7 @@ class PartialFile:
             return
 
     def _recorded(self) -> int:
+        """Return the number of first bytes that an earlier run of the same conversion left on disk."""
         if os.fstat(self._fd).st_size != self._nbytes + _TRAILER.size:
             return 0
         magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
@@ -83,7 +84,7 @@ class PartialFile:
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` at a position of a file."""
+    """Write all of `data` at a byte position of a file."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, position)

@@ -68,7 +68,7 @@ def _frame(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -
 
 
 def read_model_tensor(source: Source, tensor: ModelTensor, progress: Progress) -> Any:
-    """One tensor of a model in new memory, in its output dtype."""
+    """Return one tensor of a model in new memory, in its output dtype."""
     import torch
 
     from ..torch.buffers import tensor_buffer, torch_dtype

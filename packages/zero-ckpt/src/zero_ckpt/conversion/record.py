@@ -50,18 +50,19 @@ class ConversionRecord:
         return file in self._files and self._files[file] is None
 
     def done(self, file: str) -> dict[str, int]:
-        """The tensors of a file that are on disk, with their CRC-32."""
+        """Return the tensors of a file that are on disk, with their CRC-32."""
         return dict(self._files.get(file) or {})
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
-        """These tensors of a file are on disk now, `nbytes` more than before."""
+        """Record that these tensors of a file (with their CRC-32) are on disk, `nbytes` more than before."""
         self._note(file, tensors, nbytes)
 
     def complete(self, file: str, nbytes: int) -> None:
-        """A file is on disk under its name, `nbytes` more than before."""
+        """Record that a file is on disk under its name, `nbytes` more than before."""
         self._note(file, None, nbytes)
 
     def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
+        """Record the state of a file, None for complete; written to disk once 256 MiB are new."""
         with self._lock:
             self._files[file] = what
             self._unsaid += nbytes
@@ -76,7 +77,7 @@ class ConversionRecord:
         self._unsaid = 0
 
     def close(self, *, keep: bool) -> None:
-        """Give the lock up; `keep` the record for another run, or remove it."""
+        """Release the lock; `keep` the record for another run, or remove it."""
         if keep:
             self._write()
         else:
@@ -85,6 +86,7 @@ class ConversionRecord:
         unlock_and_close(self._fd)
 
     def _take(self) -> None:
+        """Lock the record; raises CheckpointError when another process holds it."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -93,6 +95,7 @@ class ConversionRecord:
             return
 
     def _read(self) -> dict[str, dict[str, int] | None]:
+        """Return the files of an earlier run of the same conversion; empty if there is none."""
         try:
             found = unpack(self._path.read_bytes())
         except DamagedError:  # new, or cut short: nothing is known

@@ -64,7 +64,7 @@ def write_safetensors(
 
 
 def write_index(path: Path, files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, str]) -> None:
-    """The index that tells loaders in which file each tensor is; tied names are where `aliases` says."""
+    """Write the index that tells loaders the file of each tensor; a tied name has the file of its tensor."""
     weight_map = {member.name: name for name, members in files.items() for member in members}
     weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
     total = sum(member.nbytes for members in files.values() for member in members)
@@ -95,14 +95,14 @@ def _write_file(
 
 
 def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[ModelTensor], bytes, int]:
-    """The tensors in the order of the file, its header, and its size."""
+    """Return the tensors in the order of the file, its header, and its size."""
     ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), {"format": "pt", **notes})
     return ordered, header, nbytes
 
 
 def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
-    """Return whether an earlier run of this conversion made the shard."""
+    """Return whether an earlier run of this conversion completed the shard."""
     if _SOURCE not in notes or not path.is_file():
         return False
     try:
@@ -112,7 +112,7 @@ def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) 
 
 
 def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, workers: int, progress: Progress) -> None:
-    """Copy what `file` does not hold yet; chunks finish in order, so that what is done is one number."""
+    """Copy what `file` does not hold yet; chunks finish in order, so that progress is one byte position."""
     pending: deque[tuple[_Chunk, Future[None]]] = deque()
     recorded, recording = file.done, Future[None]()
     recording.set_result(None)
@@ -167,7 +167,7 @@ class _Chunk:
 
 
 def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterator[_Chunk]:
-    """Every piece to copy, in the order of the file, whose data begins at byte `position`."""
+    """Yield every piece to copy, in the order of the file, whose data begins at byte `position`."""
     for tensor in tensors:
         size = ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):

@@ -65,7 +65,7 @@ class SafetensorsSource:
         return self._aliases
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """None: a file can be read anywhere."""
+        """Return no elements: reads can begin anywhere."""
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:

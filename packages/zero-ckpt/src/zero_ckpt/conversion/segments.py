@@ -38,7 +38,7 @@ class SegmentedTensor:
     segments: tuple[Segment, ...]
 
     def checked(self, name: str) -> SegmentedTensor:
-        """Itself, when its segments cover it exactly once; raises DamagedError otherwise."""
+        """Return the tensor itself; raises DamagedError unless its segments cover it exactly once."""
         position = 0
         for segment in self.segments:
             if segment.offset != position:
@@ -67,7 +67,7 @@ class SegmentSource:
 
     @property
     def fingerprint(self) -> str:
-        """A checksum of where everything is and when those files were written."""
+        """A checksum of the segments' positions and of their files' sizes and modification times."""
         files = {
             segment.file for tensor in self.tensors.values() for segment in tensor.segments if segment.data is None
         }
@@ -75,7 +75,7 @@ class SegmentSource:
         return checksum(repr((stats, sorted(self.tensors.items(), key=lambda item: item[0]))).encode())
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """None: segments can be read anywhere."""
+        """Return no elements: reads can begin anywhere."""
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:

@@ -27,7 +27,7 @@ Progress = Callable[[int], None]
 
 
 class SourceTensor(Protocol):
-    """The facts of a tensor that are known before it is read."""
+    """Shape and dtype of a tensor that has not been read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -58,20 +58,20 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs when the contents do."""
+        """Text that differs when the contents differ."""
         ...
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Elements at which reads should begin, beside 0; may be empty."""
+        """Return elements, beside 0, at which reads of a tensor should begin; may be empty."""
         ...
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        """Fill `out` with a tensor's elements from flat element `offset` on, in the stored dtype."""
         ...
 
 
 def pieces(source: Source, name: str, kind: str, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """(first element, elements) of reads of at most `PIECE_BYTES` that together cover a tensor."""
+    """Yield (first element, number of elements) of reads of at most `PIECE_BYTES` that together cover a tensor."""
     step = PIECE_BYTES // itemsize
     for begin, end in pairwise(sorted({0, count, *source.cuts(name, kind)})):
         for offset in range(begin, end, step):
@@ -79,11 +79,11 @@ def pieces(source: Source, name: str, kind: str, count: int, itemsize: int) -> I
 
 
 def open_source(spec: str | os.PathLike[str]) -> Source:
-    """Open whatever checkpoint `spec` names.
+    """Open the checkpoint that `spec` names, whatever its format.
 
-    Recognised by themselves: a root or checkpoint directory of this package, a safetensors file or a directory of
-    them, a DeepSpeed checkpoint (stages 0 to 3, or universal), and a torch distributed checkpoint. After `@` stands a
-    tag or a step. Raises NotFoundError when there is nothing, CheckpointError when it is none of these.
+    It recognises a root or checkpoint directory of this package, a safetensors file or a directory of them, a DeepSpeed
+    checkpoint (stages 0 to 3, or universal), and a torch distributed checkpoint. After `@` stands a tag or a step.
+    Raises NotFoundError when there is nothing, CheckpointError when it is none of these.
     """
     path, which = split_spec(os.fspath(spec))
     if path.is_file():
@@ -104,7 +104,8 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
 
 
 def _tagged(path: Path, which: str | None) -> Path:
-    """The directory inside a DeepSpeed root that `which`, `latest` or `latest_universal` names, or the path itself."""
+    """Return the directory in a DeepSpeed root that `which`, `latest` or `latest_universal` names, or the path
+    itself."""
     tags: Sequence[str | None] = (which,) if which else (read_latest(path), _text(path / "latest_universal"))
     for tag in tags:
         if tag and is_tag(tag) and (path / tag).is_dir():
@@ -115,11 +116,12 @@ def _tagged(path: Path, which: str | None) -> Path:
 
 
 def _text(path: Path) -> str | None:
+    """Return the stripped text of a small file; None if there is none."""
     return read_text(path, 4096).strip() if path.is_file() else None
 
 
 def read_text(path: Path, limit: int) -> str:
-    """A small text file; raises DamagedError when it is larger than `limit` bytes or not UTF-8."""
+    """Return a small text file; raises DamagedError when it is larger than `limit` bytes or not UTF-8."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -133,6 +135,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def _foreign(path: Path) -> Source:
+    """Open a checkpoint directory that is not of this package; raises CheckpointError for an unknown format."""
     if list(path.glob("*model_states.pt")) or (path / ".metadata").is_file():
         require_torch(f"reading {path}, a checkpoint of DeepSpeed or torch,")
     if (path / "zero").is_dir() and list(path.glob("*model_states.pt")):
@@ -162,7 +165,7 @@ def _foreign(path: Path) -> Source:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """The files that a `model.safetensors.index.json` names, which lie beside it."""
+    """Return the files that a `model.safetensors.index.json` names, which lie beside it."""
     try:
         names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

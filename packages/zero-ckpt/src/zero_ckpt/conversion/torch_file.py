@@ -31,7 +31,7 @@ _STAND_INS = (
 
 
 class StandIn:
-    """An object of a class that is not imported: what it was made from, and its attributes."""
+    """An object in place of one whose class is not imported: its constructor's arguments, and its attributes."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -42,7 +42,7 @@ class StandIn:
 
 
 def load_structure(path: Path) -> Any:
-    """Return what `torch.save` put into a file, with tensors that have no memory.
+    """Return the object that `torch.save` put into a file, with tensors that have no memory.
 
     Raises DamagedError when it cannot be read, CheckpointError when it holds objects beyond the allowlist, is
     compressed, or is not in torch's zip format.
@@ -59,7 +59,7 @@ def load_structure(path: Path) -> Any:
 
 
 def _unknown(path: Path) -> str:
-    """The names of the objects in a file that are not on the allowlist."""
+    """Return the names of the objects in a file that are not on the allowlist, for a message."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except Exception as error:  # as above; the caller has an error to raise already
@@ -69,7 +69,7 @@ def _unknown(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """A contiguous tensor in a file."""
+    """A contiguous tensor whose data begin at byte `begin` of a file."""
 
     file: Path
     begin: int
@@ -78,17 +78,17 @@ class Stored:
     numel: int
 
     def segment(self, offset: int, skip: int, length: int) -> Segment:
-        """Elements `skip` to `skip + length` of it, as elements `offset` on of another tensor."""
+        """Return its elements `skip` to `skip + length` as elements `offset` on of another tensor."""
         return Segment(offset, length, self.file, self.begin + skip * ITEMSIZE[self.dtype])
 
     def whole(self, shape: tuple[int, ...] | None = None) -> SegmentedTensor:
-        """All of it, in another shape if one is given."""
+        """Return all of it as a tensor, in another shape if one is given."""
         segments = (self.segment(0, 0, self.numel),) if self.numel else ()
         return SegmentedTensor(self.shape if shape is None else shape, self.dtype, segments)
 
 
 def stored(tensor: torch.Tensor, file: Path) -> Stored:
-    """Where the bytes of a tensor of `load_structure(file)` lie."""
+    """Return the position in `file` of the bytes of a tensor of `load_structure(file)`; raises CheckpointError."""
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None and tensor.numel():
         raise CheckpointError(f"{file}: this version of torch {torch.__version__} does not say where tensors lie")
@@ -99,7 +99,7 @@ def stored(tensor: torch.Tensor, file: Path) -> Stored:
 
 
 def scalar(value: Any, file: Path) -> SegmentedTensor:
-    """A number or one-element tensor as a 0-dimensional tensor."""
+    """Return a number or one-element tensor as a 0-dimensional tensor."""
     if isinstance(value, torch.Tensor):
         return stored(value, file).whole(())
     data = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64)

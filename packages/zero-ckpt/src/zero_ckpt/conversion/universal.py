@@ -35,7 +35,7 @@ def open_universal(directory: Path) -> SegmentSource:
 
 
 def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) -> None:
-    """Stage 3 keeps one step for all, in the common file."""
+    """Add the step of the common file, where stage 3 keeps it, to every parameter with `exp_avg` and no `step`."""
     state = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     for name, kind in list(tensors):
         if kind == "exp_avg" and "step" in state and (name, "step") not in tensors:
@@ -43,6 +43,7 @@ def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) ->
 
 
 def _add(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: torch.Tensor | None) -> None:
+    """Add the tensors of one parameter's directory; `used` is the parameter in the model file, None if absent."""
     for file in sorted(folder.glob("*.pt")):
         value: Any = load_structure(file)
         if file.stem == "step":

@@ -74,7 +74,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
 
 
 def _clear(staging: Path) -> None:
-    """Remove what an earlier run made from something else."""
+    """Remove files that an earlier run made from another source."""
     for path in staging.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -83,7 +83,7 @@ def _clear(staging: Path) -> None:
 
 
 def _trainable(source: Source) -> list[str]:
-    """Parameters that are trained, in the source's order; where that is not recorded, those with optimizer state."""
+    """Return trained parameters, in the source's order; where it does not record them, those with optimizer state."""
     stateful = {name for name, kind in source.tensors if is_optimizer_kind(kind)}
     names = list(dict.fromkeys(name for name, kind in source.tensors if kind in ("param", "master")))
     if not stateful.intersection(names):
@@ -110,7 +110,7 @@ def _write_parameters(
 
 
 def _moments(source: Source, names: list[str]) -> dict[str, str]:
-    """The elementwise states that trained parameters have, with their dtypes."""
+    """Return the elementwise states of trained parameters, with their dtypes."""
     found: dict[str, str] = {}
     for name in names:
         for kind in _state_kinds(source, name):
@@ -120,7 +120,7 @@ def _moments(source: Source, names: list[str]) -> dict[str, str]:
 
 
 def _folder(name: str) -> str:
-    """The directory of a parameter is its name, so that must be one path component."""
+    """Return the directory name of a parameter, which is its name; raises CheckpointError when it cannot be one."""
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         raise CheckpointError(f"{name!r} cannot be a directory of a universal checkpoint")
     return name
@@ -135,6 +135,7 @@ def _write_parameter(
     record: ConversionRecord,
     progress: Progress,
 ) -> None:
+    """Write the files of one parameter; `moments` it does not have are zeros, `step` is used if it has none."""
     kind = "master" if (name, "master") in source.tensors else "param"
     tensor = source.tensors[name, kind]
     shape = _shape(source, name)
@@ -161,11 +162,12 @@ def _write_parameter(
 
 
 def _state_kinds(source: Source, name: str) -> Iterator[str]:
+    """Return the optimizer state kinds of a parameter."""
     return (kind for owner, kind in source.tensors if owner == name and is_optimizer_kind(kind))
 
 
 def _read(source: Source, name: str, kind: str) -> torch.Tensor:
-    """A small tensor, whole."""
+    """Return a small tensor in full."""
     tensor = source.tensors[name, kind]
     value: torch.Tensor = read_model_tensor(
         source, ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype), lambda nbytes: None
@@ -174,7 +176,7 @@ def _read(source: Source, name: str, kind: str) -> torch.Tensor:
 
 
 def _common_step(source: Source, names: list[str]) -> Any:
-    """The number of steps of the first trained parameter that has one; None without any."""
+    """Return the number of steps of the first trained parameter that has one; None without any."""
     for name in names:
         for kind in _state_kinds(source, name):
             if state_key(kind) == "step":
@@ -183,11 +185,12 @@ def _common_step(source: Source, names: list[str]) -> Any:
 
 
 def _step(value: torch.Tensor) -> Any:
-    """A number for optimizers that count in Python, a tensor for those that keep one, as the source had it."""
+    """Return an integer for optimizers that count in Python, and the tensor for optimizers that keep one."""
     return value if value.is_floating_point() else int(value)
 
 
 def _save(value: Any, path: Path) -> None:
+    """Write a value with `torch.save` and wait until it is on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         torch.save(value, file)
@@ -196,7 +199,7 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _groups(source: Source, count: int) -> list[dict[str, Any]]:
-    """Hyperparameters per group; empty maps change nothing when DeepSpeed applies them."""
+    """Return hyperparameters per group; empty maps, which change nothing in DeepSpeed, where the source has none."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
     for value in (client, *client.values()):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
@@ -238,7 +241,7 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
 def _write_model_files(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
-    """The model state file under the names that stages 1 and 2, and stage 3, look for."""
+    """Write the model state file under both names that DeepSpeed's stages look for."""
     trained = set(names)
     members = {
         name: ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype)
@@ -292,10 +295,12 @@ def _schedule(source: Source, client: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
+    """Return whether a value is encoded by this package."""
     return isinstance(value, dict) and any(key.startswith("$") for key in value)
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
+    """Return the shape of a parameter; raises CheckpointError when it is empty."""
     kind = "master" if (name, "master") in source.tensors else "param"
     shape = tuple(source.tensors[name, kind].shape)
     if numel(shape) == 0:

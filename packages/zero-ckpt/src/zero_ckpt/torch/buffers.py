@@ -23,21 +23,22 @@ _STAGING_BYTES = 64 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The checkpoint's name of a torch dtype; raises CheckpointError for one that has none."""
+    """Return the checkpoint's name of a torch dtype; raises CheckpointError for one that cannot be stored."""
     if dtype not in _NAMES:
         raise CheckpointError(f"{dtype} cannot be stored; expected one of {', '.join(str(known) for known in _NAMES)}")
     return _NAMES[dtype]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a checkpoint's dtype name."""
+    """Return the torch dtype of a checkpoint's dtype name."""
     return _DTYPES[name]
 
 
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as a flat, writable view of its bytes; the view keeps the tensor alive.
+    """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes; it keeps the tensor alive.
 
-    Raises CheckpointError for a tensor on another device or with strides.
+    In a rehearsed save it is a read-only view of zeros. Raises CheckpointError for a tensor on another device or with
+    strides.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise CheckpointError(f"a buffer needs a contiguous CPU tensor, got {tensor.device} with {tensor.stride()}")
@@ -54,7 +55,7 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
 
 
 class Stager:
-    """Turns tensors into intervals: CPU memory as it is, memory of accelerators through one reused pinned buffer."""
+    """Turns tensors into intervals: CPU memory as it is, accelerator memory through one reused pinned buffer."""
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
@@ -62,9 +63,12 @@ class Stager:
         self._marks: dict[torch.device, torch.Event | None] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Have memory that `stays` be read behind what this thread has told `device` so far, on whichever thread and
-        however much later `intervals` is called."""
-        self._marks[device] = _recorded(device)
+        """Have later reads of tensors with `stays` on `device` wait for the work that this thread has queued on it so
+        far.
+
+        They may happen on any thread, however much later.
+        """
+        self._marks[device] = _record_event(device)
 
     def intervals(
         self,
@@ -76,10 +80,10 @@ class Stager:
         offset: int = 0,
         stays: bool = False,
     ) -> Iterator[Interval]:
-        """The elements of `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
+        """Yield intervals for `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
 
-        Without `shape`, `tensor` is the whole logical tensor. Nothing is copied until an interval is written.
-        `stays`: nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`.
+        Without `shape`, `tensor` is the full logical tensor. Nothing is copied until an interval is written. `stays`:
+        nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`.
         """
         version = partial(getattr, tensor, "_version") if stays and not tensor.is_inference() else None
         tensor = tensor.detach()
@@ -89,16 +93,17 @@ class Stager:
             return
         flat = tensor.reshape(-1)
         step = _STAGING_BYTES // tensor.element_size()
-        ready = (self._marks.get(flat.device) or _recorded(flat.device)) if stays else None
+        ready = (self._marks.get(flat.device) or _record_event(flat.device)) if stays else None
         for begin in range(0, max(flat.numel(), 1), step):
             part = flat[begin : begin + step]
-            staged = partial(self._stage, part, ready)
+            staged = partial(self._copy_to_staging, part, ready)
             yield Interval(name, kind, whole, dtype, offset + begin, staged, part.numel(), version)
 
-    def _stage(self, part: torch.Tensor, ready: torch.Event | None) -> memoryview:
-        """The bytes of a flat tensor in the staging buffer, which the next call overwrites.
+    def _copy_to_staging(self, part: torch.Tensor, ready: torch.Event | None) -> memoryview:
+        """Return the bytes of a flat tensor in the staging buffer, which the next call overwrites.
 
-        With `ready` on a stream of its own, so that what the device computes meanwhile does not wait.
+        With `ready` they are copied on a stream of its own after that event, so that the copy does not wait for later
+        work of the device.
         """
         if self._staging is None:
             pin = part.device.type != "cpu" and torch.accelerator.is_available()
@@ -116,8 +121,8 @@ class Stager:
         return tensor_buffer(staged)
 
 
-def _recorded(device: torch.device) -> torch.Event | None:
-    """An event behind what the device was told so far; None on the host."""
+def _record_event(device: torch.device) -> torch.Event | None:
+    """Return an event after the work queued on the device's current stream; None for the CPU."""
     if device.type == "cpu":
         return None
     event = torch.Event(device=device)

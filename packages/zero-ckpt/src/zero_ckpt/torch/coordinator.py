@@ -34,7 +34,7 @@ class DistCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """`obj` of every rank, in rank order; plain data only."""
+        """Return the `obj` of every rank, in rank order; plain data only."""
         own = torch.frombuffer(bytearray(pack(obj)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)
@@ -46,12 +46,12 @@ class DistCoordinator:
         return [unpack(tensor_buffer(data[: int(size)])) for data, size in zip(gathered, sizes, strict=True)]
 
     def barrier(self) -> None:
-        """Return once every rank has called."""
+        """Return once every rank has called it."""
         self.all_gather_object(None)
 
 
 def default_coordinator() -> Coordinator:
-    """The default process group when torch.distributed is initialised, otherwise the coordinator of one process."""
+    """Return a coordinator over the default process group; without torch.distributed, one of a single process."""
     if dist.is_available() and dist.is_initialized():
         return DistCoordinator()
     return SoloCoordinator()

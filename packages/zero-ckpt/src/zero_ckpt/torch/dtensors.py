@@ -1,4 +1,4 @@
-"""The place of a tensor's local part inside the full tensor."""
+"""Where the local part of a tensor lies in the full tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ..errors import CheckpointError
 
 @dataclass(frozen=True)
 class ContiguousRun:
-    """`length` elements: `local` is where they begin in the flattened local part, `whole` in the flattened tensor."""
+    """`length` elements, from `local` on in the flattened local part and from `whole` on in the flattened full
+    tensor."""
 
     local: int
     whole: int
@@ -22,14 +23,15 @@ class ContiguousRun:
 
 
 def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[ContiguousRun]]:
-    """Return what this rank holds of a tensor (of a DTensor, its local tensor), and its runs in the full one.
+    """Return this rank's part of a tensor (of a DTensor, its local tensor), and its runs in the full tensor.
 
-    Raises CheckpointError for placements other than `Shard` and `Replicate`.
+    There are no runs where this rank is not in the mesh. Raises CheckpointError for placements other than `Shard` and
+    `Replicate`.
     """
     if not _is_dtensor(tensor):
         return tensor, [ContiguousRun(0, 0, tensor.numel())]
     local: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    box = _box(tensor, name)
+    box = _local_box(tensor, name)
     if box is None:
         return local, []
     begins, sizes = box
@@ -44,8 +46,8 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
-def _box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
-    """Begin and size of the local part per dimension, or None where this rank holds nothing of it."""
+def _local_box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
+    """Return begin and size of the local part per dimension; None where this rank is not in the tensor's mesh."""
     from torch.distributed.tensor import Replicate, Shard
 
     coordinate = tensor.device_mesh.get_coordinate()
@@ -67,6 +69,7 @@ def _box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
 
 
 def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[ContiguousRun]:
+    """Yield the runs of consecutive elements of a box of a tensor."""
     if 0 in sizes:
         return
     split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)

@@ -1,4 +1,4 @@
-"""Read checkpoint tensors into tensors that exist, on any device, in any dtype, whole or local parts."""
+"""Read checkpoint tensors into existing tensors, on any device, in any dtype, full or local parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STAGING_BYTES = 64 << 20
 
 
 class Filler:
-    """Collects what to read, then reads it all at once with several reads in flight."""
+    """Collects tensors to fill, then reads them all at once with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -22,9 +22,9 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Ask for the values of `tensor`; returns whether their dtype has to be converted.
+        """Request the values of `tensor` from `entry`; returns whether their dtype will be converted.
 
-        Raises MismatchError when the shapes differ.
+        `name` is for errors. Raises MismatchError when the shapes differ.
         """
         if tuple(tensor.shape) != entry.shape:
             raise MismatchError(
@@ -43,12 +43,13 @@ class Filler:
         return not same
 
     def run(self) -> None:
-        """Read everything that was asked for."""
+        """Read the values of all tensors that were added."""
         self._checkpoint.read_many(self._direct)
         for entry, local, runs in self._staged:
-            self._fill(entry, local, runs)
+            self._fill_staged(entry, local, runs)
 
-    def _fill(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
+    def _fill_staged(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
+        """Fill a tensor through CPU memory of up to 64 MiB at a time, converting the dtype."""
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
         step = _STAGING_BYTES // dtype.itemsize
@@ -69,7 +70,7 @@ class Filler:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
-    """A whole tensor in new CPU memory, in the dtype in which it is stored."""
+    """Return a full tensor in new CPU memory, in the dtype in which it is stored."""
     entry = checkpoint.entry(name, kind)
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     checkpoint.read_into(name, kind, 0, tensor_buffer(tensor))

@@ -31,13 +31,13 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into the objects of `state`, in place, and say what was loaded; collective.
+    """Load a checkpoint into the objects of `state`, in place, and return a report of what was loaded; collective.
 
-    Without a tag the newest good checkpoint is loaded (see `restore`). Modules, optimizers and stateful objects are
-    filled, tensors are written into, and plain data is replaced in the mapping. What is not in `state` is not
-    requested: pass only the module to load only the module, or only the optimizer, whose parameters then have the
-    names that were saved at their places. `rename` maps a model's name to the checkpoint's name, or None to leave it as
-    it is. A parameter is read from its `master` when the stored parameter has another dtype than is asked for.
+    Without a tag the newest whole checkpoint is loaded (see `restore`). Modules, optimizers and stateful objects are
+    filled, tensors are written into, and plain data is replaced in the mapping. Only what `state` holds is requested:
+    pass only the module to load only the module, or only the optimizer, whose parameters then get the names that were
+    saved at the same positions of their groups. `rename` maps a model's name to the checkpoint's name, or None to keep
+    it. A parameter is read from its `master` when the stored parameter has another dtype than the model's.
 
     Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
     ignored.
@@ -66,39 +66,44 @@ class _Load:
         self._client: dict[str, Any] = client if isinstance(client, dict) else {}
 
     def run(self, strict: bool) -> LoadReport:
+        """Load everything and return the report; with `strict` raise MismatchError unless everything fits."""
         for module in self._parts.modules.values():
-            self._module(module)
+            self._request_module(module)
         for key, value in self._state.items():
             if isinstance(value, torch.optim.Optimizer):
-                self._optimizer(key, value)
+                self._request_optimizer(key, value)
         self._finish_report()
         if strict:
             self._report.require_complete()
         self._filler.run()
         for key in self._state:
-            self._other(key)
+            self._load_remaining(key)
         if strict:
             self._report.require_complete()
         return self._report
 
-    def _module(self, module: ModuleState) -> None:
+    def _request_module(self, module: ModuleState) -> None:
+        """Request the values of a module's tensors; a tensor that is not stored is reported as defaulted."""
         for name, tensor in module.tensors.items():
             stored = self._stored_name(name)
-            kind = self._choose(stored, module.kind(name), tensor)
+            kind = self._kind_to_read(stored, module.kind(name), tensor)
             if kind is None:
                 self._report.defaulted.append(f"{name} ({module.kind(name)})")
                 continue
             entry = self._checkpoint.entry(stored, kind)
-            self._ask(entry.name, kind, tensor, name)
+            self._request(entry.name, kind, tensor, name)
             self._wanted.update((entry.name, other) for other in ("param", "master"))
 
     def _stored_name(self, name: str) -> str:
-        """The name in the checkpoint of a model's name: renamed, and followed when it is a tied one."""
+        """Return the checkpoint's name for a model's name: renamed, and resolved if it is a tied name."""
         renamed = self._rename(name) or name
         return renamed if renamed in self._stored else self._checkpoint.aliases.get(renamed, renamed)
 
-    def _choose(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
-        """The kind to read a module's tensor from: `master` where the stored parameter has another dtype than asked."""
+    def _kind_to_read(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
+        """Return the kind to read a module's tensor from, None if there is none.
+
+        It is `master` where the stored parameter is missing or has another dtype than `tensor`.
+        """
         known = self._checkpoint.tensors
         if kind == "param" and (name, "master") in known:
             plain = known.get((name, "param"))
@@ -106,14 +111,16 @@ class _Load:
                 return "master"
         return kind if (name, kind) in known else None
 
-    def _ask(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
+    def _request(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
+        """Request the values of a tensor and report it as loaded."""
         entry = self._checkpoint.entry(stored, kind)
         if self._filler.add(entry, tensor, name):
             self._report.converted.append(f"{name} ({kind})")
         self._report.loaded.append(f"{name} ({kind})")
         self._wanted.add((entry.name, kind))
 
-    def _optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
+    def _request_optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
+        """Create an optimizer's state, request its values, and set its hyperparameters."""
         by_name: dict[str, list[str]] = {}
         for name, kind in self._checkpoint.tensors:
             if is_optimizer_kind(kind):
@@ -129,6 +136,7 @@ class _Load:
         self._wanted.update(found)
 
     def _finish_report(self) -> None:
+        """Report stored tensors that nothing requested, as ignored or as kinds that were not requested."""
         modules = bool(self._parts.modules)
         optimizers = any(isinstance(value, torch.optim.Optimizer) for value in self._state.values())
         skipped: set[str] = set()
@@ -140,19 +148,23 @@ class _Load:
                 self._report.ignored.append(f"{name} ({kind})")
         self._report.not_requested += sorted(skipped - {STATE_KIND})
 
-    def _other(self, key: str) -> None:
+    def _load_remaining(self, key: str) -> None:
+        """Load the value of a key that is no optimizer; of a module, only the part of its state that is no tensor."""
         value = self._state[key]
         if isinstance(value, (RngState, torch.Generator)):
-            self._generator(key, value)
+            self._load_generator(key, value)
         elif isinstance(value, torch.nn.Module):
             extra = self._client.get(key)
-            stored = decode(extra["$module"], self._read) if isinstance(extra, dict) and "$module" in extra else {}
+            stored = (
+                decode(extra["$module"], self._read_state) if isinstance(extra, dict) and "$module" in extra else {}
+            )
             if stored:
                 value.load_state_dict(stored, strict=False)
         elif not isinstance(value, torch.optim.Optimizer):
-            self._plain(key, value)
+            self._load_value(key, value)
 
-    def _plain(self, key: str, value: Any) -> None:
+    def _load_value(self, key: str, value: Any) -> None:
+        """Load a tensor, a stateful object or plain data."""
         if key not in self._client:
             self._report.defaulted.append(key)
             return
@@ -162,12 +174,13 @@ class _Load:
                 self._report.converted.append(key)
             filler.run()
         elif isinstance(value, Stateful):
-            value.load_state_dict(decode(self._client[key], self._read))
+            value.load_state_dict(decode(self._client[key], self._read_state))
         else:
-            self._state[key] = decode(self._client[key], self._read)
+            self._state[key] = decode(self._client[key], self._read_state)
         self._report.loaded.append(key)
 
-    def _generator(self, key: str, value: RngState | torch.Generator) -> None:
+    def _load_generator(self, key: str, value: RngState | torch.Generator) -> None:
+        """Set a generator to the state that this rank saved; without one it is reported as defaulted."""
         states = self._checkpoint.rank_state
         mine = states[self._rank] if self._rank < len(states) else None
         if not isinstance(mine, dict) or key not in mine:
@@ -179,5 +192,5 @@ class _Load:
             value.set_state(torch.frombuffer(bytearray(mine[key]), dtype=torch.uint8))
             self._report.loaded.append(key)
 
-    def _read(self, name: str) -> torch.Tensor:
+    def _read_state(self, name: str) -> torch.Tensor:
         return read_tensor(self._checkpoint, name, STATE_KIND)

@@ -1,4 +1,4 @@
-"""The stored parts of a module, and their names."""
+"""The tensors of a module, and the names under which they are stored."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass
 class ModuleState:
-    """Tensors by name, each once; tied names in `aliases`; everything else of the state dict in `extra`."""
+    """Tensors by name, each once; tied names in `aliases`; other entries of the state dict in `extra`."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def kind(self, name: str) -> str:
-        """`param` or `buffer`."""
+        """Return `param` or `buffer`."""
         return "param" if isinstance(self.tensors[name], torch.nn.Parameter) else "buffer"
 
 
 def module_state(module: torch.nn.Module, prefix: str = "") -> ModuleState:
-    """Parameters and persistent buffers of a module, without the wrappers that DDP and compilation put around it."""
+    """Return parameters and persistent buffers of a module, named without the wrappers of DDP and compilation.
+
+    `prefix` begins every name.
+    """
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module
     state = ModuleState()
@@ -42,5 +45,5 @@ def module_state(module: torch.nn.Module, prefix: str = "") -> ModuleState:
 
 
 def parameter_names(states: list[ModuleState]) -> dict[int, str]:
-    """Names of parameters by the identity of the parameter."""
+    """Return the names of all tensors of `states`, by `id` of the tensor."""
     return {id(tensor): name for state in states for name, tensor in state.tensors.items()}

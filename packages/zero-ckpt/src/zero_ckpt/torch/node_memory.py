@@ -35,12 +35,12 @@ from .coordinator import DistCoordinator
 from .transfer import Transfer, exchange
 
 Needs = Callable[[Manifest], "Iterable[str]"]
-"""The names of the files of a checkpoint that this rank will read."""
+"""A function that returns the names of a checkpoint's files that this rank will read."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that the nodes hold together, of step `step`; `holders`: by file, the ranks that can read it."""
+    """A checkpoint that the nodes hold together: bytes by file, and by file the ranks that can read it."""
 
     tag: str
     step: int
@@ -71,7 +71,7 @@ class NodeMemory:
 
     @property
     def node(self) -> str:
-        """The node of this rank: ranks that see the same directory are on one."""
+        """The name of this rank's node: ranks that see the same directory are on one."""
         return self._nodes[self._coordinator.rank]
 
     @property
@@ -80,7 +80,7 @@ class NodeMemory:
         return self._nodes.index(self.node) == self._coordinator.rank
 
     def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
-        """Copy `intervals` and save them behind training, with the options of `save_sharded`; collective.
+        """Copy `intervals` and save them in the background, with the options of `save_sharded`; collective.
 
         Waits while the last save runs. A save that failed raises its CheckpointError from a later call.
         """
@@ -88,25 +88,27 @@ class NodeMemory:
         self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
 
     def copied(self) -> None:
-        """Wait until tensors that are copied behind `save` may change; see `AsyncSaver.copied`."""
+        """Wait until tensors that are copied in the background may change; see `AsyncSaver.copied`."""
         self._saver.copied()
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a save failed whose error was not raised yet."""
+        """Return whether a save failed whose exception was not raised yet."""
         return self._saver.has_failed
 
     def wait(self) -> None:
-        """Wait until what was started is saved and copied; raises as `check` does."""
+        """Wait until every save is complete and copied to the partners; raises the exception of a failed save."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Finish what was started; raises as `check` does. The checkpoints stay."""
+        """Finish the saves that were started; raises the exception of a failed one. The checkpoints stay."""
         self._saver.close()
 
     def find(self, wanted: Callable[[Manifest], bool] = lambda manifest: True) -> Found | None:
-        """The newest checkpoint that the nodes hold together, of those that are `wanted`; None when there is none.
-        Collective."""
+        """Return the newest checkpoint that the nodes hold together; None when there is none. Collective.
+
+        Only checkpoints whose manifest is `wanted` count.
+        """
         views = together(self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted))
         steps = {tag: step for view in views for tag, (step, _, _) in view.items()}
         for tag in sorted(steps, key=lambda tag: (-steps[tag], tag)):
@@ -121,9 +123,9 @@ class NodeMemory:
         return None
 
     def fetch(self, found: Found, needs: Needs) -> Path:
-        """Bring what this node's ranks need of `found` into its directory; the checkpoint's path. Collective.
+        """Copy the files that this node's ranks need of `found` into its directory; returns the checkpoint's path.
 
-        Raises CheckpointError on every rank.
+        Collective. Raises CheckpointError on every rank.
         """
         what = f"fetching {found.tag} into {self.directory}"
         path = self.directory / found.tag
@@ -141,12 +143,13 @@ class NodeMemory:
         return path
 
     def forget(self) -> None:
-        """Remove every checkpoint of this node; on every rank, after the last save."""
+        """Remove every checkpoint of this node; to be called on every rank, after the last save."""
         if self.leads:
             for candidate in find_candidates(self.directory):
                 remove_directory(candidate.path)
 
     def _open_directory(self) -> list[str]:
+        """Make and check the directory; returns the node's name and a random token for this run's tags."""
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(self.directory)
         _require_own(self.directory, status)
@@ -155,7 +158,7 @@ class NodeMemory:
         return [f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}", os.urandom(4).hex()]
 
     def _copy_to_partners(self, path: Path) -> None:
-        """On the saver's thread: give every file to the partner of the rank that wrote it, then remove older tags."""
+        """Copy every file to the partner of the rank that wrote it, then remove other tags; on the saver's thread."""
         held = together(self._coordinator, f"copying {path}", lambda: self._own_files(path))
         transfers = [
             Transfer(name, nbytes, rank, self._partner[rank])
@@ -170,12 +173,12 @@ class NodeMemory:
                     remove_directory(candidate.path)
 
     def _own_files(self, path: Path) -> dict[str, int]:
-        """The files that this rank wrote."""
+        """Return the files that this rank wrote, with their sizes."""
         prefix = f"rank-{self._coordinator.rank:05d}"
         return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
 
     def _held(self, wanted: Callable[[Manifest], bool]) -> dict[str, Any]:
-        """By tag: (step, every file of the checkpoint, those that are here); reported by each node's first rank."""
+        """Return by tag (step, sizes of all files, files that are here); empty except on each node's first rank."""
         if not self.leads:
             return {}
         return {
@@ -189,18 +192,22 @@ class NodeMemory:
         }
 
     def _first_of_nodes(self, present: tuple[int, ...]) -> set[int]:
-        """The first rank of every node of which no rank is in `present`."""
+        """Return the first rank of every node of which no rank is in `present`."""
         known = {self._nodes[rank] for rank in present}
         return {self._nodes.index(node) for node in self._nodes if node not in known}
 
     def _place_manifest(self, path: Path, raw: bytes, missing: set[int]) -> None:
+        """Write the manifest on the ranks `missing`."""
         if self._coordinator.rank in missing:
             path.mkdir(mode=0o700, exist_ok=True)
             Folder(path, follow=False)  # raises where a link or a file has the name
             replace_durably(path / MANIFEST_NAME, raw, 0o600)
 
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
-        """Return what nodes lack of the files that their ranks will read, from the holder that gives least so far."""
+        """Return a transfer for each file that a node's ranks will read and it lacks.
+
+        The source is the holder that sends the fewest bytes so far.
+        """
         given = [0] * len(self._nodes)
         transfers = []
         for node in dict.fromkeys(self._nodes):
@@ -221,7 +228,7 @@ def _decode(path: Path) -> Manifest:
 
 
 def _read_manifest(path: Path) -> bytes:
-    """The manifest of a checkpoint directory; raises DamagedError for a link and for one beyond the bound."""
+    """Return the bytes of a manifest; raises DamagedError for a link and for one of more than the largest size."""
     return Folder(path, follow=False).read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 
@@ -239,7 +246,7 @@ def _present(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _require_own(directory: Path, status: os.stat_result) -> None:
-    """Raise CheckpointError unless `directory` is one of this user that nobody else can write."""
+    """Raise CheckpointError unless `directory` is this user's own and nobody else can write into it."""
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CheckpointError(
             f"{directory}: expected a directory of this user that nobody else can write, got mode "
@@ -248,7 +255,7 @@ def _require_own(directory: Path, status: os.stat_result) -> None:
 
 
 def _require_unmovable(directory: Path, above: Path) -> None:
-    """Raise CheckpointError where somebody else could put another directory in the place of `directory`."""
+    """Raise CheckpointError when other users could replace `directory` by one of theirs, through its parent `above`."""
     status = os.stat(above)
     others_write = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in (0, os.geteuid()) or others_write:
@@ -259,7 +266,10 @@ def _require_unmovable(directory: Path, above: Path) -> None:
 
 
 def partners(nodes: list[str]) -> list[int]:
-    """By rank, who keeps a copy of its files: the rank of the same number on the next node, itself on a single node."""
+    """Return by rank the rank that keeps a copy of its files; `nodes` names the node of each rank.
+
+    It is the rank of the same number on the next node, modulo that node's ranks; on a single node, the rank itself.
+    """
     members: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)

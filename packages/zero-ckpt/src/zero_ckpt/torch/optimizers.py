@@ -18,13 +18,13 @@ from .tree import decode, encode
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 
 
-def parameters_of(
+def named_parameters(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, stored: Sequence[Sequence[str]] = ()
 ) -> list[list[tuple[str, Any]]]:
-    """(name, parameter) per group.
+    """Return (name, parameter) of each parameter, per group; `names` has names by `id` of the parameter.
 
-    A parameter of no module at hand is named by its place: as `stored`, the names per group in a checkpoint, says when
-    the group has as many members there, and otherwise after the optimizer's `key`.
+    A parameter of no known module is named by its position: as in `stored`, a checkpoint's names per group, when the
+    group has as many members there, and otherwise after the optimizer's `key`.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):
@@ -38,14 +38,14 @@ def parameters_of(
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> tuple[dict[str, Any], list[tuple[str, str, torch.Tensor]]]:
-    """The plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor)."""
+    """Return the plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor)."""
     groups, state, tensors = [], {}, []
-    for options, members in zip(optimizer.param_groups, parameters_of(optimizer, names, key), strict=True):
+    for options, members in zip(optimizer.param_groups, named_parameters(optimizer, names, key), strict=True):
         plain = {name: value for name, value in options.items() if name not in ("params", "param_names")}
         found: dict[str, torch.Tensor] = {}
         encoded = encode(plain, f"{key}.param_groups", found)
         inline = {name: tensor.item() for name, tensor in found.items()}  # such as a learning rate kept in a tensor
-        groups.append({"options": _inline(encoded, inline), "params": [name for name, _ in members]})
+        groups.append({"options": _inline_scalars(encoded, inline), "params": [name for name, _ in members]})
         for name, parameter in members:
             kinds, values = [], {}
             for kind, value in optimizer.state.get(parameter, {}).items():
@@ -58,12 +58,13 @@ def describe_optimizer(
     return {"$optimizer": {"groups": groups, "state": state}}, tensors
 
 
-def _inline(value: Any, tensors: dict[str, Any]) -> Any:
+def _inline_scalars(value: Any, tensors: dict[str, Any]) -> Any:
+    """Return encoded data with each tensor's name replaced by its value, from `tensors`."""
     if isinstance(value, dict) and "$tensor" in value:
         return {"$scalar": tensors[value["$tensor"]]}
     if isinstance(value, dict):
-        return {key: _inline(item, tensors) for key, item in value.items()}
-    return [_inline(item, tensors) for item in value] if isinstance(value, list) else value
+        return {key: _inline_scalars(item, tensors) for key, item in value.items()}
+    return [_inline_scalars(item, tensors) for item in value] if isinstance(value, list) else value
 
 
 class OptimizerLoader:
@@ -75,7 +76,7 @@ class OptimizerLoader:
         self._optimizer, self._key, self._checkpoint = optimizer, key, checkpoint
         self._described = described["$optimizer"] if isinstance(described, dict) else None
         stored = [group["params"] for group in self._described["groups"]] if self._described else []
-        self._members = parameters_of(optimizer, names, key, stored)
+        self._members = named_parameters(optimizer, names, key, stored)
         client = checkpoint.client_state
         self._plain_groups = client.get("param_groups") if isinstance(client, dict) else None
 
@@ -85,24 +86,24 @@ class OptimizerLoader:
         return self._described is not None or isinstance(self._plain_groups, list)
 
     def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
-        """The state kinds of a parameter that belong to this optimizer."""
+        """Return the state kinds of a parameter that belong to this optimizer."""
         if self._described is None:
             return by_name.get(name, [])
         return self._described["state"].get(name, {}).get("kinds", [])  # type: ignore[no-any-return]
 
     def load(self, filler: Filler, by_name: dict[str, list[str]], found: list[tuple[str, str]]) -> list[str]:
-        """Create or reuse state tensors and ask `filler` for their values, appending each (name, kind) to `found`.
+        """Create or reuse state tensors and request their values from `filler`, appending each (name, kind) to `found`.
 
         `by_name` lists the optimizer kinds in the checkpoint by parameter name. Returns the names of parameters that
-        the checkpoint knows nothing about. Raises MismatchError when the param groups cannot be matched.
+        the checkpoint does not know. Raises MismatchError when the param groups cannot be matched.
         """
         unknown = []
-        self._load_groups()
+        self._load_hyperparameters()
         for group, members in zip(self._optimizer.param_groups, self._members, strict=True):
             for name, parameter in members:
                 values = {} if self._described is None else self._described["state"].get(name, {}).get("values", {})
                 kinds = list(self.kinds_of(name, by_name))
-                if not (kinds or self._knows(name, by_name)):
+                if not (kinds or self._was_saved(name, by_name)):
                     unknown.append(name)
                     continue
                 state: dict[str, Any] = dict(values)
@@ -116,13 +117,14 @@ class OptimizerLoader:
                     self._optimizer.state[parameter] = state
         return unknown
 
-    def _knows(self, name: str, by_name: dict[str, list[str]]) -> bool:
-        """Return whether a parameter without state tensors was the saved optimizer's: then it had no gradient yet."""
+    def _was_saved(self, name: str, by_name: dict[str, list[str]]) -> bool:
+        """Return whether a parameter without state was the saved optimizer's: then it had no gradient yet."""
         if self._described is not None:
             return name in self._described["state"]
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
 
-    def _load_groups(self) -> None:
+    def _load_hyperparameters(self) -> None:
+        """Set the options of the param groups; raises MismatchError for another number of groups."""
         if not self.has_groups:
             return
         plain = [{"options": group} for group in self._plain_groups or []]
@@ -132,29 +134,31 @@ class OptimizerLoader:
                 f"{self._key!r} has {len(self._optimizer.param_groups)} param groups, the checkpoint has {len(groups)}"
             )
         for options, stored in zip(self._optimizer.param_groups, groups, strict=True):
-            values = stored["options"] if self._described is not None else _fitting(stored["options"], options)
+            values = stored["options"] if self._described is not None else _matching_options(stored["options"], options)
             for name, value in values.items():
                 scalar = isinstance(value, dict) and "$scalar" in value
                 if scalar and isinstance(options.get(name), torch.Tensor):
                     options[name].fill_(value["$scalar"])
                 else:
-                    options[name] = value["$scalar"] if scalar else decode(value, _no_tensor)
+                    options[name] = value["$scalar"] if scalar else decode(value, _refuse_tensor)
 
 
-def _fitting(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of an engine's group that this optimizer has; how it computes stays its own business."""
+def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return an engine's stored options that this optimizer has, without those that say how it computes."""
     known = {key: value for key, value in stored.items() if key in options and key not in _IMPLEMENTATION}
     return {key: {"$tuple": value} if isinstance(value, list) else value for key, value in known.items()}
 
 
-def _no_tensor(name: str) -> torch.Tensor:
+def _refuse_tensor(name: str) -> torch.Tensor:
+    """Raise MismatchError: a `read` for `decode` where no tensor may be."""
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 
 def _state_tensor(
     old: Any, parameter: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: str, group: dict[str, Any]
 ) -> torch.Tensor:
-    """The tensor to fill: the one that is there when it fits, otherwise a new one where the optimizer expects it."""
+    """Return the tensor to fill: `old` when it fits, otherwise a new one on the device where the optimizer expects
+    it."""
     wanted = torch_dtype(dtype)
     if isinstance(old, torch.Tensor) and tuple(old.shape) == shape and old.dtype == wanted:
         return old

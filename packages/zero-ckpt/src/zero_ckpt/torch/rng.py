@@ -1,4 +1,4 @@
-"""The generators of one rank."""
+"""The random number generators of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The states as plain data."""
+        """Return the states as plain data."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": [version, list(words), gauss],

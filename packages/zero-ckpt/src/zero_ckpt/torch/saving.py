@@ -73,7 +73,7 @@ def save(
 
 
 class Parts:
-    """The values of a state by what they are."""
+    """The values of a state, sorted by type: `modules` by key, and `names` of their tensors by `id`."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
@@ -82,7 +82,7 @@ class Parts:
         self.names = parameter_names(list(self.modules.values()))
 
     def frozen(self) -> list[str]:
-        """Parameters that need no gradient."""
+        """Return the names of parameters that need no gradient."""
         return [
             name
             for module in self.modules.values()
@@ -93,7 +93,8 @@ class Parts:
     def describe(
         self, exclude_frozen: bool
     ) -> tuple[list[tuple[str, str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
-        """Tensors as (name, kind, tensor), the plain data that is stored once, and that of this rank."""
+        """Return tensors as (name, kind, tensor), the plain data that is stored once, and the plain data of this
+        rank."""
         tensors: list[tuple[str, str, torch.Tensor]] = []
         client: dict[str, Any] = {}
         own: dict[str, Any] = {}
@@ -113,20 +114,23 @@ class Parts:
             elif isinstance(value, (RngState, torch.Generator)):
                 own[key] = _generator_state(value)
             else:
-                client[key] = encode(_state_of(value), key, extra)
+                client[key] = encode(_state_or_value(value), key, extra)
             tensors += [(name, STATE_KIND, tensor) for name, tensor in extra.items()]
         return tensors, client, own
 
 
-def _state_of(value: Any) -> Any:
+def _state_or_value(value: Any) -> Any:
+    """Return the state dict of a stateful object, and any other value itself."""
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
 def _generator_state(value: RngState | torch.Generator) -> Any:
+    """Return a generator's state as plain data."""
     return value.state_dict() if isinstance(value, RngState) else bytes(tensor_buffer(value.get_state()))
 
 
 def _intervals(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> Iterable[Interval]:
+    """Yield the intervals of this rank's parts of (name, kind, tensor)."""
     stager = Stager()
     for name, kind, tensor in tensors:
         local, runs = local_part(tensor.detach(), name)

@@ -1,4 +1,4 @@
-"""Copy files of a directory between ranks whose directories are not the same."""
+"""Copy files of a directory between ranks that have directories of their own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Transfer:
 def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
     """Copy files between the ranks' own directories; collective, with the same transfers in the same order.
 
-    A file appears under its name when all its bytes are there. A rank has at most 8 transfers of 4 MiB in memory at a
-    time. Links are not followed, nor is anything read that is no regular file. What a rank cannot read or write is
-    raised when every rank is through (OSError or DamagedError naming the file), so that nobody waits for it. Raises
-    CheckpointError on every rank, before anything moves, for a name that no rank's file has.
+    A file appears under its name when all its bytes have arrived. A rank has at most 8 transfers of 4 MiB in memory at
+    a time. Links are not followed, and only regular files are read. A rank that cannot read or write a file raises
+    OSError or DamagedError naming it after all transfers, so that no other rank waits for it. Raises CheckpointError on
+    every rank, before anything moves, for a name that no rank's file has.
     """
     for transfer in transfers:
         if not is_data_file(transfer.name):
@@ -45,13 +45,13 @@ def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.Process
     rank = dist.get_rank(group)
     failures: list[Exception] = []
     for batch in batches(transfers):
-        _run([t for t in batch if rank in (t.source, t.target)], directory, rank, group, failures)
+        _move_batch([t for t in batch if rank in (t.source, t.target)], directory, rank, group, failures)
     if failures:
         raise failures[0]
 
 
 def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """The transfers in groups in which no rank has more than 8."""
+    """Yield the transfers in batches in which no rank has more than 8."""
     waiting = list(transfers)
     while waiting:
         load: dict[int, int] = {}
@@ -67,10 +67,13 @@ def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
         waiting = later
 
 
-def _run(
+def _move_batch(
     transfers: Sequence[Transfer], directory: Path, rank: int, group: dist.ProcessGroup, failures: list[Exception]
 ) -> None:
-    """Move the chunks of one batch side by side, and after them whether the source could read them all."""
+    """Move the chunks of one batch side by side, then send whether the source could read them all.
+
+    Errors are appended to `failures`.
+    """
     files = {t.name: _Incoming(directory, t.name, failures) for t in transfers if t.target == rank}
     readable = {t.name: torch.ones(1, dtype=torch.uint8) for t in transfers}
     for begin in range(0, max((t.nbytes for t in transfers), default=0), _CHUNK_BYTES):
@@ -109,7 +112,7 @@ def _run(
 
 
 class _Incoming:
-    """A file that arrives in chunks; what goes wrong is noted, and the file does not appear."""
+    """A file that arrives in chunks; after an error, which is appended to `failures`, it does not appear."""
 
     def __init__(self, directory: Path, name: str, failures: list[Exception]) -> None:
         self._target, self._partial = directory / name, directory / f".arriving-{name}"
@@ -128,10 +131,10 @@ class _Incoming:
         try:
             self._file.write(tensor_buffer(chunk))
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
     def close(self, complete: bool) -> None:
-        """All chunks were written: give the file its name, unless the source could not read them."""
+        """Rename the complete file to its name, or remove it if it is not `complete`."""
         if self._file is None:
             return
         try:
@@ -141,9 +144,10 @@ class _Incoming:
             else:
                 self._partial.unlink()
         except OSError as error:
-            self._give_up(error)
+            self._fail(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _fail(self, error: OSError) -> None:
+        """Note an error and remove the partial file."""
         self._failures.append(error)
         self._file = None
         self._partial.unlink(missing_ok=True)

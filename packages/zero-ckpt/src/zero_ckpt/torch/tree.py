@@ -1,4 +1,4 @@
-"""State dicts as plain data plus named tensors, and back."""
+"""State dicts as plain data plus named tensors, and the reverse."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _TENSOR, _MAP, _TUPLE = "$tensor", "$map", "$tuple"
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` as plain data in which each tensor is replaced by its name, `path` and its place; fills `tensors`.
+    """Return `value` as plain data in which each tensor is replaced by a name: its path, which begins with `path`.
 
-    Raises NotPlainDataError with the path of what is neither a tensor nor plain data.
+    The tensors are added to `tensors` by name. Raises NotPlainDataError with the path of what is neither a tensor nor
+    plain data.
     """
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
@@ -37,7 +38,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of `encode`; `read` returns the tensor of a name."""
+    """Return the value that `encode` was given; `read` returns the tensor of a name. Raises DamagedError."""
     if isinstance(value, list):
         return [decode(item, read) for item in value]
     if not isinstance(value, dict):
