@@ -22,8 +22,8 @@ _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way, named as in zero-nvme-aio. `checksum` is None until it is done, or if none was
-    requested."""
+    """A transfer under way; `checksum` is None until it is done, or if none was requested. Named as what satisfies
+    it."""
 
     @property
     def checksum(self) -> str | None: ...
