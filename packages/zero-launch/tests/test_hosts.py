@@ -153,7 +153,7 @@ def test_bound_ranks_have_their_own_cores_and_the_pid_file_is_there_while_they_r
     text = "import os, time; print(sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS']); time.sleep(0.5)"
     job = start("--save_pid", "--nproc", 2, "--bind_core_list", ",".join(map(str, cores)), write_script(text))
     path = tmp_path / f"{job.pid}.ds"
-    assert wait_until(path.exists, 30) and path.read_text() == str(job.pid)
+    assert wait_until(lambda: path.exists() and path.read_text() == str(job.pid), 30)
     out, err = job.communicate(timeout=30)
     assert sorted(out.splitlines()) == [f"[rank {n}] [{core}] 1" for n, core in enumerate(cores)], err
     assert not path.exists()

@@ -28,6 +28,7 @@ from zero_launch.requeue import LeftEarly, hold, requeue
 from zero_launch.schedulers import mpirun_command, srun_command
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.stand_ins import search_paths
+from zero_launch.torch_import import keep_from_collector
 from zero_launch.transport import Transport
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ``argv``: default sys.argv[1:].
     """
+    if argv is None:  # this process is the command's
+        keep_from_collector()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words[:1] == ["doctor"]:

@@ -27,6 +27,7 @@ from zero_launch.processes import end_job
 from zero_launch.report import signal_name
 from zero_launch.sockets import interface_variables
 from zero_launch.spec import SILENCE_SECONDS, LaunchSpec
+from zero_launch.torch_import import keep_from_collector
 
 if TYPE_CHECKING:
     from zero_launch.cluster_agent import ClusterAgent
@@ -242,4 +243,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    keep_from_collector()
     sys.exit(main())

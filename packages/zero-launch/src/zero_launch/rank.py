@@ -25,6 +25,7 @@ from zero_launch.ending import end_process_groups
 from zero_launch.processes import CORES_VARIABLE, END_FILE, LAUNCHER_PID_VARIABLE, REQUEUE_VARIABLE
 from zero_launch.requeue import SIGNALS
 from zero_launch.standby import OPTION, record_imports, stand_by
+from zero_launch.torch_import import keep_from_collector
 
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
@@ -47,6 +48,7 @@ def main() -> None:
     if os.environ.get(REQUEUE_VARIABLE):
         for signum in SIGNALS:  # Slurm may send them to every process; see [Note: requeue signals]
             signal.signal(signum, signal.SIG_IGN)
+    keep_from_collector()
     if descriptor is None:
         record_imports()
     else:
