@@ -49,7 +49,8 @@ def finder(monkeypatch):
 
 
 def test_an_import_that_fails_leaves_the_collector_on_and_nothing_frozen(finder, tmp_path):
-    (tmp_path / "torch.py").write_text("import gc\nassert not gc.isenabled()\nraise ImportError('a library is missing')")
+    text = "import gc\nassert not gc.isenabled()\nraise ImportError('a library is missing')"
+    (tmp_path / "torch.py").write_text(text)
     spec = finder.find_spec("torch", [str(tmp_path)])
     frozen = gc.get_freeze_count()
     with pytest.raises(ImportError, match="a library is missing"):
