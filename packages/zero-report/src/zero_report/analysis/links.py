@@ -1,4 +1,4 @@
-"""Speeds of links and drives, and how fast they can be."""
+"""Achieved and peak speeds of links and drives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 @dataclass
 class Link:
-    """One kind of transfer over all ranks. ``busy``: seconds of a rank with one under way, added up over ranks;
-    ``waited``: those in which it only waited; ``peak``: bytes per second of one rank, and ``source`` says by what."""
+    """One kind of transfer over all ranks. ``busy``: seconds in which a rank had one under way, summed over ranks;
+    ``waited``: seconds in which it only waited; ``peak``: bytes per second of one rank; ``source``: where the peak is
+    from.
+    """
 
     name: str
     nbytes: int
@@ -24,17 +26,17 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of one rank while busy."""
+        """Return the bytes per second of one rank while busy."""
         return self.nbytes / self.busy if self.busy else 0.0
 
     @property
     def of_peak(self) -> float:
-        """The rate as a share of the peak, 0 to 1."""
+        """Return the rate as a fraction of the peak, 0 to 1; 0 if the peak is not known."""
         return self.rate / self.peak if self.peak else 0.0
 
 
 class LinkSums:
-    """Adds up transfers, step by step."""
+    """Sums up the transfers of each link, step by step."""
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}
@@ -42,7 +44,7 @@ class LinkSums:
     def add(self, blocks: Mapping[int, Block]) -> None:
         """Add the transfers of one step; ``blocks`` by rank."""
         for block in blocks.values():
-            _add(self._links, block)
+            _add_transfers(self._links, block)
 
     def result(self, notes: Iterable[Mapping[str, Any]]) -> list[Link]:
         """Return the links, the busiest first.
@@ -57,7 +59,8 @@ class LinkSums:
         return sorted(self._links.values(), key=lambda link: -link.busy)
 
 
-def _add(links: dict[str, Link], block: Block) -> None:
+def _add_transfers(links: dict[str, Link], block: Block) -> None:
+    """Add one rank's transfers in one step to ``links``."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for span in block.spans:
         if (span.nbytes or span.waited) and (span.kind in COLLECTIVES or span.kind in TIERS):
@@ -75,7 +78,7 @@ def _add(links: dict[str, Link], block: Block) -> None:
 
 
 def link_name(kind: int, name: str) -> str:
-    """Return the link of a transfer: for tiers what stands before the colon, for collectives their phase."""
+    """Return the link of a transfer: for tiers the text before the colon, for collectives their phase."""
     return name.partition(":")[0] if kind in TIERS else SpanKind(kind).name.lower()
 
 

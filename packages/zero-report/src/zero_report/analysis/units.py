@@ -11,8 +11,10 @@ from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
 @dataclass
 class UnitSums:
-    """One unit, parameter or message, over ranks and steps. ``computed`` and ``waited``: seconds; ``messages``: how
-    many; the rest: bytes sent by gathers, reductions and other messages, and moved from and to tiers."""
+    """Totals of one unit, parameter or message, over ranks and steps. ``computed`` and ``waited``: seconds;
+    ``messages``: their number; the rest: bytes sent by gathers, reductions and other messages, and bytes read from and
+    written to tiers.
+    """
 
     name: str
     computed: float = 0.0
@@ -38,12 +40,14 @@ _BYTES = {
 
 
 def thing_of(span: Span) -> str:
-    """Return the unit, parameter or message that a span is for: of a tier's span what stands after the colon."""
+    """Return the name of the unit, parameter or message that a span is for: in a tier's span, the text after
+    the colon.
+    """
     return span.name.partition(":")[2].strip() or span.name if span.kind in TIERS else span.name
 
 
 class AllUnits:
-    """Adds up spans by what they are for, step by step."""
+    """Sums up the spans of each unit, parameter or message, step by step."""
 
     def __init__(self) -> None:
         self._found: dict[str, UnitSums] = {}
@@ -63,7 +67,7 @@ class AllUnits:
                     unit.waited += span.waited / 1e6
 
     def result(self) -> list[UnitSums]:
-        """Return what was added up."""
+        """Return the totals."""
         return list(self._found.values())
 
     def _of(self, name: str) -> UnitSums:

@@ -28,7 +28,7 @@ class Verdict:
 
 
 def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
-    """Say where the time of a run goes, and how it ended."""
+    """Return where the time of a run goes, and how it ended."""
     end = how_it_ended(run)
     ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
@@ -44,7 +44,7 @@ def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
 
 
 def _skipped(run: Run) -> str:
-    """Say it where many steps of the last start were skipped."""
+    """Return a sentence if many steps of the last start were skipped; empty otherwise."""
     table = run.last.first.table
     steps, skipped = float(table["steps"].sum()), float(np.nansum(table["skipped"]))
     if skipped < _WORTH_NAMING * steps or not skipped:
@@ -111,19 +111,22 @@ _SENTENCES = {"data": _data, "rank": _rank, "tier": _tier, "link": _link, "save"
 
 
 def _one_rank(share: Share, causes: Causes) -> Share | None:
-    """The rank that stands behind most of a kind of cause; None where there are several, or only one rank at all."""
+    """Return the rank that causes most of one kind of waiting; None if there are several such ranks, or only
+    one rank.
+    """
     candidates = causes.of_kind(share.kind)
     return candidates[0] if candidates and candidates[0].seconds >= _ONE_RANK * share.seconds else None
 
 
 def _range(things: list[str]) -> str:
+    """Return the first and the last of ``things`` as text; empty if there are none."""
     if not things or things == [""]:
         return ""
     return things[0] if len(things) == 1 else f"{things[0]} to {things[-1]}"
 
 
 def _natural(text: str) -> list[tuple[int, int, str]]:
-    """Sort key by which layers.10 comes after layers.9."""
+    """Return a sort key by which layers.10 comes after layers.9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
 
 

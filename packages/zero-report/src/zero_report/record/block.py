@@ -28,8 +28,9 @@ class StepBlock(NamedTuple):
     memory: Sequence[tuple[float, dict[str, int]]]
 
     def encode(self, unix: float, tail: str = "") -> bytes:
-        """Return the block as a line of the timeline; ``unix``: seconds to add for the time of day; ``tail``: what
-        else the line says."""
+        """Return the block as a line of the timeline; ``unix``: seconds to add for the time of day; ``tail``: further
+        JSON fields.
+        """
         began = self.began
         numbers: list[float] = []
         flat = iter(self.spans)
@@ -39,25 +40,25 @@ class StepBlock(NamedTuple):
         memory = json_text([[round((at - began) * 1e6), owners] for at, owners in self.memory]) if self.memory else "[]"
         return encode_text(
             f'{{"step":{self.step},"began":{unix + began:.6f},"us":{(self.end - began) * 1e6:.0f},'
-            f'"names":{_listed(tuple(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{memory}'
+            f'"names":{_names_json(tuple(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{memory}'
             f"{tail}}}"
         )
 
 
 @lru_cache(maxsize=32)
-def _listed(names: tuple[str, ...]) -> str:
-    """The names as JSON; those of one step are those of the next."""
+def _names_json(names: tuple[str, ...]) -> str:
+    """Return the names as a JSON list; cached, as consecutive steps have the same names."""
     return json_text(list(names))
 
 
 class OpenBlock(NamedTuple):
-    """A step that is not over, and what is under way in it."""
+    """A step that is not over, and the spans under way in it."""
 
     block: StepBlock
     under_way: UnderWay
 
     def encode(self, unix: float) -> bytes:
-        """Return the line; spans that are under way are the last ones, and end where the block does."""
+        """Return the line of the step; spans under way come last, and end at the block's end."""
         block, running = self.block, list(self._running())
         for kind, name, begin, nbytes in running:
             number = block.names.setdefault(name, len(block.names))

@@ -1,4 +1,4 @@
-"""Lines with a checksum: what is written whole can be told from what is not."""
+"""Lines with a checksum, by which a damaged or incomplete line is recognised."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def encode_text(text: str) -> bytes:
 
 
 class Lines(NamedTuple):
-    """The whole lines of a file, without checksums, and how many bytes of it are none."""
+    """The undamaged lines of a file, without checksums, and the bytes and number of the damaged ones."""
 
     bodies: list[bytes]
     damaged_bytes: int
@@ -40,7 +40,7 @@ class Lines(NamedTuple):
 
 
 def read(path: Path) -> Lines:
-    """Read the lines of ``path`` that are whole. Raises OSError."""
+    """Read the undamaged lines of ``path``. Raises OSError."""
     data = path.read_bytes()
     bodies: list[bytes] = []
     damaged = lines = 0
@@ -63,6 +63,7 @@ def _split(data: bytes) -> Iterator[bytes]:
 
 
 def _finite(value: Any) -> Any:
+    """Return a value for JSON in which infinities and NaN are None."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):
