@@ -39,7 +39,7 @@ class Made:
         self.rank = rank
         self.model = build()
         units = [self._unit(index, layer) for index, layer in enumerate(self.model)]
-        for name, value in {"goes_on": lambda: None, "failed": lambda _reason: None}.items():
+        for name, value in {"record_call": lambda: None, "record_failed_call": lambda _reason: None}.items():
             setattr(rank.control, name, value)
         groups: Any = SimpleNamespace(control=rank.control, abort=lambda *_args, **_more: None, can_reopen=False)
         self.runtime = Runtime(

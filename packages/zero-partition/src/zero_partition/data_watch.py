@@ -65,6 +65,7 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _get_data(parameter: nn.Parameter) -> torch.Tensor:
+    """Return ``parameter.data``: an alias by which the owner finds writes; see [Note: writes through .data]."""
     if torch.compiler.is_compiling():
         return torch.Tensor.detach(parameter)
     data: torch.Tensor = _DATA.__get__(parameter)
@@ -77,6 +78,7 @@ def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
 
 
 def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
+    """Pickle ``parameter`` as one of the user's class, without its owner."""
     kind = present_class(parameter)
     if kind.__reduce_ex__ is not nn.Parameter.__reduce_ex__:
         return kind.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
@@ -87,6 +89,7 @@ def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _copy_unwatched(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Return a deep copy of ``parameter`` of the user's class."""
     watching, parameter.__class__ = type(parameter), present_class(parameter)
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]

@@ -58,22 +58,22 @@ class FragmentStates(_Entries):
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.get`; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.pop`; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.setdefault`; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().setdefault(key, default)
 
     def update(self, *entries: Any, **named: Any) -> None:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.update`; raises `PartitionError` for a parameter of the model."""
         given = dict(*entries, **named)
         for key in given:
             self._check(key)
@@ -123,37 +123,37 @@ class WatchedFragmentStates(FragmentStates):
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.get`; raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.pop`; raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().pop(key, *default)
 
     def popitem(self) -> Any:
-        """As of a dict."""
+        """Like `dict.popitem`."""
         self._note_read()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; a parameter of the model is refused by name."""
+        """Like `dict.setdefault`; raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        """As of a dict."""
+        """Like `dict.keys`."""
         self._note_read()
         return super().keys()
 
     def values(self) -> Any:
-        """As of a dict."""
+        """Like `dict.values`."""
         self._note_read()
         return super().values()
 
     def items(self) -> Any:
-        """As of a dict."""
+        """Like `dict.items`."""
         self._note_read()
         return super().items()
 

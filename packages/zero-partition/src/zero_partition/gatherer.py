@@ -201,6 +201,7 @@ class OrderedGathers:
             self._learned.add(key)
 
     def _issue(self, unit: Unit) -> None:
+        """Issue the gather of ``unit``, and remember its storage for `unit_of_storage`."""
         unit.issue_gather(self._step.value)
         self._by_address[unit.flat.untyped_storage().data_ptr() or storage_address(unit.flat)] = unit
 
@@ -314,6 +315,7 @@ class Gatherer:
 
     @outside_transforms
     def _gather_absent(self, unit: Unit) -> None:
+        """Gather ``unit``, prefetch the next units, and release unused ones while too many elements are gathered."""
         if not self._gathers.is_issued(unit):
             self._issue(unit)
         self._wait(unit)
@@ -331,12 +333,14 @@ class Gatherer:
         self._request(unit.index)
 
     def _wait(self, unit: Unit) -> None:
+        """Wait for the gather of ``unit`` if one is in flight, after starting what other ranks may wait for."""
         if unit.state is UnitState.GATHERING:
             self._waits.before_gather(unit)
             unit.wait_gather()
 
     @outside_transforms
     def _release(self, unit: Unit) -> None:
+        """Release ``unit`` unless it is pinned, after a gather in flight."""
         if not unit.pinned:
             self._wait(unit)
             unit.release()

@@ -155,7 +155,7 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
-        "__torch_function__": classmethod(_call),
+        "__torch_function__": classmethod(_torch_function),
         "__deepcopy__": _copy_as_plain,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -166,7 +166,7 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return made
 
 
-def _call(
+def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     report_gradient_access(func, args)
@@ -175,6 +175,7 @@ def _call(
 
 
 def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Return a deep copy of ``parameter`` that is not watched."""
     watching, parameter.__class__ = type(parameter), getattr(type(parameter), _PLAIN)
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]

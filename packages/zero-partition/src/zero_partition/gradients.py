@@ -369,6 +369,7 @@ class UnitGradients:
         return (self._slice(self.reduced) if self._full_group is not None else self.reduced), False
 
     def _new_leaf(self, device: torch.device) -> torch.Tensor:
+        """Return an uninitialised shard for the next reduction of a tree: the spare one if there is one."""
         leaf, self._spare_leaf = self._spare_leaf, None
         if leaf is None:
             leaf = torch.empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype, device=device)

@@ -226,6 +226,7 @@ def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentR
 
 
 def _one_guarded(result: Any, reference: FragmentReference, is_view: bool) -> Any:
+    """Return ``result`` guarded by ``reference`` if it is a plain tensor, else as it is."""
     if type(result) is not torch.Tensor:
         return result
     values = result.as_subclass(FragmentValues)
@@ -244,12 +245,14 @@ class GuardedTensor:
 
 
 def _copy(tensor: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Return a deep copy that is an unguarded parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         memo[id(tensor)] = copied = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
     return copied
 
 
 def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
+    """Pickle the tensor as an unguarded parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         unguarded = nn.Parameter(tensor.data, tensor.requires_grad)
     return unguarded.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

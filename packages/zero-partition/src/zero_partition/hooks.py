@@ -144,6 +144,7 @@ class ModuleHooks:
         self._handles.clear()
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
+        """Register the forward and state-dict hooks of one module, which uses ``units``; ``outermost``: the model."""
         watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):
@@ -231,6 +232,7 @@ class ModuleWatch:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
+        """Report that backward is about to read the module's units; nothing inside a transform of torch.func."""
         if innermost_transform() is not None:  # which differentiates by itself inside forward
             return
         if any_modes():

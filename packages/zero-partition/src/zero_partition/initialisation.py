@@ -131,11 +131,13 @@ class Init:
             self._meet_all(GATHER, records)
 
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        """Shard the parameters of ``child``, which is being attached to ``parent`` as ``name``."""
         if child is not None:
             owner = type(parent).__name__
             self._shard_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
+        """Remember ``module``, which registers a parameter, so that its own parameters are sharded at the end."""
         seen = self._built.get(id(module))
         if seen is None or seen() is not module:  # ids come again, in another order on each rank
             self._built.pop(id(module), None)
@@ -215,6 +217,7 @@ class Init:
         return oldest
 
     def _gather(self, records: list[ShardedParameter]) -> None:
+        """Gather ``records``, which become the newest touched ones. Collective."""
         for record in records:
             record.gather()
             self._touched[record.number] = record
@@ -242,6 +245,7 @@ class Init:
 
     @property
     def _alone_here(self) -> bool:
+        """Return whether the group has one rank only."""
         return self._group.world_size == 1
 
     def _warn_differed(self) -> None:

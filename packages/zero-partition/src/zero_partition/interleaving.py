@@ -115,6 +115,7 @@ class Interleaving:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
+        """Wait for the oldest reduction in flight, after issuing the gathers that others may wait for."""
         one = self._reductions.oldest
         if one is not None:
             self._before_reduction(one.number, one.gathers_first)
