@@ -31,6 +31,7 @@ NAMES = [
     "Topology",
     "TreeSum",
     "Work",
+    "await_connections",
     "default_device",
     "discover",
     "init",

@@ -37,6 +37,18 @@ dist.destroy_process_group()
 print(out.tolist())
 """
 
+LATE = """
+import os, time, torch.distributed as dist, zero_comm
+connect = dist.init_process_group
+def slowly(*args, **kwargs):
+    connect(*args, **kwargs)
+    time.sleep(float(os.environ["RANK"]))              # rank 1's connections take a second longer
+dist.init_process_group = slowly
+zero_comm.init("cpu")
+print(time.time())
+os._exit(0)
+"""
+
 
 def environment(**more: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -48,12 +60,13 @@ def test_without_a_launcher_one_rank_is_made_and_no_variable_changes() -> None:
     assert done.returncode == 0 and own_lines(done.stdout) == ["ok"], done.stderr
 
 
-def test_a_launchers_variables_are_followed() -> None:
+def run_pair(program: str) -> list[list[str]]:
+    """Run ``program`` as ranks 0 and 1, and return the lines that each printed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LAUNCHED],
+            [sys.executable, "-c", program],
             env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -62,4 +75,14 @@ def test_a_launchers_variables_are_followed() -> None:
         for rank in range(2)
     ]
     answers = [rank.communicate(timeout=60) for rank in ranks]
-    assert [own_lines(out) for out, _ in answers] == [["[0.0, 1.0]"]] * 2, answers
+    assert [rank.returncode for rank in ranks] == [0, 0], answers
+    return [own_lines(out) for out, _ in answers]
+
+
+def test_a_launchers_variables_are_followed() -> None:
+    assert run_pair(LAUNCHED) == [["[0.0, 1.0]"]] * 2
+
+
+def test_no_rank_returns_before_all_are_connected() -> None:
+    (first,), (second,) = run_pair(LATE)
+    assert abs(float(first) - float(second)) < 0.5

@@ -16,7 +16,7 @@ from .packets import Codec
 from .process_groups import EngineGroups, open_group
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
-from .setup import default_device, init
+from .setup import await_connections, default_device, init
 from .slices import SliceSum, TreeSum, sum_slices
 from .starting import starting_together
 from .tag import Tag
@@ -48,6 +48,7 @@ __all__ = [
     "Topology",
     "TreeSum",
     "Work",
+    "await_connections",
     "default_device",
     "discover",
     "init",

@@ -21,7 +21,8 @@ def init(
     the CPU, and for an accelerator its own backend with gloo beside it for control messages. ``timeout``: of
     collectives; default torch's. The rank comes from the environment that the launcher sets (see `discover`: torchrun,
     zero-launch, Open MPI, PMI, Slurm, Kubernetes); without one the world is this single rank. Changes no environment
-    variable. Raises ValueError when the ranks are on several hosts and nothing says where rank 0 is.
+    variable. Returns once all ranks are connected. Raises ValueError when the ranks are on several hosts and nothing
+    says where rank 0 is.
     """
     if dist.is_initialized():
         return
@@ -37,6 +38,18 @@ def init(
         url = f"tcp://{place.address}:{place.port}"
         rank, world_size = place.rank, place.world_size
         dist.init_process_group(chosen, url, timeout=timeout, rank=rank, world_size=world_size)
+    await_connections()
+
+
+def await_connections() -> None:
+    """Wait until every rank of the default process group has connected to the others; only gloo needs that.
+
+    A rank has its own connections before the others have theirs. One that ended at that moment would make
+    `init_process_group` fail on those ("Connection closed by peer").
+    """
+    backends = dist.get_backend_config().split(",")
+    if dist.get_world_size() > 1 and {"gloo", "cpu:gloo"} & set(backends):
+        dist.all_reduce(torch.zeros(1))
 
 
 def default_device() -> torch.device:

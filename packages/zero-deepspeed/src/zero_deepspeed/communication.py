@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_comm import init
+from zero_comm import await_connections, init
 from zero_core.errors import UsageError
 
 from .accelerator import compute_device
@@ -45,6 +45,7 @@ def init_distributed(
     backend = _backend(dist_backend, device.type)
     if init_method is not None or rank >= 0:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+        await_connections()
         return
     many = next((name for name in _MPI if int(os.environ.get(name, "1")) > 1), None)
     if many is not None and "RANK" not in os.environ:
