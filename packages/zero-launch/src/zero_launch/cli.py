@@ -317,15 +317,18 @@ def _become(command: list[str]) -> None:
 def _pid_file() -> Iterator[None]:
     """Keep this process's pid in `<temporary folder>/PID.ds` (`--save_pid`) while the block runs."""
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
-    # Others may write into that folder and know the name: what lies there is neither followed nor written over.
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    except FileExistsError:
-        raise FileExistsError(
-            f"--save_pid: {path} is there already; remove it, or set TMPDIR to a folder of yours"
-        ) from None
-    with open(descriptor, "w", encoding="ascii") as file:
+    # Others may write into that folder and know the name: what lies there is neither followed nor written over, and
+    # nobody reads a file that is still empty.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="ascii") as file:
+        os.fchmod(file.fileno(), 0o644)
         file.write(str(os.getpid()))
+        file.flush()
+        try:
+            os.link(file.name, path)
+        except FileExistsError:
+            raise FileExistsError(
+                f"--save_pid: {path} is there already; remove it, or set TMPDIR to a folder of yours"
+            ) from None
     try:
         yield
     finally:
