@@ -1,4 +1,4 @@
-"""Copying files, or ranges of them, through the engine: memory holds four chunks at a time."""
+"""Copies of files, or of ranges of them, through the engine and a ring of four buffers in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ._request import Request
 from ._tensors import sync_folder
 from .errors import ChecksumError
 
-__all__ = ["CopyRange", "copy_file", "copy_spans"]
+__all__ = ["CopyRange", "copy_file", "copy_ranges"]
 
 PAGE = 4096
 CHUNK_BYTES = 16 << 20
@@ -31,10 +31,10 @@ def copy_file(
     sync: bool = True,
     verify: bool = False,
 ) -> int:
-    """Copy a file's content and permissions and return the bytes copied; the target is either complete or absent.
+    """Copy a file's content and permissions and return the bytes copied; a target that exists is replaced.
 
-    `target` may be a folder. With `verify` the copy is read back and compared by checksum. Raises the errors of the
-    engine.
+    `target` may be a folder. A copy that fails leaves the target as it was. `sync`: the copy is on stable storage on
+    return. `verify`: read the copy back and compare checksums. Raises the errors of the engine, ChecksumError.
     """
     origin, goal = os.fspath(source), os.fspath(target)
     if os.path.isdir(goal):
@@ -44,11 +44,11 @@ def copy_file(
         nbytes = reading.size
         try:
             with engine.open(scratch, "rw") as writing:
-                sums = copy_spans(engine, [CopyRange(reading, 0, writing, 0, nbytes)])
+                checksums = copy_ranges(engine, [CopyRange(reading, 0, writing, 0, nbytes)])
                 if sync:
                     engine.sync(writing)
                 if verify:
-                    _verify(engine, writing, nbytes, sums)
+                    _verify(engine, writing, nbytes, checksums)
             shutil.copymode(origin, scratch)
             os.replace(scratch, goal)
         except BaseException:
@@ -61,7 +61,7 @@ def copy_file(
 
 
 class CopyRange(NamedTuple):
-    """`nbytes` at `offset` of one file that go to `target_offset` of another."""
+    """`nbytes` to copy from `offset` of one file to `target_offset` of another."""
 
     source: File
     offset: int
@@ -70,47 +70,50 @@ class CopyRange(NamedTuple):
     nbytes: int
 
 
-def copy_spans(engine: Engine, spans: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
-    """Copy ranges through a ring of four buffers, reading ahead of the writes; return the checksum of every chunk.
+def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
+    """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks, in order.
 
-    Raises the errors of the engine, EndOfFileError if a source is shorter than its range.
+    A chunk ends at a multiple of ``chunk_bytes`` in the source. Raises the errors of the engine, EndOfFileError if a
+    source is shorter than its range.
     """
-    chunks = deque(chunk for span in spans for chunk in _chunks(span, chunk_bytes))
+    chunks = deque(chunk for copied in ranges for chunk in _chunks(copied, chunk_bytes))
     largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
     free = deque(memoryview(AlignedBuffer(largest)) for _ in range(CHUNKS))
     reads: deque[tuple[CopyRange, memoryview, memoryview, Request]] = deque()
     writes: deque[tuple[memoryview, Request]] = deque()
-    sums: list[str | None] = []
+    checksums: list[str | None] = []
     while chunks or reads or writes:
         while chunks and free:
             chunk, buffer = chunks.popleft(), free.popleft()
-            # As far from a page's begin as in the file, so that direct I/O needs no copy.
+            # At the same distance from a page boundary as in the file, so that direct I/O needs no copy.
             piece = buffer[chunk.offset % PAGE :][: chunk.nbytes]
             reads.append((chunk, buffer, piece, engine.read(chunk.source, piece, chunk.offset, checksum=True)))
         if reads and (len(writes) < CHUNKS // 2 or not writes):
             chunk, buffer, piece, request = reads.popleft()
             request.wait()
-            sums.append(request.checksum)
+            checksums.append(request.checksum)
             writes.append((buffer, engine.write(chunk.target, piece, chunk.target_offset)))
         else:
             buffer, request = writes.popleft()
             request.wait()
             free.append(buffer)
-    return sums
+    return checksums
 
 
-def _chunks(span: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
-    """Yield the range in pieces, cut at the source's multiples of `chunk_bytes`."""
-    begin = span.offset
-    while begin < span.offset + span.nbytes:
-        end = min(span.offset + span.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
-        yield CopyRange(span.source, begin, span.target, span.target_offset + begin - span.offset, end - begin)
+def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
+    """Yield consecutive sub-ranges, each up to the next multiple of `chunk_bytes` in the source."""
+    begin = copied.offset
+    while begin < copied.offset + copied.nbytes:
+        end = min(copied.offset + copied.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
+        target_offset = copied.target_offset + begin - copied.offset
+        yield CopyRange(copied.source, begin, copied.target, target_offset, end - begin)
         begin = end
 
 
-def _verify(engine: Engine, file: File, nbytes: int, sums: list[str | None]) -> None:
+def _verify(engine: Engine, file: File, nbytes: int, checksums: list[str | None]) -> None:
+    """Read the copy back; raise ChecksumError unless its chunks have ``checksums``, those of the source's chunks."""
     buffer = memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1))))
-    for number, expected in enumerate(sums):
+    for number, expected in enumerate(checksums):
         begin = number * CHUNK_BYTES
         request = engine.read(file, buffer[: min(CHUNK_BYTES, nbytes - begin)], begin, checksum=True)
         request.wait()

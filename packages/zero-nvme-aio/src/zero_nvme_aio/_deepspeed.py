@@ -1,4 +1,4 @@
-"""DeepSpeed's `aio` section, key by key."""
+"""Translation of the `aio` section of a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ _KEYS = (
 
 
 def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of `Engine` that mean what the section means there."""
+    """Return the keyword arguments of `Engine` that mean what the `aio` section means; absent keys get DeepSpeed's
+    defaults.
+
+    Raises ValueError for an unknown key, `use_gds`, two different thread counts, and flags that are not `bool`.
+    """
     for key in config:
         if key not in _KEYS:
             near = difflib.get_close_matches(key, _KEYS, n=1)

@@ -1,5 +1,5 @@
-"""Tensors in an accelerator's memory: through a ring of pinned host buffers, copying one chunk while another is
-moved.
+"""Reads and writes of tensors in an accelerator's memory, through a ring of pinned host buffers: one chunk is copied
+between device and host while others are read or written.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .errors import InvalidBufferError, RequestCancelledError, WaitTimeoutError
 
 __all__ = ["DeviceRequest", "DeviceTransfers"]
 
-Move = Callable[[File, Any, int], Request]
-"""`Engine.read` or `Engine.write`: file, host memory, offset."""
+StartTransfer = Callable[[File, Any, int], Request]
+"""`Engine.read` or `Engine.write`; takes the file, the host memory, and the offset in the file."""
 
 CHUNK_BYTES = 8 << 20
 SLOTS = 4
 
 
 class DeviceRequest(Request):
-    """A transfer of an accelerator tensor."""
+    """A read or write of an accelerator tensor, worked by the thread of its device's `_StagingRing`."""
 
     __slots__ = ("_cancelled", "_future", "_nbytes")
 
@@ -36,31 +36,38 @@ class DeviceRequest(Request):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the request moves in total."""
+        """Return the bytes that the request moves in total."""
         return self._nbytes
 
     @property
     def checksum(self) -> str | None:
-        """None: no checksum is computed for accelerator tensors."""
+        """Return None: no checksum is computed for accelerator tensors."""
         return None
 
     def done(self) -> bool:
-        """Return whether the request has ended, well or not."""
+        """Return whether the request has ended, successfully or not; never blocks."""
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Blocks until the tensor may be used again and returns the bytes moved; `timeout` in seconds."""
+        """Block until the tensor may be used again and return the bytes moved.
+
+        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, RequestCancelledError after `cancel`, and
+        the error of the read, write or copy that failed.
+        """
         futures.wait([self._future], timeout)
         if not self._future.done():
             raise WaitTimeoutError(f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path)
         return self._future.result()
 
     def settle(self) -> None:
-        """Blocks until the request has ended, well or not."""
+        """Block until the request has ended, successfully or not; does not raise its error."""
         self._future.exception()
 
     def cancel(self) -> None:
-        """Starts no further chunk."""
+        """Start no further chunk of this request; it ends after the chunks under way.
+
+        `wait` then raises RequestCancelledError, unless the request had ended before.
+        """
         self._cancelled.set()
 
     def __repr__(self) -> str:
@@ -73,62 +80,70 @@ class DeviceRequest(Request):
 
 
 class DeviceTransfers:
-    """Moves accelerator tensors for one engine, whose ``read`` and ``write`` move the chunks; one ring per device."""
+    """Reads and writes accelerator tensors for one engine, whose `read` and `write` transfer the chunks.
 
-    def __init__(self, read: Move, write: Move) -> None:
+    Each device has one ring of host buffers, made on first use.
+    """
+
+    def __init__(self, read: StartTransfer, write: StartTransfer) -> None:
         self._read, self._write = read, write
-        self._stages: dict[Any, _Stage] = {}
+        self._rings: dict[Any, _StagingRing] = {}
         self._lock = threading.Lock()
 
     def submit(self, write: bool, file: File, tensor: Any, offset: int, checksum: bool) -> DeviceRequest:
-        """Starts moving a contiguous torch tensor between its device and the file."""
+        """Start to write a contiguous torch tensor at `offset` of the file, or to read it from there.
+
+        The transfer follows the work that is enqueued on the caller's current stream now. Raises InvalidBufferError for
+        a strided tensor or with `checksum`, InvalidOffsetError.
+        """
         if checksum:
             raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
         if not tensor.is_contiguous():
             raise InvalidBufferError("expected contiguous memory, got a strided tensor; call .contiguous() first")
         nbytes = tensor.numel() * tensor.element_size()
         require_offset(file.path, offset, nbytes)
-        stage = self._stage_of(tensor.device)
+        ring = self._ring_of(tensor.device)
         cancelled = threading.Event()
-        ready = stage.mover.mark()
-        move = stage.write if write else stage.read
-        io = self._write if write else self._read
-        future = stage.executor.submit(move, io, file, tensor, offset, ready, cancelled)
+        ready = ring.copy_stream.record_callers_event()
+        transfer = ring.write if write else ring.read
+        start = self._write if write else self._read
+        future = ring.executor.submit(transfer, start, file, tensor, offset, ready, cancelled)
         return DeviceRequest(future, file.path, nbytes, cancelled)
 
     def close(self) -> None:
-        """Waits for everything submitted."""
-        for stage in self._stages.values():
-            stage.executor.shutdown(wait=True)
+        """Wait until every request has ended, and end the threads; errors stay with their requests."""
+        for ring in self._rings.values():
+            ring.executor.shutdown(wait=True)
 
-    def _stage_of(self, device: Any) -> _Stage:
+    def _ring_of(self, device: Any) -> _StagingRing:
         with self._lock:
-            stage = self._stages.get(device)
-            if stage is None:
-                stage = self._stages[device] = _Stage(device)
-            return stage
+            ring = self._rings.get(device)
+            if ring is None:
+                ring = self._rings[device] = _StagingRing(device)
+            return ring
 
 
-class _Mover:
-    """Copies on a stream of the device, beside the user's own."""
+class _CopyStream:
+    """Copies on a stream of the device of its own. For the CPU copies are synchronous and events are None."""
 
     def __init__(self, device: Any) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._device = device
         self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
-    def mark(self) -> Any:
-        """The point in the caller's stream up to which the tensor is being made."""
+    def record_callers_event(self) -> Any:
+        """Return an event for the work that is enqueued on the caller's current stream now."""
         if self._stream is None:
             return None
         return self._torch.accelerator.current_stream(self._device).record_event()
 
-    def after(self, event: Any) -> None:
+    def wait_event(self, event: Any) -> None:
+        """Have later copies wait for ``event`` on the device; None: for nothing."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
-    def copy(self, target: Any, source: Any) -> Any:
-        """Starts a copy and returns the event that ends it."""
+    def start_copy(self, target: Any, source: Any) -> Any:
+        """Start a copy and return the event of its end; None if it has ended already."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -137,43 +152,53 @@ class _Mover:
         return self._stream.record_event()
 
 
-class _Stage:
-    """The pinned ring of one device, worked by one thread."""
+class _StagingRing:
+    """The pinned host buffers of one device; one thread copies through them, one request at a time."""
 
     def __init__(self, device: Any) -> None:
         torch: Any = importlib.import_module("torch")
-        self.mover = _Mover(device)
+        self.copy_stream = _CopyStream(device)
         self.executor = futures.ThreadPoolExecutor(1, thread_name_prefix="zero-nvme-aio-device")
         self._slots = [
             torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=device.type != "cpu") for _ in range(SLOTS)
         ]
-        self._flat: Callable[[Any], Any] = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)
+        self._flat_bytes: Callable[[Any], Any] = lambda tensor: tensor.detach().reshape(-1).view(torch.uint8)
 
-    def write(self, io: Move, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
-        flat = self._flat(tensor)
+    def write(
+        self, start: StartTransfer, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event
+    ) -> int:
+        """Write ``tensor`` at ``offset`` of the file, chunk by chunk, and return its bytes; runs on the ring's thread.
+
+        ``start``: starts the write of a chunk. ``ready``: event to wait for before the first copy. Raises
+        RequestCancelledError if ``cancelled`` was set meanwhile, and the error of a write.
+        """
+        flat = self._flat_bytes(tensor)
         pending: list[Request | None] = [None] * SLOTS
-        self.mover.after(ready)
+        self.copy_stream.wait_event(ready)
         try:
             for number, begin in enumerate(range(0, len(flat), CHUNK_BYTES)):
                 slot = number % SLOTS
-                self._free(pending, slot)
+                self._wait_for_slot(pending, slot)
                 if cancelled.is_set():
                     break
                 piece = self._slots[slot][: min(CHUNK_BYTES, len(flat) - begin)]
-                copied = self.mover.copy(piece, flat[begin : begin + len(piece)])
+                copied = self.copy_stream.start_copy(piece, flat[begin : begin + len(piece)])
                 if copied is not None:
                     copied.synchronize()
-                pending[slot] = io(file, piece, offset + begin)
+                pending[slot] = start(file, piece, offset + begin)
         finally:
-            _settle(pending)
+            _settle_all(pending)
         return self._finish(pending, len(flat), file, cancelled)
 
-    def read(self, io: Move, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event) -> int:
-        flat = self._flat(tensor)
+    def read(
+        self, start: StartTransfer, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event
+    ) -> int:
+        """Fill ``tensor`` from ``offset`` of the file, chunk by chunk, and return its bytes; the rest as in `write`."""
+        flat = self._flat_bytes(tensor)
         begins = range(0, len(flat), CHUNK_BYTES)
         pending: list[Request | None] = [None] * SLOTS
         copied: list[Any] = [None] * SLOTS
-        self.mover.after(ready)
+        self.copy_stream.wait_event(ready)
         try:
             for number in range(len(begins) + SLOTS - 1):
                 if number < len(begins) and not cancelled.is_set():
@@ -181,35 +206,37 @@ class _Stage:
                     if copied[slot] is not None:
                         copied[slot].synchronize()
                     length = min(CHUNK_BYTES, len(flat) - begins[number])
-                    pending[slot] = io(file, self._slots[slot][:length], offset + begins[number])
+                    pending[slot] = start(file, self._slots[slot][:length], offset + begins[number])
                 oldest = number - (SLOTS - 1)
                 if 0 <= oldest < len(begins):
                     slot = oldest % SLOTS
-                    self._free(pending, slot)
+                    self._wait_for_slot(pending, slot)
                     target = flat[begins[oldest] : begins[oldest] + CHUNK_BYTES]
-                    copied[slot] = self.mover.copy(target, self._slots[slot][: len(target)])
+                    copied[slot] = self.copy_stream.start_copy(target, self._slots[slot][: len(target)])
         finally:
-            _settle(pending)
+            _settle_all(pending)
             for event in copied:
                 if event is not None:
                     event.synchronize()
         return self._finish(pending, len(flat), file, cancelled)
 
-    def _free(self, pending: list[Request | None], slot: int) -> None:
+    def _wait_for_slot(self, pending: list[Request | None], slot: int) -> None:
+        """Wait for the transfer of a slot's buffer, if there is one, and raise its error."""
         request, pending[slot] = pending[slot], None
         if request is not None:
             request.wait()
 
     def _finish(self, pending: list[Request | None], nbytes: int, file: File, cancelled: threading.Event) -> int:
+        """Wait for the remaining transfers and return ``nbytes``; RequestCancelledError if ``cancelled`` is set."""
         for slot in range(SLOTS):
-            self._free(pending, slot)
+            self._wait_for_slot(pending, slot)
         if cancelled.is_set():
             raise RequestCancelledError(f"transfer of '{file.path}' was cancelled", path=file.path)
         return nbytes
 
 
-def _settle(pending: list[Request | None]) -> None:
-    """The ring is reused by the next transfer: nothing of this one may still be under way, after an error either."""
+def _settle_all(pending: list[Request | None]) -> None:
+    """Wait until all transfers have ended, also after an error: the next request reuses the buffers."""
     for request in pending:
         if request is not None:
             request.settle()

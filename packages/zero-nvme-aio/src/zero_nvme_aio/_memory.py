@@ -1,4 +1,4 @@
-"""Memory made for I/O."""
+"""Aligned memory that direct I/O needs no copy for, and pools of it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ class AlignedBuffer(_native.Mapping):
 
 
 class BufferPool:
-    """A fixed number of equal AlignedBuffers, made once and handed out again and again.
+    """A fixed number of AlignedBuffers of `nbytes` each, allocated once and reused; safe for several threads.
 
-    `take` blocks until one is free; `give_back` returns it, or use `with pool.borrow() as buffer`. Safe for several
-    threads.
+    `take` blocks until one is free, `give_back` makes it free again; `with pool.borrow() as buffer` does both.
     """
 
     def __init__(self, nbytes: int, count: int, *, huge_pages: bool = True, lock: bool = False) -> None:
@@ -62,12 +61,13 @@ class BufferPool:
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes resident for this pool, whether handed out or not."""
+        """Return the bytes of memory that the buffers occupy, taken or free; 0 once the pool is closed."""
         return sum(buffer.charged_bytes for buffer in self._all)
 
     def take(self, timeout: float | None = None) -> AlignedBuffer:
-        """A free buffer, its content unspecified. Raises WaitTimeoutError after `timeout` seconds, ClosedError when
-        closed.
+        """Take a free buffer out of the pool and return it, its content unspecified; block until there is one.
+
+        Raises WaitTimeoutError after `timeout` seconds (None: never), ClosedError once the pool is closed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._free or self._closed, timeout):
@@ -77,7 +77,7 @@ class BufferPool:
             return self._free.pop()
 
     def give_back(self, buffer: AlignedBuffer) -> None:
-        """Returns a buffer that was taken; ValueError when it is not out, or not of this pool."""
+        """Put a taken buffer back into the pool, if it is open; ValueError for a buffer that was not taken from it."""
         with self._changed:
             if self._closed:
                 return
@@ -87,11 +87,11 @@ class BufferPool:
             self._changed.notify()
 
     def borrow(self, timeout: float | None = None) -> _Borrowed:
-        """A context manager around `take` and `give_back`."""
+        """Return a context manager that takes a buffer and gives it back after the block; `timeout` as in `take`."""
         return _Borrowed(self, timeout)
 
     def close(self) -> None:
-        """Lets the memory go as soon as nobody uses it; waiters raise ClosedError."""
+        """Close the pool: waiting calls of `take` raise ClosedError, and memory is freed once nobody refers to it."""
         with self._changed:
             self._closed = True
             self._all.clear()
@@ -106,6 +106,8 @@ class BufferPool:
 
 
 class _Borrowed:
+    """Takes a buffer from a pool for the length of a `with` block."""
+
     def __init__(self, pool: BufferPool, timeout: float | None) -> None:
         self._pool = pool
         self._timeout = timeout

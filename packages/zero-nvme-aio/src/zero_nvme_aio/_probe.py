@@ -1,4 +1,4 @@
-"""Find the engines that run here, and why the others do not."""
+"""The backends that run on this machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ class BackendStatus:
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of `probe`: backends in order of preference, the one that "auto" takes, and the limits that matter.
+    """The result of `probe`: backends in order of preference, the one that "auto" takes, and limits on memory.
 
-    `memlock_limit_bytes` is None when unlimited. `registered_limit_bytes` bounds the staging memory that is registered
-    with the kernel per process; the rest of the staging ring works unregistered. `registered_note` says what the kernel
-    did when it was asked.
+    `chosen`: None if no backend runs. `memlock_limit_bytes`: None if unlimited. `registered_limit_bytes`: bound on the
+    staging memory that a process registers with the kernel; the rest of the staging ring works unregistered.
+    `registered_note`: a sentence on whether the kernel registers memory now. `huge_pages`: the kernel's setting of
+    transparent huge pages.
     """
 
     backends: tuple[BackendStatus, ...]
@@ -40,7 +41,7 @@ class Probe:
     huge_pages: str
 
     def explain(self) -> str:
-        """Several lines for a person."""
+        """Return the result as text of several lines."""
         lines = [f"kernel {self.kernel}"]
         for status in self.backends:
             mark = "chosen" if status.name == self.chosen else "runs" if status.available else "no"
@@ -52,7 +53,7 @@ class Probe:
 
 
 def probe() -> Probe:
-    """Tries every backend once, each for itself, and reports; changes nothing."""
+    """Try every backend once and return which of them run here; changes nothing."""
     backends = tuple(BackendStatus(name, not reason, reason, code) for name, reason, code in _native.probe_backends())
     chosen = next((status.name for status in backends if status.available), None)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -68,6 +69,7 @@ def probe() -> Probe:
 
 
 def _registered_note(chosen: str | None) -> str:
+    """Return whether staging memory can be registered with the kernel, as a sentence; ``chosen``: backend of "auto"."""
     if chosen != "io_uring":
         return "no buffers are registered without io_uring"
     limit, in_use = _native.pin_limit(), _native.pinned_bytes()
@@ -84,6 +86,7 @@ def _registered_note(chosen: str | None) -> str:
 
 
 def _huge_pages() -> str:
+    """Return the setting of transparent huge pages: "always", "madvise" or "never", with a remark where it matters."""
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             text = file.read()

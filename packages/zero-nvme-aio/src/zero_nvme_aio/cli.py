@@ -15,8 +15,8 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 1 with one line on stderr when something failed."""
-    options = _parser().parse_args(arguments)
+    """Run the command and return its exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C."""
+    options = _make_parser().parse_args(arguments)
     action: Callable[[argparse.Namespace], None] = options.action
     try:
         action(options)
@@ -29,26 +29,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _MissingExtraError(Exception):
-    """Something optional is needed; the message says what to install."""
+    """An optional package is missing; the message says what to install."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zero-nvme-aio", description="Fast asynchronous file I/O: look, measure, tune, copy."
     )
     commands = parser.add_subparsers(required=True, metavar="command")
 
     probe = commands.add_parser("probe", help="which backends run here, which is chosen, and why not the others")
-    probe.set_defaults(action=_probe)
+    probe.set_defaults(action=_run_probe)
 
     bench = commands.add_parser("bench", help="measure a folder's device, beside fio where it is installed")
     bench.add_argument("--path", required=True, help="a folder on the device; a scratch file is made and removed")
     bench.add_argument(
-        "--size", type=_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)"
+        "--size", type=_parse_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)"
     )
     bench.add_argument("--kind", choices=("read", "write", "mixed"), nargs="+", default=["read", "write"])
     bench.add_argument(
-        "--block", type=_size, nargs="+", default=[_size("128K"), _size("1M"), _size("4M")], metavar="BYTES"
+        "--block",
+        type=_parse_size,
+        nargs="+",
+        default=[_parse_size("128K"), _parse_size("1M"), _parse_size("4M")],
+        metavar="BYTES",
     )
     bench.add_argument("--depth", type=int, nargs="+", default=[32])
     bench.add_argument("--threads", type=int, nargs="+", default=[2])
@@ -61,25 +65,26 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--no-fio", action="store_true", help="do not measure fio beside")
     bench.add_argument("--deepspeed", action="store_true", help="measure DeepSpeed's async_io beside")
     bench.add_argument("--png", metavar="FILE", help="also plot (needs the extra `plot`)")
-    bench.set_defaults(action=_bench)
+    bench.set_defaults(action=_run_bench)
 
     tune = commands.add_parser("tune", help="find the best setting for a folder's device and remember it")
     tune.add_argument("--path", required=True)
-    tune.add_argument("--size", type=_size, default="256M", help="bytes of the scratch file (default 256M)")
+    tune.add_argument("--size", type=_parse_size, default="256M", help="bytes of the scratch file (default 256M)")
     tune.add_argument("--seconds", type=float, default=45.0, help="when to stop measuring (default 45)")
     tune.add_argument("--dry-run", action="store_true", help="do not remember the result")
-    tune.set_defaults(action=_tune)
+    tune.set_defaults(action=_run_tune)
 
     copy = commands.add_parser("cp", help="copy a file through the engine")
     copy.add_argument("source")
     copy.add_argument("target")
     copy.add_argument("--verify", action="store_true", help="read the copy again and compare checksums")
     copy.add_argument("--no-sync", action="store_true", help="do not wait until the copy is on stable storage")
-    copy.set_defaults(action=_copy)
+    copy.set_defaults(action=_run_copy)
     return parser
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
+    """Return the bytes that a size such as 4096, 128K or 1G means (powers of 1024), at least 1."""
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     try:
         value = int(number) * unit
@@ -90,13 +95,15 @@ def _size(text: str) -> int:
     return value
 
 
-def _probe(options: argparse.Namespace) -> None:
+def _run_probe(options: argparse.Namespace) -> None:
+    """Print which backends run here."""
     from ._probe import probe
 
     print(probe().explain())
 
 
 def _console() -> Any:
+    """Return a console of rich; raises _MissingExtraError without rich."""
     try:
         from rich.console import Console
     except ImportError:
@@ -104,7 +111,8 @@ def _console() -> Any:
     return Console()
 
 
-def _bench(options: argparse.Namespace) -> None:
+def _run_bench(options: argparse.Namespace) -> None:
+    """Measure every combination of the options' settings, and print a table; with `--png` also plot it."""
     from . import _async_io, _fio, _sweep
 
     console = _console()
@@ -126,7 +134,8 @@ def _bench(options: argparse.Namespace) -> None:
             raise _MissingExtraError("plots need matplotlib; pip install zero-nvme-aio[plot]") from None
 
 
-def _tune(options: argparse.Namespace) -> None:
+def _run_tune(options: argparse.Namespace) -> None:
+    """Measure settings for a folder's device, print the best and, without `--dry-run`, store it."""
     from ._tuning import cache_path
     from .measure import Sample, Setting
     from .tune import tune
@@ -147,7 +156,8 @@ def _tune(options: argparse.Namespace) -> None:
         print(f"remembered in {cache_path()}; engines use it for files on this device")
 
 
-def _copy(options: argparse.Namespace) -> None:
+def _run_copy(options: argparse.Namespace) -> None:
+    """Copy a file through an engine."""
     from ._copy import copy_file
     from ._engine import Engine
 

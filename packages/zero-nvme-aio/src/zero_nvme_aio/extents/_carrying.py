@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from .._copy import CopyRange, copy_spans
+from .._copy import CopyRange, copy_ranges
 from .._engine import Engine
 from .._memory import AlignedBuffer
 from ._files import GenerationFiles
@@ -48,7 +48,7 @@ class Carrying:
         self._target = target
         self._place = place
         self._shares_blocks = shares_blocks
-        self._spans: list[CopyRange] = []
+        self._to_copy: list[CopyRange] = []
         self.copied_bytes = 0
 
     def run(self, live: Live) -> list[WrittenRange]:
@@ -63,8 +63,8 @@ class Carrying:
             for covered in sorted(chosen, key=lambda c: (c.piece.generation, c.piece.stripe, c.piece.file_offset))
             for piece in self._move(covered)
         ]
-        copy_spans(self._engine, self._spans, chunk_bytes=_CHUNK_BYTES)
-        self.copied_bytes += sum(span.nbytes for span in self._spans)
+        copy_ranges(self._engine, self._to_copy, chunk_bytes=_CHUNK_BYTES)
+        self.copied_bytes += sum(copied.nbytes for copied in self._to_copy)
         return pieces
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
@@ -90,8 +90,8 @@ class Carrying:
         for begin, end in ((0, head), (head + shared, old.nbytes)):
             if begin < end:
                 reading, writing = source.file(old.stripe), target.file(place.stripe)
-                span = CopyRange(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
-                self._spans.append(span)
+                copied = CopyRange(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
+                self._to_copy.append(copied)
 
     def _copy_verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
         """Copy the current parts of a range whose checksum covers more than them: read the whole range and verify it

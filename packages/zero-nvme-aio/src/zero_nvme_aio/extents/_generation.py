@@ -1,4 +1,4 @@
-"""A sealed generation as its users see it."""
+"""A sealed generation of an extent store: its extents and files, and how long its files stay."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ __all__ = ["Extent", "Generation"]
 class Extent:
     """Bytes [offset_bytes, offset_bytes + nbytes) of a name, at `file_offset_bytes` of `path`.
 
-    `checksum` is `"xxh3_64:<16 hex>"` of exactly these bytes, empty only while unsealed. `key` is the entry in a
-    safetensors file (one dimension, of the dtype declared), empty in the raw kind.
+    `checksum`: `"xxh3_64:<16 hex>"` of exactly these bytes; empty while unsealed, and for the rest of an extent that
+    was partly overwritten. `key`: the entry (one dimension, of the dtype declared) if the file is a safetensors file
+    and this is all of the entry, else empty.
     """
 
     path: str
@@ -28,10 +29,10 @@ class Extent:
 class Generation:
     """The extents written between two seals; their files are never written again.
 
-    `extents`: name -> pieces in order of offset, of this generation only (`ExtentStore.extents` has the whole current
-    state). `files`: the paths. `kind`: "safetensors" or "raw". While this object is alive its files stay in the store,
-    so that they can be hard-linked; `release()` or dropping it lets the store remove them once every name in them was
-    rewritten and sealed.
+    `index`: its number, counted from 1. `extents`: name -> extents in order of offset, of this generation only
+    (`ExtentStore.extents` returns the current state of all). `files`: the paths. `kind`: "safetensors" or "raw". While
+    this object is alive its files stay in the store, so that they can be hard-linked. After `release()`, or when it is
+    dropped, the store removes them once all their names were rewritten and sealed.
     """
 
     index: int
@@ -39,14 +40,16 @@ class Generation:
     files: tuple[str, ...]
     kind: str
     _pin: list[object] = field(default_factory=list, repr=False)
-    _last: Callable[[], None] = field(default=lambda: None, repr=False)
+    _make_durable: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def make_durable(self) -> None:
-        """Syncs the files and writes the index: from here on the generation survives a crash. On any thread, any number
-        of times; needed only after `ExtentStore.seal(durable=False)`. Raises what syncing met, and may be called again.
+        """Sync the files and write the index, after which the generation survives a crash.
+
+        Needed only after `ExtentStore.seal(durable=False)`. May be called on any thread and more than once; once
+        syncing has failed, every call raises its error.
         """
-        self._last()
+        self._make_durable()
 
     def release(self) -> None:
-        """Allows the store to remove the files as soon as it does not need them itself."""
+        """Let the store remove the files as soon as it does not need them itself."""
         self._pin.clear()

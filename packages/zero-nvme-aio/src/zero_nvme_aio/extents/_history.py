@@ -1,4 +1,4 @@
-"""The generations of a store: which survive a crash, which somebody holds, and which are removed."""
+"""The generations of a store: which survive a crash, which users hold, and which are removed."""
 
 from __future__ import annotations
 
@@ -12,50 +12,61 @@ from typing import Any
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
 from ._ranges import Covered, WrittenRange
-from ._sealing import Lasting
+from ._sealing import GenerationSync
 
 __all__ = ["History"]
 
-_Live = dict[str, list[Covered]]
-_PATIENCE_SECONDS = 60.0  # a thread that is interrupted while it removes files never says that it is done
+_Coverage = dict[str, list[Covered]]
+"""Name -> the ranges that hold its bytes, in order."""
+_REMOVAL_SECONDS = 60.0  # bound of `close`'s wait: a thread that was interrupted while it removed files never ends it
 
 
 class History:
-    """Keeps the files of the open generation, and of those before it for as long as anything needs them.
+    """Keeps the files of the open generation, and of earlier ones for as long as anything needs them.
 
-    `live`: the current state, which its store changes. `lock`: the store's; it is held in every call but for those of
-    a `Generation`, which may come on any thread. Removing large files takes long: calls that come without the lock do
-    it after they have given it back, so that nobody waits for it but `close`.
+    `live`: the current state, which the store changes. `lock`: the store's, which holds it in every call; calls through
+    a `Generation` come on any thread and take it. Large files take long to remove, so these calls do that after they
+    have released the lock: only `close` waits for it.
+
+    Attributes:
+        files: generation number -> its files; the open generation has some once it is written to.
+        open_number: the number of the open generation.
     """
 
-    def __init__(self, folders: StoreFolders, live: _Live, lock: threading.RLock) -> None:
+    def __init__(self, folders: StoreFolders, live: _Coverage, lock: threading.RLock) -> None:
         self._folders, self._live, self._lock = folders, live, lock
         self._removing, self._removed = 0, threading.Condition(lock)
         self.files: dict[int, GenerationFiles] = {}
-        self.next = 1
-        """The number of the open generation."""
-        self._durable_live: _Live = {}
-        self._lasting: tuple[Lasting, _Live] | None = None
+        self.open_number = 1
+        self._durable_live: _Coverage = {}
+        self._unsynced: tuple[GenerationSync, _Coverage] | None = None
+        """The last sealed generation and the state with it, until it survives a crash."""
         self._keys: dict[tuple[int, str, int], str] = {}
         self._pins: dict[int, weakref.finalize[Any, Any]] = {}
         self._closed = False
 
     def adopt(self, generations: Mapping[int, GenerationFiles], keys: Mapping[tuple[int, str, int], str]) -> None:
-        """Takes over generations that survived their process; they make up the current state."""
+        """Add the sealed generations found in the folders, which make up the current state.
+
+        `keys`: (generation, name, begin) -> entry of the safetensors file.
+        """
         self.files.update(generations)
         self._keys.update(keys)
         self._durable_live = {name: list(covered) for name, covered in self._live.items()}
-        self.next = max(generations, default=0) + 1
+        self.open_number = max(generations, default=0) + 1
 
-    def ended(
-        self, lasting: Lasting, pieces: Sequence[WrittenRange], keys: Mapping[tuple[str, int], str], kind: str
+    def add_sealed(
+        self, sync: GenerationSync, pieces: Sequence[WrittenRange], keys: Mapping[tuple[str, int], str], kind: str
     ) -> Generation:
-        """Returns the open generation, which nothing writes from here on; the next one is open."""
-        files = self.files[self.next]
+        """Return the open generation, whose files were sealed, to give to users; the next number becomes the open one.
+
+        `sync`: makes it durable. `pieces`: its ranges. `keys`: (name, begin) -> entry of the safetensors file.
+        """
+        files = self.files[self.open_number]
         files.reopen_sealed()
         self._keys.update({(files.generation, *where): key for where, key in keys.items()})
-        self._lasting = lasting, {name: list(covered) for name, covered in self._live.items()}
-        self.next += 1
+        self._unsynced = sync, {name: list(covered) for name, covered in self._live.items()}
+        self.open_number += 1
         extents: dict[str, list[Extent]] = {}
         for piece in sorted(pieces, key=lambda p: (p.name, p.begin)):
             extents.setdefault(piece.name, []).append(self.extent(Covered(piece.begin, piece.end, piece)))
@@ -64,37 +75,39 @@ class History:
             extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
             files=tuple(files.path(stripe) for stripe in files.stripes),
             kind=kind,
-            _last=partial(_make_last, lasting, weakref.ref(self)),
+            _make_durable=partial(_make_durable, sync, weakref.ref(self)),
         )
         self._pin(generation)
         return generation
 
-    def lasts(self, lasting: Lasting) -> None:
-        """Lets go of what a generation supersedes that survives a crash now."""
+    def note_durable(self, sync: GenerationSync) -> None:
+        """Record that the generation of `sync` survives a crash now, and remove those that nothing needs any more."""
         with self._lock:
-            if self._lasting is not None and self._lasting[0] is lasting:
-                _, self._durable_live = self._lasting
-                self._lasting = None
-                lasting.close()
+            if self._unsynced is not None and self._unsynced[0] is sync:
+                _, self._durable_live = self._unsynced
+                self._unsynced = None
+                sync.close()
             superseded = self._take_superseded()
         self._remove(superseded)
 
-    def make_the_last_one_durable(self) -> None:
-        """Makes the generation that was sealed last survive a crash. One that could not is dropped once nothing current
-        is in it; raises what it met until then."""
-        if self._lasting is None:
+    def make_last_durable(self) -> None:
+        """Sync the generation that was sealed last, if that was not done yet.
+
+        If it failed before, raise that error for as long as the generation holds current bytes; then give up on it.
+        """
+        if self._unsynced is None:
             return
-        lasting, _ = self._lasting
+        sync, _ = self._unsynced
         current = {c.piece.generation for covered in self._live.values() for c in covered}
-        if lasting.error is None or lasting.generation in current:
-            lasting.make()
-            self.lasts(lasting)
+        if sync.error is None or sync.generation in current:
+            sync.run()
+            self.note_durable(sync)
         else:
-            lasting.close()
-            self._lasting = None
+            sync.close()
+            self._unsynced = None
 
     def extent(self, covered: Covered) -> Extent:
-        """Return where a covered range lies in files."""
+        """Return where a covered range lies in files; its checksum and key only if it is all of a written range."""
         piece = covered.piece
         whole = (covered.begin, covered.end) == (piece.begin, piece.end)
         return Extent(
@@ -111,41 +124,44 @@ class History:
         sealed one durable.
         """
         if not remove:
-            self.make_the_last_one_durable()
-        elif self._lasting is not None:
-            self._lasting[0].close()
+            self.make_last_durable()
+        elif self._unsynced is not None:
+            self._unsynced[0].close()
         self._closed = True
-        self._removed.wait_for(lambda: not self._removing, _PATIENCE_SECONDS)
+        self._removed.wait_for(lambda: not self._removing, _REMOVAL_SECONDS)
         for files in self.files.values():
-            if remove or files.generation >= self.next:
+            if remove or files.generation >= self.open_number:
                 files.remove()
             else:
                 files.close()
 
     def _pin(self, generation: Generation) -> None:
+        """Keep the files of `generation` until it is released or dropped."""
         token = _Pin()
         generation._pin.append(token)
         self._pins[generation.index] = weakref.finalize(token, _unpin, weakref.ref(self), generation.index)
         self._pins[generation.index].atexit = False
 
     def _unpin(self, index: int) -> None:
+        """Remove the files of generation number `index`, which no user holds any more, if nothing else needs them."""
         with self._lock:
             self._pins.pop(index, None)
             superseded = self._take_superseded()
         self._remove(superseded)
 
     def _take_superseded(self) -> list[GenerationFiles]:
-        """Take out and return the generations that nothing needs any more; the caller removes their files."""
+        """Take the generations that nothing needs any more out of `files`; the caller passes them to `_remove`."""
         if self._closed:
             return []
         needed = {c.piece.generation for state in (self._live, self._durable_live) for cs in state.values() for c in cs}
         # A Generation may be collected, and this be entered again, at any point below: so copies and a default.
-        idle = [i for i in list(self.files) if i < self.next and i not in needed and i not in self._pins]
+        idle = [i for i in list(self.files) if i < self.open_number and i not in needed and i not in self._pins]
         found = [files for files in [self.files.pop(index, None) for index in idle] if files is not None]
         self._removing += len(found)
         return found
 
     def _remove(self, superseded: Sequence[GenerationFiles]) -> None:
+        """Delete the files of generations that `_take_superseded` returned."""
         for files in superseded:
             try:
                 files.remove()
@@ -156,18 +172,19 @@ class History:
 
 
 class _Pin:
-    """Lives as long as a user holds the Generation."""
+    """Token that lives until a `Generation` is released or dropped."""
 
 
-def _make_last(lasting: Lasting, reference: weakref.ref[History]) -> None:
-    """Make a generation durable, and tell its store, if that still exists."""
-    lasting.make()
+def _make_durable(sync: GenerationSync, reference: weakref.ref[History]) -> None:
+    """Make a generation durable, and record that in its store's history if the store still exists."""
+    sync.run()
     history = reference()
     if history is not None:
-        history.lasts(lasting)
+        history.note_durable(sync)
 
 
 def _unpin(reference: weakref.ref[History], index: int) -> None:
+    """Call `History._unpin` if the store still exists; the finalizer of a `_Pin`."""
     history = reference()
     if history is not None:
         history._unpin(index)

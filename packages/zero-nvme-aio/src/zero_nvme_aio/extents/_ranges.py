@@ -37,8 +37,8 @@ class WrittenRange:
 
     @property
     def checksum(self) -> str:
-        """As recorded; empty while the write is under way, and for what is left of a piece that was partly
-        overwritten.
+        """Return the recorded checksum; empty while the write is under way, and for the remainder of a partly
+        overwritten range.
         """
         if not self._checksum and self.request is not None and not self._partial:
             self._checksum = self.request.checksum or ""
@@ -46,9 +46,6 @@ class WrittenRange:
 
     @checksum.setter
     def checksum(self, value: str) -> None:
-        """Return the recorded checksum; empty while the write is under way, and for the remainder of a partly
-        overwritten range.
-        """
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:

@@ -16,10 +16,10 @@ from ._files import GenerationFiles, StoreFolders
 from ._index import SealedIndex, write_index
 from ._ranges import Allocator, WrittenRange
 
-__all__ = ["Lasting", "check", "end"]
+__all__ = ["GenerationSync", "check", "end"]
 
 
-class Lasting:
+class GenerationSync:
     """Makes a completely written generation durable, once, on any thread.
 
     `written`: the files by which it was written, by stripe; they stay open until `close`.
@@ -35,7 +35,7 @@ class Lasting:
         self.error: Exception | None = None
         """The error that syncing raised. A second attempt could succeed although bytes were lost, so there is none."""
 
-    def make(self) -> None:
+    def run(self) -> None:
         """Sync the files, then write the index, which makes the generation exist. A second call does nothing, or raises
         the first call's error again.
         """
@@ -59,7 +59,7 @@ class Lasting:
         write_index(self._folders.index_path(self.generation), self._sealed)
 
     def close(self) -> None:
-        """Close the files; `make` does nothing afterwards."""
+        """Close the files; `run` does nothing afterwards."""
         with self._lock:
             self._done = True
             for file in self._written.values():

@@ -169,7 +169,7 @@ class ExtentStore:
         """
         with self._lock:
             self._check_open()
-            self._history.make_the_last_one_durable()
+            self._history.make_last_durable()
             self.flush()
             placement, files = self._open_generation()
             self._carry(placement, files)
@@ -177,13 +177,13 @@ class ExtentStore:
                 c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation
             ]
             sealed = _sealing.end(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
-            lasting = _sealing.Lasting(self.engine, self._folders, files.generation, files.opened, sealed)
+            sync = _sealing.GenerationSync(self.engine, self._folders, files.generation, files.opened, sealed)
             if durable:
-                lasting.make()
-            generation = self._history.ended(lasting, pieces, sealed.keys, sealed.kind)
+                sync.run()
+            generation = self._history.add_sealed(sync, pieces, sealed.keys, sealed.kind)
             self._placement = None
             if durable:
-                self._history.lasts(lasting)
+                self._history.note_durable(sync)
             return generation
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
@@ -214,7 +214,7 @@ class ExtentStore:
             if not self._written_since_seal():
                 return 0
             history = self._history
-            return _carrying.carried_bytes(self._live, history.files, history.next, self._folders.shares_blocks)
+            return _carrying.carried_bytes(self._live, history.files, history.open_number, self._folders.shares_blocks)
 
     def bytes_written(self) -> int:
         """Return the bytes passed to `write` and copied by `seal` so far."""
@@ -246,9 +246,9 @@ class ExtentStore:
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
             self._placement = Allocator(stripes, self._stripe_bytes, start, self._first_stripes)
-            files = GenerationFiles(self.engine, self._folders, self._history.next)
+            files = GenerationFiles(self.engine, self._folders, self._history.open_number)
             self._history.files[files.generation] = files
-        return self._placement, self._history.files[self._history.next]
+        return self._placement, self._history.files[self._history.open_number]
 
     def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
         """Return the places of [begin, end) of a name; a declared name gets all of its space at once."""
@@ -257,7 +257,7 @@ class ExtentStore:
         return placement.place(name, begin, end)
 
     def _written_since_seal(self) -> bool:
-        return any(c.piece.generation == self._history.next for covered in self._live.values() for c in covered)
+        return any(c.piece.generation == self._history.open_number for covered in self._live.values() for c in covered)
 
     def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
         """Carry the current data of older generations into the open one."""
