@@ -35,7 +35,7 @@ AUTO = {
 
 def run(name: str, *arguments: str, rank: int = 1, world_size: int = 2, **config: Any) -> tuple[RankPlan, list[str]]:
     script = Script(str(SCRIPTS / name), arguments, config=config or None)
-    return rehearse_script(ScriptRank(script, rank, world_size))
+    return rehearse_script(ScriptRank(script, rank, world_size, checkpoint=True))
 
 
 @pytest.fixture
@@ -49,9 +49,12 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_plain_loop_is_what_plan_says_and_its_readings_are_told() -> None:
     case = dry_models.Case(stage=3, accumulation=3, zero=(("offload_optimizer", {"device": "nvme"}),))
     found, lines = run("plain.py", "9", **case.config())
-    [expected] = plan(case.model, case.config(), batch=dry_models.tokens(), world_size=2, ranks=[1]).ranks
+    asked = {"batch": dry_models.tokens(), "world_size": 2, "ranks": [1], "checkpoint": True}
+    [expected] = plan(case.model, case.config(), **asked).ranks
     assert (found.held, found.sent, found.files) == (expected.held, expected.sent, expected.files)
     assert (found.read, found.written) == (expected.read, expected.written)
+    assert found.saved is not None and expected.saved is not None
+    assert (found.saved.files, found.saved.linked) == (expected.saved.files, expected.saved.linked)
     assert found.peak.nbytes == pytest.approx(expected.peak.nbytes, rel=0.02)
     assert found.peak.activation_bytes == pytest.approx(expected.peak.activation_bytes, rel=0.02)
     assert any("plain.py, line" in line for line in lines)
@@ -66,7 +69,7 @@ def test_the_name_deepspeed_and_the_command(
     (tmp_path / "ds.json").write_text(json.dumps(config))
     monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
     command = ["run", str(SCRIPTS / "named_deepspeed.py"), "--world-size", "64", "--ranks-per-node", "8"]
-    asked = [*command, "--rank", "9", "--json", "--", "--deepspeed_config", str(tmp_path / "ds.json")]
+    asked = [*command, "--rank", "9", "--checkpoint", "--json", "--", "--deepspeed_config", str(tmp_path / "ds.json")]
     assert main(asked) == 0
     printed = capsys.readouterr()
     assert "named_deepspeed.py, line" in printed.err
@@ -76,6 +79,7 @@ def test_the_name_deepspeed_and_the_command(
     assert found.held == expected.held
     assert found.sent_bytes() == expected.sent_bytes()
     links = found.links()
+    assert found.saved is not None and found.saved.written > 0
     assert links["inside a node"] > 0 and links["between nodes"] > 0
     assert links["inside a node"] + links["between nodes"] == found.sent_bytes()
 

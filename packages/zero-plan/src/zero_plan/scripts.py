@@ -34,12 +34,16 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptRank:
-    """A script, and the rank that it is; ``ranks_per_node``: None leaves them to the configuration."""
+    """A script, and the rank that it is.
+
+    ``ranks_per_node``: None leaves them to the configuration. ``checkpoint``: plan a save too.
+    """
 
     script: Script
     rank: int
     world_size: int
     ranks_per_node: int | None = None
+    checkpoint: bool = False
 
     def write(self, path: Path) -> None:
         """Store it for the process that runs it."""
@@ -61,7 +65,12 @@ class ScriptPlan(NamedTuple):
 
 
 def plan_script(
-    script: Script, *, world_size: int, ranks_per_node: int | None = None, ranks: Iterable[int] | None = None
+    script: Script,
+    *,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    ranks: Iterable[int] | None = None,
+    checkpoint: bool = False,
 ) -> ScriptPlan:
     """Return what a training script needs; see `zero_plan.plan`. It runs until its engine has taken three steps.
 
@@ -72,7 +81,8 @@ def plan_script(
         at_least_one(ranks_per_node=ranks_per_node)
     if not script.module and not Path(script.target).is_file():
         raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
-    found = [_planned(ScriptRank(script, rank, world_size, ranks_per_node)) for rank in chosen_ranks(world_size, ranks)]
+    chosen = chosen_ranks(world_size, ranks)
+    found = [_planned(ScriptRank(script, rank, world_size, ranks_per_node, checkpoint)) for rank in chosen]
     lines = dict.fromkeys(line for answer in found for line in answer["lines"])
     return ScriptPlan(Plan(world_size, tuple(RankPlan.from_dict(answer["plan"]) for answer in found)), tuple(lines))
 

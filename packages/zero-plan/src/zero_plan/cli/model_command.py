@@ -33,7 +33,6 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument(
         "--batch", required=True, type=_batch, metavar="NxM", help="a micro-batch: samples x tokens, or samples"
     )
-    parser.add_argument("--checkpoint", action="store_true", help="plan a save after the steps too")
     add_plan_arguments(parser)
     parser.set_defaults(run=_model)
 

@@ -30,6 +30,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine", metavar="NAME", help="a preset or a machine file: does it fit, and how long does a step take"
     )
+    parser.add_argument("--checkpoint", action="store_true", help="plan a save after the steps too")
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
 
 

@@ -42,7 +42,11 @@ def _run(options: argparse.Namespace) -> int:
     machine = machine_of(options)
     script = Script(options.target, tuple(options.script_arguments), options.module, config)
     found, lines = plan_script(
-        script, world_size=options.world_size, ranks_per_node=options.ranks_per_node, ranks=options.rank
+        script,
+        world_size=options.world_size,
+        ranks_per_node=options.ranks_per_node,
+        ranks=options.rank,
+        checkpoint=options.checkpoint,
     )
     for line in lines:
         print(f"zero-plan run: {line} asks for a value, which a dry run has not; it got 1 or False", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,6 +27,7 @@ from .fakes import PlanMode
 from .guesses import Guesses, ScriptReads
 from .lines import sentence
 from .rank import STEPS, dry, only_without_memory, without_values
+from .saving import rehearse_save
 from .supervising import Rehearsal
 
 
@@ -79,6 +81,8 @@ class ScriptRehearsal(Rehearsal):
         self.steps += 1
         if self.steps == STEPS:
             self.found = self._books.plan(engine)
+            if self._asked.checkpoint:
+                self.found = replace(self.found, saved=rehearse_save(engine, self._books.watch, self.folder))
             raise StepsTaken
         self._books.begin_step(engine)
 
