@@ -19,7 +19,7 @@ ZOK_INLINE Body for_groups(Body body, int64_t n) {
     return body;
 }
 
-// Whether vectors can be written past the cache from here on.
+// Returns whether vectors can be written past the cache from this address on.
 template <class V>
 static bool streams(const void* out) { return reinterpret_cast<uintptr_t>(out) % sizeof(V) == 0; }
 
@@ -28,7 +28,7 @@ ZOK_INLINE typename T::M is_nan(typename T::U u) {
     return T::gt_u(u & T::setu(0x7fffffffu), T::setu(0x7f800000u));
 }
 
-// Of a number or infinity, in the high 16 bits; what is below them is to be dropped.
+// Rounds a number or infinity to the nearest bf16, in the high 16 bits of the result; the low ones are to be dropped.
 template <class T>
 ZOK_INLINE typename T::U bf16_rounded(typename T::F x) {
     const typename T::U u = T::bits(x);
@@ -41,14 +41,14 @@ ZOK_INLINE typename T::U bf16_nearest(typename T::F x) {
     return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), bf16_rounded<T>(x) >> 16);
 }
 
-// `random` is uniform in [0, 2^16): the expectation of the result is x.
+// The same, rounded stochastically: `random` is uniform in [0, 2^16), and the expectation of the result is x.
 template <class T>
 ZOK_INLINE typename T::U bf16_stochastic(typename T::F x, typename T::U random) {
     const typename T::U u = T::bits(x);
     return T::pick(is_nan<T>(u), (u >> 16) | T::setu(0x40u), (u + random) >> 16);
 }
 
-// Random bits that depend on (seed, step) through `key` and on the global element index. The high bits are the good ones.
+// Random bits that depend on (seed, step) through `key` and on the global element index. The high bits are the most random ones.
 // `vector` counts vectors from `index` on: a group of them shares the product of the index, the rest are constants.
 template <class T>
 ZOK_INLINE typename T::U random_bits(uint64_t key, uint32_t index, int vector = 0) {
@@ -64,7 +64,7 @@ ZOK_INLINE uint64_t mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-// What is rounded with the random numbers; each has its own.
+// The kinds of values that are rounded stochastically; each has random numbers of its own.
 enum class Stream : uint64_t { parameter, second_moment, payload };
 
 // The key of the elements that share the high half of their index; a tile of a step never crosses a multiple of 2^32.

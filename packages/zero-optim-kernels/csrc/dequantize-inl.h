@@ -1,6 +1,6 @@
 // The inverse of block quantisation: value = code * scale, written past the cache where the buffer's alignment allows it.
 
-constexpr int64_t kPayloadAhead = 4096;  // bytes from what is decoded to what is asked for meanwhile
+constexpr int64_t kPayloadAhead = 4096;  // prefetch distance in bytes of payload
 
 struct DecodeInteger {
     const uint8_t* codes;

@@ -1,4 +1,4 @@
-// Which instruction set runs.
+// The choice of the instruction set.
 #pragma once
 
 #include <string>
@@ -8,15 +8,16 @@
 
 namespace zok {
 
-// Instruction sets compiled into this library, best first, with the reason why one cannot run here ("" when it can).
+// An instruction set that is compiled into this library.
 struct Target {
     const Kernels* kernels;
-    std::string unavailable;
+    std::string unavailable;  // the reason why it cannot run here; empty when it can
 };
+// All of them, best first.
 std::vector<Target> targets();
 
-// The kernels that calls use: the one ZERO_ISA names, else the best one. Throws std::invalid_argument when ZERO_ISA names one that is
-// unknown or cannot run. Decided once per process.
+// The kernels that calls use: those of the instruction set that ZERO_ISA names, else of the best one that can run. Throws
+// std::invalid_argument when ZERO_ISA is unknown or cannot run here. Decided once per process.
 const Kernels& active();
 
 }  // namespace zok

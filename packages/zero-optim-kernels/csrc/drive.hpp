@@ -7,16 +7,19 @@
 
 namespace zok {
 
-// `norms` is null or receives one entry per row (LAMB).
+// One optimizer step. `norms`: null, or for LAMB receives one entry per row.
 void run_step(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads, std::vector<RowNorms>* norms);
+// LAMB's second half: param -= factor * update, with the factor of each row.
 void run_apply(const Format& format, const std::vector<Run>& runs, const std::vector<Row>& rows, int threads);
 
+// One tensor of a call over plain buffers: `n` elements.
 struct Span {
     char* data;
     int64_t n;
 };
+// The sum of squares of all spans, in order.
 double run_norm_squared(const std::vector<Span>& spans, Dtype dtype, int threads);
-// out[i]: of block i, `block` elements but for the last one; `block` is at most kNormChunk.
+// out[i]: the sum of squares of block i. Blocks have `block` elements, at most kNormChunk; the last one may be shorter.
 void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, double* out, int threads);
 int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads);
 void run_scale(const std::vector<Span>& spans, Dtype dtype, double factor, int threads);

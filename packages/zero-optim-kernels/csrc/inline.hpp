@@ -3,5 +3,5 @@
 
 #define ZOK_INLINE static inline __attribute__((always_inline))
 #define ZOK_MEMBER inline __attribute__((always_inline))
-// Before a loop over the vectors of a group, so that they stay in registers.
+// Unrolls the loop that follows it, over the vectors of a group, so that they stay in registers.
 #define ZOK_UNROLL _Pragma("GCC unroll 8")

@@ -1,4 +1,4 @@
-// The GIL's absence for the time of a kernel, also when the interpreter ends meanwhile.
+// Releases the GIL while a kernel runs, also when the interpreter ends meanwhile.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,9 +12,9 @@ namespace zok {
 
 // Releases the GIL until the end of its scope.
 //
-// A daemon thread that wants the GIL back while the interpreter ends never gets it. Python 3.14 lets such a thread sleep. Older ones end it
-// by pthread_exit, which unwinds the stack through this destructor: nothing may leave a destructor, and the process would abort with
-// "terminate called without an active exception". So the unwinding stops here, and the thread sleeps until the process is gone.
+// A daemon thread that wants the GIL back while the interpreter ends never gets it. Python 3.14 lets such a thread sleep. Older versions end
+// it by pthread_exit, which unwinds the stack through this destructor. No exception may leave a destructor: the process would abort with
+// "terminate called without an active exception". So the unwinding stops here, and the thread sleeps until the process ends.
 class WithoutGil {
 public:
     WithoutGil() : state_(PyEval_SaveThread()) {}

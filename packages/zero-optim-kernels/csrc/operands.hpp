@@ -1,4 +1,4 @@
-// Addresses, buffers, counts and dtypes from Python, checked. A part of bindings.cpp, which alone includes it.
+// Converts and checks addresses, buffers, counts and dtypes from Python. Included by bindings.cpp alone.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,6 +25,7 @@ Dtype parse_dtype(const std::string& name, const char* argument) {
     throw py::value_error(std::string(argument) + ": expected one of 'f32', 'bf16', 'f16', 'f64', 'int8', got '" + name + "'");
 }
 
+// Whether a buffer's item format can hold `dtype`; any format of raw bytes can.
 bool format_fits(const char* format, Dtype dtype) {
     if (format == nullptr) return true;
     if (*format == '@' || *format == '<' || *format == '=') ++format;
@@ -39,7 +40,7 @@ bool format_fits(const char* format, Dtype dtype) {
     }
 }
 
-// Buffers stay exported, so their memory cannot move or go, as long as this lives.
+// Operands of one call. Keeps their buffers exported as long as it lives, so that the memory neither moves nor is freed.
 class Operands {
 public:
     Operands() = default;
@@ -48,7 +49,7 @@ public:
         for (const std::unique_ptr<Py_buffer>& view : views_) PyBuffer_Release(view.get());
     }
 
-    // The address of `n` items; null for None.
+    // Returns the address of `object`, an address or a buffer of `n` items of `dtype`; null for None. `name` is for errors.
     char* address(py::handle object, const char* name, Dtype dtype, int64_t n, bool writable) {
         if (object.is_none()) return nullptr;
         if (PyLong_Check(object.ptr())) return integer(object, name, dtype, n);
@@ -70,7 +71,7 @@ public:
         return aligned(static_cast<char*>(held.buf), name, dtype);
     }
 
-    // Calls sink(i, address of tensor i) for every tensor of a list, or for the one operand; not at all for None.
+    // Calls sink(i, address of tensor i) for every tensor of a list, or for a single operand with i = 0; not at all for None.
     template <class Sink>
     void each(py::handle object, const char* name, Dtype dtype, const std::vector<int64_t>& sizes, bool list, bool writable, Sink sink) {
         if (object.is_none()) return;
@@ -118,6 +119,7 @@ int64_t parse_count(py::handle n) {
     return value;
 }
 
+// Returns the numbers of elements; `list` receives whether `n` is a list or tuple.
 std::vector<int64_t> parse_sizes(py::handle n, bool& list) {
     list = PyList_Check(n.ptr()) || PyTuple_Check(n.ptr());
     if (!list) return {parse_count(n)};
@@ -138,6 +140,7 @@ std::vector<Span> parse_spans(Operands& operands, py::handle x, py::handle n, Dt
     return spans;
 }
 
+// As Operands::address, but None is an error.
 char* required(Operands& operands, py::handle object, const char* name, Dtype dtype, int64_t n, bool writable) {
     if (object.is_none()) throw py::type_error(std::string(name) + ": expected an address or buffer, got None");
     if (dtype == Dtype::int8) throw py::value_error(std::string(name) + ": 'int8' holds codes and no numbers; expected a floating dtype");

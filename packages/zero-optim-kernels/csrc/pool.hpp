@@ -6,8 +6,8 @@
 namespace zok {
 
 // Calls task(context, i) for each i in [0, count), on at most `threads` threads including the caller (0: `default_threads()`), and returns
-// when all have run. Items are taken in order, many together at first and one at a time at last. A caller that finds the pool busy runs its
-// items alone.
+// when all have run. Items are taken in order, many together at first and singly at the end. A caller that finds the pool busy runs all its
+// items itself.
 void parallel_for(int threads, int64_t count, void (*task)(void* context, int64_t i), void* context);
 
 template <class Body>

@@ -68,7 +68,7 @@ struct EncodeFours {
     const char* x;
     uint8_t* payload;
     Coder coder;
-    int64_t ahead;  // bytes from here to what is asked for meanwhile
+    int64_t ahead;  // prefetch distance in bytes
     template <class T>
     ZOK_MEMBER void at(int64_t i) {
         const uint16_t* from = reinterpret_cast<const uint16_t*>(x) + 4 * i;
@@ -169,8 +169,8 @@ static uint32_t largest_of_buffer(const char* x, Dtype dtype, int64_t n) {
     return dtype == Dtype::bf16 ? static_cast<uint32_t>(largest) << 16 : Scalar::bits(Scalar::load_f16(&largest));
 }
 
-// A block is read, then read again and encoded: nothing would ask memory for more meanwhile. How far ahead the second pass asks for it: two
-// blocks, or two pages if that is further; of blocks that do not stay in the first-level cache, for nothing new.
+// The prefetch distance in bytes of the second pass, which reads a block again to encode it while nothing else fetches new memory: two
+// blocks, or two pages if that is further; nothing new for blocks that do not stay in the first-level cache.
 static int64_t bytes_ahead(int64_t block_bytes) {
     constexpr int64_t kPage = 4096, kMost = 16384;
     return block_bytes > kMost ? 0 : 2 * (block_bytes > kPage ? block_bytes : kPage);

@@ -1,5 +1,5 @@
-// How a moment is read before an update and kept after it, by stored dtype: load<T>(i) and store<T>(i, x) within one piece; ask(i) has memory
-// bring an element that is read later.
+// A moment's loads before an update and its stores after it, by stored dtype: load<T>(i) and store<T>(i, x) within one piece; ask(i)
+// prefetches an element that is read later.
 
 // The operands of one update, all at the same element: inside one tile, one row and, for 8-bit state, one block.
 struct Piece {
@@ -63,7 +63,7 @@ struct State16 {
     ZOK_MEMBER void ask(int64_t i) const { __builtin_prefetch(data + i); }
 };
 
-// What is stored waits in `wide` until the largest magnitude of the block is known.
+// New values wait in `wide` until the largest magnitude of the block is known.
 template <bool kSecond>
 struct State8 {
     static constexpr int64_t kItem = 1;

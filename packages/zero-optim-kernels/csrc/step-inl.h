@@ -2,7 +2,7 @@
 // they are in the first-level cache; tiles sit at global multiples of kTile, so quantisation blocks and random numbers do not depend on
 // how a buffer is split into calls or chunks. Where the update loop does it all, a tile is as long as a chunk.
 
-constexpr int64_t kEncodeAhead = 1024;  // elements from the 8-bit block that is encoded to what is asked for meanwhile; a page of float32
+constexpr int64_t kEncodeAhead = 1024;  // prefetch distance in elements while an 8-bit block is encoded; a page of float32
 
 static bool is_wide(Dtype dtype) { return dtype == Dtype::f32 || dtype == Dtype::f64; }
 

@@ -11,7 +11,7 @@ enum class Dtype : int { f32, bf16, f16, f64, int8, none };
 constexpr int64_t kQuantBlock = 256;  // elements that share one scale in an 8-bit state
 constexpr int64_t kTile = 1024;       // elements that stay in the first-level cache between the phases of one step
 constexpr int64_t kChunk = 32768;     // elements of one unit of work for a thread; anchored at multiples of itself
-constexpr int64_t kAhead = 512;       // elements from what an update reads to what it asks memory for; the processor alone asks for too little
+constexpr int64_t kAhead = 512;       // prefetch distance of an update in elements; the processor's own prefetching is not enough
 static_assert(kTile % kQuantBlock == 0 && kChunk % kTile == 0, "a quantisation block never spans two chunks");
 
 inline int64_t item_size(Dtype dtype) {
@@ -35,26 +35,26 @@ struct Run {
     uint16_t* param_low;   // the 16 bits that a bf16 parameter lacks, or null
     char* grad;
     char* state[2];        // first moment (exp_avg, momentum_buffer) and second (exp_avg_sq, sum), or null
-    float* scale[2];       // of 8-bit state, one per quantisation block
+    float* scale[2];       // scales of 8-bit state, one per quantisation block, or null
     char* copy_out;        // low-precision copy of the updated parameter, or null
     char* update;          // LAMB's update direction, or null
     int64_t n;
     uint64_t offset;
-    int64_t row;           // its first row
+    int64_t row;           // index of its first row
 };
 
-// Where a chunk is followed by another place in memory: the streams of the next one, whose elements 0, 1, ... the update asks for from
-// element `from` of this run on.
+// The memory that follows a chunk elsewhere: the streams of the next chunk. From element `from` of this run on, the update prefetches their
+// elements 0, 1, ...
 struct Ahead {
     const char* stream[4];  // param, grad and the states; null where there is none
-    int64_t from;           // after the chunk's end where nothing is asked for
+    int64_t from;           // behind the chunk's end where nothing is to be prefetched
 };
 
 // Hyperparameters of the elements of a run before `end` (and after the previous row), as each rule reads them.
 struct Row {
     int64_t end;
     double c[kCoefficients];
-    float f[kCoefficients];  // the same, rounded
+    float f[kCoefficients];  // the same, rounded to float32
 };
 
 struct Format {
@@ -66,17 +66,17 @@ struct Format {
 
 enum class Code : int { int8, int4, e4m3, u5e3 };
 
-// How a plain buffer is quantised in blocks.
+// The format of a plain buffer that is quantised in blocks.
 struct BlockFormat {
     Code code;
-    Dtype dtype;      // of the unquantised side
-    int64_t block;    // elements per scale, even
+    Dtype dtype;      // of the buffer before quantisation, or after dequantisation
+    int64_t block;    // elements per scale; even
     bool stochastic;
     uint64_t key;
     uint64_t offset;  // global index of element 0, for the random numbers
 };
 
-// Squared norms that LAMB needs of one row, over one chunk.
+// Squared norms of a row's elements, for LAMB: of the parameter and of its update direction.
 struct RowNorms {
     double weight;
     double update;

@@ -1,4 +1,4 @@
-"""The executor of calls whose arguments are known: the compiled kernels, or a rehearsal that touches no memory."""
+"""The object that runs checked kernel calls: the compiled module, or a rehearsal that touches no memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["kernels", "rehearsed"]
 
 
 class _Kernels(Protocol):
-    """The calls that read or write memory; see `_native`."""
+    """The functions of `_native` that read or write memory, with its arguments."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None: ...
     def norm_squared(self, x: Any, n: Any, dtype: str, threads: int, /) -> float: ...
@@ -30,6 +30,7 @@ class _Rehearsal:
     """Kernels that touch no memory: every sum is 0, every element finite."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]]:
+        """Return one pair of zero norms for each row of coefficients, as LAMB's kernel returns norms."""
         rows = arguments[15]
         return [(0.0, 0.0)] * len(rows)
 
@@ -39,24 +40,25 @@ class _Rehearsal:
     def count_nonfinite(self, x: Any, n: Any, dtype: str, threads: int, /) -> int:
         return 0
 
-    def _nothing(self, first: Any, /, *arguments: Any) -> None: ...
+    def _write_nothing(self, first: Any, /, *arguments: Any) -> None: ...
 
-    norms_squared = scale = cast = sum_slices = quantize = dequantize = _nothing
+    norms_squared = scale = cast = sum_slices = quantize = dequantize = _write_nothing
 
 
 _KERNELS: ContextVar[_Kernels] = ContextVar("zero_optim_kernels", default=_native)
 
 
 def kernels() -> _Kernels:
-    """Return the executor of calls in this context."""
+    """Return the kernels of this context: the compiled ones, or inside `rehearsed` those that touch no memory."""
     return _KERNELS.get()
 
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Have calls in this context touch no memory: for a run over tensors that have none, such as torch's fake ones.
+    """Run the kernel calls of this context without touching memory, for tensors that have none (torch's fake tensors).
 
-    What Python checks of a call is checked. Norms are 0 and counts are 0. Threads that begin inside see the kernels.
+    Python's checks of the arguments still run. Norms and counts are 0, outputs stay unwritten. A thread that is
+    started inside runs the compiled kernels.
     """
     token = _KERNELS.set(_Rehearsal())
     try:

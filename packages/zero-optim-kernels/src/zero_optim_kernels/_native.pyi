@@ -1,3 +1,4 @@
+# The compiled module, see csrc/bindings.cpp. Operands (Any) are addresses or buffers, or lists where `n` is a list.
 from typing import Any
 
 def active_isa() -> str: ...

@@ -18,18 +18,20 @@ __all__ = [
     "SGD",
     "adagrad_coefficients",
     "adam_coefficients",
-    "check_call",
+    "check_integers",
     "lamb_coefficients",
     "lion_coefficients",
-    "segments_of",
+    "segment_table",
     "sgd_coefficients",
 ]
 
 ADAM, ADAGRAD, LION, SGD, LAMB = range(5)
 
 
-def check_call(step: int, element_offset: int, seed: int, *, first_step: int = 1) -> None:
-    """Raise unless the step number, the offset and the seed are what the kernels can count with."""
+def check_integers(step: int, element_offset: int, seed: int, *, first_step: int = 1) -> None:
+    """Raise ``TypeError`` or ``ValueError`` unless all three are ints below 2**63, ``step`` at least ``first_step`` and
+    the others at least 0.
+    """
     for name, value, least in (("step", step, first_step), ("element_offset", element_offset, 0), ("seed", seed, 0)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
@@ -37,42 +39,48 @@ def check_call(step: int, element_offset: int, seed: int, *, first_step: int = 1
             raise ValueError(f"{name}: expected {least} or more and less than 2**63, got {value}")
 
 
-def _at_least_zero(name: str, value: float) -> None:
+def _check_at_least_zero(name: str, value: float) -> None:
     if not value >= 0.0:
         raise ValueError(f"{name}: expected a number >= 0, got {value}")
 
 
-def _beta(name: str, value: float) -> None:
+def _check_beta(name: str, value: float) -> None:
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {value}")
 
 
-def segments_of(
+def segment_table(
     n: int | Sequence[int],
     segments: Sequence[Segment] | None,
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
 ) -> Sequence[Segment]:
-    """The segment table of a call: the one given, or one row with the scalars, each row checked."""
+    """Return the segment table of a call: ``segments``, or without it one row of the scalars, which ends at ``n``.
+
+    Where ``n`` is a list, a row's end is not read. Raises ``ValueError`` for a negative learning rate or decay, and for
+    a beta outside [0, 1).
+    """
     rows = segments
     if rows is None:
         rows = [(n if isinstance(n, int) else 0, lr, weight_decay, betas[0], betas[1])]
     for _, row_lr, row_decay, beta1, beta2 in rows:
-        _at_least_zero("lr", row_lr)
-        _at_least_zero("weight_decay", row_decay)
-        _beta("beta1", beta1)
-        _beta("beta2", beta2)
+        _check_at_least_zero("lr", row_lr)
+        _check_at_least_zero("weight_decay", row_decay)
+        _check_beta("beta1", beta1)
+        _check_beta("beta2", beta2)
     return rows
 
 
 def adam_coefficients(
     segment: Segment, *, step: int, eps: float, adamw_mode: bool, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of AdamW, or with ``adamw_mode=False`` of Adam (decay is added
-    to the gradient), in the order of the native rule."""
+    """Return where a segment ends, and the coefficients of AdamW in the order of the native rule.
+
+    With ``adamw_mode=False`` those of Adam, which adds the weight decay to the gradient.
+    """
     end, lr, weight_decay, beta1, beta2 = segment
-    _at_least_zero("eps", eps)
+    _check_at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
     correction2 = 1.0 - beta2**step if bias_correction else 1.0
     return end, (
@@ -94,7 +102,7 @@ def lamb_coefficients(
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment ends, and the coefficients of LAMB's update direction in the order of the native rule."""
     end, _, weight_decay, beta1, beta2 = segment
-    _at_least_zero("eps", eps)
+    _check_at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
     correction2 = 1.0 - beta2**step if bias_correction else 1.0
     return end, (
@@ -122,8 +130,8 @@ def adagrad_coefficients(
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment ends, and the coefficients of Adagrad in the order of the native rule."""
     end, lr, weight_decay, _, _ = segment
-    _at_least_zero("lr_decay", lr_decay)
-    _at_least_zero("eps", eps)
+    _check_at_least_zero("lr_decay", lr_decay)
+    _check_at_least_zero("eps", eps)
     return end, (grad_scale, weight_decay, -lr / (1.0 + (step - 1) * lr_decay), eps)
 
 
@@ -132,10 +140,10 @@ def sgd_coefficients(
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment ends, and the coefficients of stochastic gradient descent in the order of the native rule.
 
-    ``first`` starts the momentum buffer from the gradient.
+    ``first``: the momentum buffer is not read but set to the gradient.
     """
     end, lr, weight_decay, _, _ = segment
-    _at_least_zero("momentum", momentum)
+    _check_at_least_zero("momentum", momentum)
     if nesterov and (momentum <= 0.0 or dampening != 0.0):
         raise ValueError(
             f"nesterov: needs momentum > 0 and dampening = 0, got momentum = {momentum} and dampening = {dampening}"

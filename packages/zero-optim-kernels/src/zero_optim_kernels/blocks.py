@@ -1,4 +1,4 @@
-"""Block quantisation of plain buffers, as collectives send them.
+"""Block quantisation of plain buffers, for collectives.
 
 A block of ``block`` elements shares one float32 scale, its largest magnitude divided by the largest code; ``value =
 code * scale``.
@@ -13,10 +13,11 @@ code        largest code    payload bytes          layout
 ==========  ==============  =====================  ==============================================
 
 With ``block=256``, ``"e4m3"`` and ``"u5e3"`` are the first and the second moment of ``state_dtype="int8"``. Code c of
-``"u5e3"`` is ``2**(c // 8 - 31) * (1 + c % 8 / 8)``; it has no zero outside blocks that are zero.
+``"u5e3"`` is ``2**(c // 8 - 31) * (1 + c % 8 / 8)``; an element of a block that is not zero never
+decodes to zero.
 
-A block with NaN or Inf has it as its scale, so all of it is NaN or Inf afterwards. A block below 2**-100 (``"u5e3"``:
-2**-90) becomes zero.
+The scale of a block that contains NaN or Inf is NaN or Inf, and so are all its decoded elements. A block whose largest
+magnitude is below 2**-100 (``"u5e3"``: 2**-90) becomes zero.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def quantize_blocks(
     threads: int = 0,
 ) -> None:
     """Encode ``n`` elements of ``x`` (``"f32"``, ``"bf16"``, ``"f16"``) into ``payload`` and ``ceil(n / block)``
-    ``scales``.
+    float32 ``scales``. ``block`` is even.
 
-    Codes are the nearest to ``x * (largest code / largest magnitude)``, ties to even; with ``stochastic``, one of the
-    two nearest, such that the expectation is the value, decided by ``seed``, ``step`` and the global index of the
-    element (``element_offset`` is that of element 0). ``block`` is even.
+    Codes are the nearest to ``x * (largest code / largest magnitude)``, ties to even. With ``stochastic`` a code is one
+    of the two nearest, such that the expectation is the value. ``seed``, ``step`` and the element's global index
+    (``element_offset`` plus its index in ``x``) decide which of the two. Raises ``TypeError`` or ``ValueError`` before
+    anything is written.
     """
-    _rules.check_call(step, element_offset, seed, first_step=0)
+    _rules.check_integers(step, element_offset, seed, first_step=0)
     kernels().quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)
 
 
@@ -69,5 +71,9 @@ def dequantize_blocks(
     dtype: Dtype = "f32",
     threads: int = 0,
 ) -> None:
-    """Write ``code * scale`` of ``n`` elements to ``out`` in ``dtype``, rounded to nearest even."""
+    """Decode ``n`` elements: write ``code * scale`` to ``out`` in ``dtype``, rounded to nearest even.
+
+    ``payload``, ``scales``, ``code`` and ``block`` as in `quantize_blocks`. Raises ``TypeError`` or ``ValueError``
+    before anything is written.
+    """
     kernels().dequantize(payload, scales, out, n, code, block, dtype, threads)

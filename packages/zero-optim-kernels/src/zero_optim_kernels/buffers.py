@@ -1,9 +1,9 @@
 """Kernels over plain buffers: norms, scans, scaling, casts and the sum of slices.
 
 Operands are integer addresses or contiguous buffers; ``n`` counts elements; dtypes are ``"f32"``, ``"bf16"``,
-``"f16"`` and ``"f64"``. Where ``x`` may be a list of operands, ``n`` is the list of their lengths. Results are the
-same bits on every instruction set and for every number of threads. All functions release the GIL and raise
-``TypeError`` or ``ValueError`` before anything is written.
+``"f16"`` and ``"f64"``. Where ``x`` is a list of operands, ``n`` is the list of their lengths. Results are bitwise
+equal on every instruction set and for every number of threads (``threads=0``: `default_threads`). All functions release
+the GIL, and raise ``TypeError`` or ``ValueError`` before anything is written.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ __all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "l2_norms_sq
 
 
 def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
-    """The sum of squares, accumulated in float64 in an order that depends on ``n`` only; of a list, the sum over its
-    tensors in order.
+    """Return the sum of squares, accumulated in float64 in an order that depends on ``n`` only.
+
+    For a list of operands it is the sum over all of them, in the order of the list.
     """
     return kernels().norm_squared(x, n, dtype, threads)
 
 
 def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
-    """The Euclidean norm: the root of `l2_norm_squared`."""
+    """Return the Euclidean norm: the square root of `l2_norm_squared`."""
     return math.sqrt(l2_norm_squared(x, n, dtype=dtype, threads=threads))
 
 
 def l2_norms_squared(x: Operand, out: Operand, n: int, *, block: int, dtype: Dtype = "f32", threads: int = 0) -> None:
-    """Write the sum of squares of each block of ``block`` elements, the last one of what is left, to float64 ``out``.
+    """Write the sum of squares of each block of ``block`` elements to float64 ``out``; the last block may be shorter.
 
     ``out``: ceil(n / block) elements. ``block``: 1 to 65,536. Element i of a block is added, in float64, to sum i mod
     32, in the order of i; then the 32 sums are added in halves: sum i and sum i + 16, then i + 8, and so on.
@@ -39,20 +40,20 @@ def l2_norms_squared(x: Operand, out: Operand, n: int, *, block: int, dtype: Dty
 
 
 def count_nonfinite(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> int:
-    """How many elements are NaN or infinite."""
+    """Return how many elements are NaN or infinite."""
     return kernels().count_nonfinite(x, n, dtype, threads)
 
 
 def scale(x: Operands, n: Count, factor: float, *, dtype: Dtype = "f32", threads: int = 0) -> None:
-    """Multiply in place; 16-bit elements are multiplied in float32 and rounded to nearest even."""
+    """Multiply ``x`` by ``factor`` in place; 16-bit elements are multiplied in float32 and rounded to nearest even."""
     kernels().scale(x, n, factor, dtype, threads)
 
 
 def cast(x: Operand, out: Operand, n: int, *, dtype: Dtype, out_dtype: Dtype, threads: int = 0) -> None:
-    """Write ``x`` to ``out`` in another dtype, rounded to nearest even; NaN stays NaN. float64 goes to 16 bits
-    through float32.
+    """Convert ``n`` elements of ``x`` to ``out_dtype`` and write them to ``out``, rounded to nearest even.
 
-    ``x`` and ``out`` must not overlap unless the dtypes are equal.
+    NaN stays NaN. float64 is rounded to float32 before it is rounded to 16 bits. ``x`` and ``out`` must not overlap
+    unless the dtypes are equal.
     """
     kernels().cast(x, out, n, dtype, out_dtype, threads)
 
@@ -67,10 +68,10 @@ def sum_slices(
     divisor: float = 1.0,
     threads: int = 0,
 ) -> None:
-    """Write the sum of slices of ``n`` elements, added in the order given and divided once, to ``out``.
+    """Write the elementwise sum of ``slices`` (``n`` elements each), divided by ``divisor``, to ``out``.
 
-    The accumulator is float32 (float64 for ``"f64"`` slices); ``divisor`` is rounded to the accumulator's dtype, and
-    the quotient to nearest even in ``out_dtype`` (by default ``dtype``). ``out`` may be one of the slices when the
-    two dtypes are equal.
+    Slices are added in the order given and divided once. The accumulator is float32 (float64 for ``"f64"`` slices);
+    ``divisor`` is rounded to the accumulator's dtype, and the quotient to nearest even in ``out_dtype`` (by default
+    ``dtype``). ``out`` may be one of the slices when the two dtypes are equal.
     """
     kernels().sum_slices(slices, out, n, dtype, out_dtype or dtype, divisor, threads)

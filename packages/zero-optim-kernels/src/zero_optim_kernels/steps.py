@@ -7,14 +7,15 @@ list of the same length). Dtypes: ``param_dtype`` ``"f32"``, ``"bf16"`` or ``"f6
 
 * A ``"bf16"`` parameter without ``param_low`` is rounded stochastically; with it, the pair is an exact float32.
 * ``"int8"`` state is one code per element plus one float32 scale per block of 256 elements (``*_scale``); zeros are
-  the initial state. Blocks are anchored at multiples of 256 from ``element_offset``, which must be one too; tensors
-  of a list each start a block.
-* ``grad_scale`` multiplies the gradient; ``zero_grad`` clears it after it was read; ``copy_out`` receives the new
-  weights in ``copy_dtype`` (``"f32"``, ``"bf16"``, ``"f16"``).
-* ``element_offset`` is the global position of element 0: with ``seed`` and ``step`` it fixes the random numbers, so a
-  buffer that is split into several calls (at block boundaries for 8-bit state) ends with the same bits.
-* ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)`` sorted by ``end``, counted from element 0
-  of the call, the last one equal to ``n``; it replaces the scalars.
+  the initial state. ``element_offset`` must be a multiple of 256; blocks begin there and every 256 elements, and each
+  tensor of a list begins a new block.
+* ``grad_scale`` is a factor of the gradient as it is read; ``zero_grad`` sets the gradient to zero after it was read;
+  ``copy_out`` receives the new weights in ``copy_dtype`` (``"f32"``, ``"bf16"``, ``"f16"``).
+* ``element_offset`` is the global index of element 0: with ``seed`` and ``step`` it fixes the random numbers, so
+  splitting a buffer into several calls (at block boundaries for 8-bit state) does not change the resulting bits.
+* ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)``, which replaces the scalars. Rows are sorted
+  by ``end``, an index from element 0 of the call; the last one is ``n``. For a list of tensors the table has one row
+  for all or one per tensor, and ``end`` is not read.
 * ``step`` counts from 1. ``threads=0`` uses `default_threads`.
 
 Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is written. The caller keeps the memory behind
@@ -61,15 +62,15 @@ def adam_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of AdamW, or of Adam with ``adamw_mode=False`` (arXiv 1412.6980 algorithm 1, arXiv 1711.05101 algorithm
-    2).
+    """Apply one step of AdamW (arXiv 1711.05101, algorithm 2), or with ``adamw_mode=False`` of Adam (arXiv 1412.6980,
+    algorithm 1). Shared arguments: see the module docstring.
     """
-    _rules.check_call(step, element_offset, seed)
+    _rules.check_integers(step, element_offset, seed)
     rows = [
         _rules.adam_coefficients(
             row, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
         )
-        for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
+        for row in _rules.segment_table(n, segments, lr, weight_decay, betas)
     ]
     kernels().step(
         _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out,
@@ -102,13 +103,15 @@ def adagrad_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of Adagrad (JMLR 12, 2011, figure 1) with torch.optim.Adagrad's decays; the betas of segments are not
-    read.
+    """Apply one step of `torch.optim.Adagrad` (JMLR 12, 2011, figure 1), with its decays of weights and learning rate.
+
+    ``sum_sq``: its accumulator ``sum``. The betas of ``segments`` are ignored. Shared arguments: see the module
+    docstring.
     """
-    _rules.check_call(step, element_offset, seed)
+    _rules.check_integers(step, element_offset, seed)
     rows = [
         _rules.adagrad_coefficients(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
-        for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
+        for row in _rules.segment_table(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
     kernels().step(
         _rules.ADAGRAD, False, n, param, param_low, grad, None, sum_sq, None, sum_sq_scale, copy_out, None,
@@ -140,11 +143,14 @@ def lion_step(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """One step of Lion (arXiv 2302.06675, algorithm 2); ``step`` only seeds stochastic rounding."""
-    _rules.check_call(step, element_offset, seed)
+    """Apply one step of Lion (arXiv 2302.06675, algorithm 2); ``step`` only seeds stochastic rounding.
+
+    Shared arguments: see the module docstring.
+    """
+    _rules.check_integers(step, element_offset, seed)
     rows = [
         _rules.lion_coefficients(row, grad_scale=grad_scale)
-        for row in _rules.segments_of(n, segments, lr, weight_decay, betas)
+        for row in _rules.segment_table(n, segments, lr, weight_decay, betas)
     ]
     kernels().step(
         _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
@@ -184,7 +190,7 @@ def sgd_step(
     With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer``
     is None if and only if ``momentum`` is 0; the betas of ``segments`` are ignored.
     """
-    _rules.check_call(step, element_offset, seed)
+    _rules.check_integers(step, element_offset, seed)
     if (momentum_buffer is None) != (momentum == 0.0):
         raise ValueError(f"momentum_buffer: needed when momentum is not 0 and only then, got momentum = {momentum}")
     starts = step == 1 if first is None else first
@@ -192,7 +198,7 @@ def sgd_step(
         _rules.sgd_coefficients(
             row, momentum=momentum, dampening=dampening, nesterov=nesterov, first=starts, grad_scale=grad_scale
         )
-        for row in _rules.segments_of(n, segments, lr, weight_decay, (0.0, 0.0))
+        for row in _rules.segment_table(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
     kernels().step(
         _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out,
@@ -226,15 +232,17 @@ def lamb_step(
     seed: int = 0,
     threads: int = 0,
 ) -> list[tuple[float, float]]:
-    """The first half of LAMB (arXiv 1904.00962, algorithm 2): update the moments and write the direction to ``update``.
+    """Run the first half of LAMB (arXiv 1904.00962, algorithm 2): advance the moments, write ``update``, the direction.
 
     ``update`` is float32 (float64 for ``"f64"`` parameters) and may be the gradient's own memory when the dtypes are
-    equal. Returns, for each row of ``segments`` or each tensor of a list, the squared norms of the parameter and of
-    the direction over this call's elements in float64: sum them over the calls and ranks that hold a parameter, then
-    give `lamb_apply` the learning rate times the ratio.
+    equal. ``param`` is only read; the learning rates of ``segments`` are ignored.
+
+    Returns the squared norms (parameter, direction) over this call's elements, for each row of ``segments`` or each
+    tensor of a list: sum them over the calls and ranks that hold a parameter, then pass the learning rate times the
+    ratio of the norms to `lamb_apply`. Shared arguments: see the module docstring.
     """
-    _rules.check_call(step, element_offset, seed)
-    table = _rules.segments_of(n, segments, 0.0, weight_decay, betas)
+    _rules.check_integers(step, element_offset, seed)
+    table = _rules.segment_table(n, segments, 0.0, weight_decay, betas)
     rows = [
         _rules.lamb_coefficients(row, step=step, eps=eps, bias_correction=bias_correction, grad_scale=grad_scale)
         for row in table
@@ -263,12 +271,13 @@ def lamb_apply(
     seed: int = 0,
     threads: int = 0,
 ) -> None:
-    """The second half of LAMB: ``param -= factor * update`` for each row ``(end, factor)`` of ``steps``.
+    """Run the second half of LAMB: ``param -= factor * update`` for each row ``(end, factor)`` of ``steps``.
 
-    The factor is the learning rate times the ratio of the parameter's norm to the direction's, 1 where either is 0.
-    For a list of tensors ``steps`` has one row per tensor, whose ``end`` is not read.
+    The factor is the learning rate times the trust ratio: the parameter's norm over the direction's, 1 where either is
+    0. For a list of tensors ``steps`` has one row per tensor, and ``end`` is not read. Shared arguments: see the module
+    docstring.
     """
-    _rules.check_call(step, element_offset, seed)
+    _rules.check_integers(step, element_offset, seed)
     rows: list[tuple[int, tuple[float, ...]]] = [(end, (factor,)) for end, factor in steps]
     wide = "f64" if param_dtype == "f64" else "f32"
     kernels().step(

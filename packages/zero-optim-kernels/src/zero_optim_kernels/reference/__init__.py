@@ -1,7 +1,7 @@
 """The kernels once more, slow and obvious, in NumPy: the oracle of the tests. Nothing else in this package needs NumPy.
 
 `steps` has the rules, `rounding` the 16-bit formats and the random numbers, `blocks` the quantisation, `buffers` the
-rest. Steps are what exact arithmetic would give, for kernels to come close to; everything else is bit for bit what the
+rest. Steps return what exact arithmetic gives, which kernels approximate; everything else is bitwise equal to what the
 kernels write.
 """
 

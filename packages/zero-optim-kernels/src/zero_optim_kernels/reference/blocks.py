@@ -1,4 +1,4 @@
-"""Block quantisation: every code's value by its definition, and the code of a value by looking for the nearest."""
+"""Block quantisation in NumPy: decode a code by its definition, encode a value by a search for the nearest code."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _ONE = {"int8": 0x01, "int4": 0x01, "e4m3": 0x38, "u5e3": 0x38}  # the code in b
 
 
 def decode_e4m3(code: int) -> float:
-    """The value of an e4m3 code: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal numbers; 0x7f is not
-    used.
+    """Return the value of an e4m3 code: sign, 4 exponent bits with bias 7, 3 mantissa bits, subnormal numbers.
+
+    0x7f, NaN in other definitions, never occurs.
     """
     sign = -1.0 if code & 0x80 else 1.0
     exponent, mantissa = code >> 3 & 0xF, code & 0x7
@@ -38,7 +39,7 @@ def decode_e4m3(code: int) -> float:
 
 
 def decode_u5e3(code: int) -> float:
-    """The value of a u5e3 code: 5 exponent bits with bias 31, 3 mantissa bits, no zero."""
+    """Return the value of a u5e3 code: 5 exponent bits with bias 31, 3 mantissa bits, no zero."""
     return (1.0 + (code & 7) / 8.0) * 2.0 ** ((code >> 3) - 31)
 
 
@@ -47,7 +48,10 @@ _U5E3 = np.array([decode_u5e3(code) for code in range(256)])
 
 
 def _integer_codes(t: Single, most: int, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:
-    """The nearest integer, ties to even; with random numbers, after noise of less than one half was added."""
+    """Return the nearest integers, ties to even, limited to ``most`` in magnitude.
+
+    ``random``: 32 bits per element, for stochastic rounding: noise within (-1/2, 1/2) is added first.
+    """
     if random is not None:
         noise = ((random >> np.uint32(16)) - 32767.5) / 65536
         t = t + noise.astype(np.float32)
@@ -57,8 +61,10 @@ def _integer_codes(t: Single, most: int, random: npt.NDArray[np.uint32] | None) 
 def _float_codes(
     magnitude: npt.NDArray[np.float64], table: npt.NDArray[np.float64], random: npt.NDArray[np.uint32] | None
 ) -> npt.NDArray[np.int64]:
-    """The index of the nearest value of an increasing table, ties to the even index; with random numbers, the upper of
-    the two around it for as many of the 2^20 random numbers as it is 2^-20 of their distance away from the lower.
+    """Return the index of the nearest value in an increasing table, ties to the even index.
+
+    ``random``: 32 bits per element, for stochastic rounding: to the upper neighbour with the probability ``(magnitude -
+    lower) / (upper - lower)``, a multiple of 2^-20.
     """
     lower = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, table.size - 2)
     part = np.clip((magnitude - table[lower]) / (table[lower + 1] - table[lower]), 0, 1)
@@ -70,7 +76,7 @@ def _float_codes(
 
 
 def _codes(t: Single, code: Code, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:
-    """The codes of values that were divided by their scale."""
+    """Return the codes of ``t``, elements divided by their block's scale; integer codes may be negative."""
     wide = t.astype(np.float64)
     if code == "u5e3":
         return _float_codes(abs(wide), _U5E3, random)
@@ -90,7 +96,10 @@ def quantize(
     element_offset: int = 0,
     stream: Stream = "payload",
 ) -> tuple[Codes, Single]:
-    """Payload and scales of float32 numbers (``"u5e3"``: none negative)."""
+    """Return payload and scales of float32 numbers (``"u5e3"``: not negative), as `quantize_blocks` writes them.
+
+    ``stream``: the random numbers of stochastic rounding, separate for optimizer state and payloads.
+    """
     single = np.asarray(x, np.float32)
     index = np.uint64(element_offset) + np.arange(single.size, dtype=np.uint64)
     random = random_bits(seed, step, stream, index) if stochastic else None
@@ -112,7 +121,7 @@ def quantize(
 
 
 def dequantize(payload: Codes, scales: Single, n: int, code: Code, block: int) -> Any:
-    """Codes times scales, in float32."""
+    """Return codes times scales for ``n`` elements, in float32."""
     if code == "int8":
         numbers = payload.astype(np.int8).astype(np.float32)
     elif code == "int4":

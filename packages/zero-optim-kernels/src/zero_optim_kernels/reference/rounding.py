@@ -1,6 +1,6 @@
 """Storage dtypes, and the random numbers of stochastic rounding.
 
-An array "as stored" is float32, float16 or float64, or uint16 for bf16, which NumPy does not have.
+A stored array has dtype float32, float16 or float64; bf16, which NumPy lacks, is stored as uint16.
 """
 
 from __future__ import annotations
@@ -35,49 +35,51 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _bits(x: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Return the 32 bits of float32 numbers, widened to 64."""
     return np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
 
 
-def _quiet(x: npt.ArrayLike, rounded: npt.NDArray[np.uint64]) -> Bits16:
-    """The rounded bits, or a NaN's upper half made quiet."""
+def _keep_nan(x: npt.ArrayLike, rounded: npt.NDArray[np.uint64]) -> Bits16:
+    """Return the bf16 bits ``rounded``, but where ``x`` is NaN its upper half, made a quiet NaN."""
     nan = (_bits(x) >> np.uint64(16)) | np.uint64(0x40)
     return np.where(np.isnan(np.asarray(x, np.float32)), nan, rounded).astype(np.uint16)
 
 
 def bf16_nearest(x: npt.ArrayLike) -> Bits16:
-    """Of the two bf16 neighbours of a float32 the nearer, at a tie the even one."""
+    """Round float32 to the nearest bf16, ties to even; return its bits."""
     lower, rest = np.divmod(_bits(x), np.uint64(0x10000))
     up = (rest > 0x8000) | ((rest == 0x8000) & (lower % 2 == 1))
-    return _quiet(x, lower + up.astype(np.uint64))
+    return _keep_nan(x, lower + up.astype(np.uint64))
 
 
 def bf16_stochastic(x: npt.ArrayLike, random: npt.NDArray[np.uint32]) -> Bits16:
-    """One of the two neighbours: the farther from zero for as many of the 2^16 random numbers as x is 2^-16 of the gap
-    away from the nearer.
+    """Round float32 to one of the two bf16 neighbours at random, such that the expectation is ``x``; return its bits.
+
+    ``random``: uniform in [0, 2^16), one per element.
     """
-    return _quiet(x, (_bits(x) + random) >> np.uint64(16))
+    return _keep_nan(x, (_bits(x) + random) >> np.uint64(16))
 
 
 def bf16_values(bits: Bits16) -> Single:
-    """The float32 of a bf16."""
+    """Return the float32 values of bf16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def bf16_split(x: npt.ArrayLike) -> tuple[Bits16, Bits16]:
-    """A float32 as the nearest bf16, ties away from zero, and the 16 bits that it lacks."""
+    """Split float32 into the nearest bf16 (ties away from zero) and the 16 low bits that `bf16_join` needs."""
     single = np.asarray(x, np.float32)
     bits = _bits(np.where(np.isnan(single), np.float32(np.nan), single))
     return ((bits + np.uint64(0x8000)) >> np.uint64(16)).astype(np.uint16), bits.astype(np.uint16)
 
 
 def bf16_join(high: Bits16, low: Bits16) -> Single:
-    """The float32 of a pair: the low half is the signed difference from the bf16."""
+    """Return the float32 that `bf16_split` split; ``low`` is its signed difference from the bf16 in the last places."""
     difference = low.view(np.int16).astype(np.int64)
     return ((high.astype(np.int64) << 16) + difference).astype(np.uint32).view(np.float32)
 
 
 def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
-    """Numbers as stored in ``dtype``, rounded to nearest even."""
+    """Return numbers as an array stored in ``dtype``, rounded to nearest even."""
     if dtype == "bf16":
         return bf16_nearest(x)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -85,14 +87,14 @@ def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
 
 
 def values(x: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """The numbers that are stored; float16 as float32."""
+    """Return the numbers of a stored array: float64 for float64, else float32."""
     if dtype == "bf16":
         return bf16_values(x)
     return np.asarray(x, np.float32 if dtype == "f16" else x.dtype)
 
 
 def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any]:
-    """From one stored dtype to another; float64 goes to 16 bits through float32."""
+    """Convert a stored array from ``dtype`` to ``out_dtype``; float64 goes to 16 bits through float32."""
     if dtype == out_dtype:
         return np.array(x)
     wide = values(x, dtype)
@@ -100,16 +102,16 @@ def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any
 
 
 def _mix(x: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
+    """Return a hash of 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
     return x ^ x >> 31
 
 
 def random_bits(seed: int, step: int, stream: Stream, index: npt.ArrayLike) -> npt.NDArray[np.uint32]:
-    """32 bits for each global element index, of which the high ones are the good ones.
+    """Return 32 random bits for each global element index; the high ones are the most random.
 
-    Elements that share the high half of their index share a key; within it the low half is hashed.
+    Indices with the same high half share a key, with which their low half is hashed.
     """
     wide = np.asarray(index, np.uint64)
     call = _mix((_mix((seed + _GOLDEN) & _MASK64) + step) & _MASK64)

@@ -1,8 +1,8 @@
 """The rules in float64.
 
-Arithmetic is float64 on the values that the kernels read; results are what exact arithmetic would give, before any
-rounding to a storage dtype. What one sum gives the next (the scaled and decayed gradient, the second moment) is
-rounded to float32 as a kernel holds it, so that each sum is judged by itself.
+Arithmetic is float64 on the values that the kernels read; results are those of exact arithmetic, before they are
+rounded to a storage dtype. An intermediate result that enters another sum (the scaled and decayed gradient, the second
+moment) is rounded to float32 as in a kernel, so that each sum's error is measured by itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Array = npt.NDArray[np.float64]
 
 @dataclass
 class Result:
-    """New values, and for each the largest magnitude among the terms of the sums that made it, as they enter the last
-    one.
+    """The new values of one step, each with its ``*_term``: the largest magnitude among the terms of the sum that made
+    it, per element, by which the sum's rounding error is judged.
+
+    ``first``, ``second``: the moments, None where the rule has none. ``direction``: the update before it is multiplied
+    by the learning rate.
     """
 
     param: Array
@@ -37,32 +40,34 @@ class Result:
     direction: Array
 
 
-def _rounded(row: tuple[int, tuple[float, ...]]) -> tuple[float, ...]:
-    """The coefficients as a float32 kernel reads them."""
+def _float32_coefficients(row: tuple[int, tuple[float, ...]]) -> tuple[float, ...]:
+    """Return the coefficients of a row, rounded to float32 as a kernel reads them."""
     return tuple(float(np.float32(value)) for value in row[1])
 
 
-def _wide(x: Any) -> Array:
+def _as_float64(x: Any) -> Array:
     return np.asarray(x, dtype=np.float64)
 
 
 def _largest(*terms: Array) -> Array:
-    return _wide(np.maximum.reduce([abs(term) for term in terms]))
+    """Return the largest magnitude among the terms, element by element."""
+    return _as_float64(np.maximum.reduce([abs(term) for term in terms]))
 
 
-def _held(x: Array) -> Array:
-    return _wide(x.astype(np.float32))
+def _to_f32(x: Array) -> Array:
+    """Return float64 numbers that were rounded to float32."""
+    return _as_float64(x.astype(np.float32))
 
 
 def _decayed(g: Array, p: Array, l2: float) -> tuple[Array, Array]:
-    """The gradient with the decay added to it in float32, and its largest term."""
+    """Return the gradient plus ``l2 * p``, added in float32, and the magnitude of the sum."""
     if l2 != 0.0:
-        g = _wide(g.astype(np.float32) + (l2 * p).astype(np.float32))
-    return _held(g), abs(g)
+        g = _as_float64(g.astype(np.float32) + (l2 * p).astype(np.float32))
+    return _to_f32(g), abs(g)
 
 
 def _lerp(a: Array, b: Array, b_term: Array, weight: float, rest: float) -> tuple[Array, Array]:
-    """a + weight (b - a), and its largest term."""
+    """Return ``a + weight * (b - a)`` and its largest term; ``b_term`` is that of ``b``, ``rest`` is 1 - weight."""
     return (a + weight * (b - a) if weight < 0.5 else b - (b - a) * rest), _largest(a, b_term, b - a)
 
 
@@ -77,13 +82,13 @@ class _Adam:
 
 
 def _adam(p: Array, g: Array, m: Array, v: Array, c: tuple[float, ...]) -> _Adam:
-    """Adam's moments and direction, from coefficients in the kernel's order."""
+    """Return Adam's moments and direction; ``c``: the coefficients in the kernel's order."""
     _, _, l2, w1, rest1, b2, w2, _, inverse_root, eps = c
     g, g_term = _decayed(g, p, l2)
     m_new, m_term = _lerp(m, g, g_term, w1, rest1)
     v_new = b2 * v + w2 * g * g
     v_term = _largest(b2 * v, w2 * g_term * g_term, v_new)
-    denominator = np.sqrt(_held(_held(b2 * v) + _held(_held(w2 * g) * g))) * inverse_root + eps
+    denominator = np.sqrt(_to_f32(_to_f32(b2 * v) + _to_f32(_to_f32(w2 * g) * g))) * inverse_root + eps
     return _Adam(m_new, m_term, v_new, v_term, m_new / denominator, m_term / denominator)
 
 
@@ -102,15 +107,15 @@ def adam(
     bias_correction: bool = True,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Adam and AdamW."""
+    """Apply one step of AdamW, or with ``adamw_mode=False`` of Adam."""
     segment: Segment = (0, lr, weight_decay, betas[0], betas[1])
-    c = _rounded(
+    c = _float32_coefficients(
         _rules.adam_coefficients(
             segment, step=step, eps=eps, adamw_mode=adamw_mode, bias_correction=bias_correction, grad_scale=grad_scale
         )
     )
-    p = _wide(param)
-    new = _adam(p, _wide(grad) * c[0], _wide(exp_avg), _wide(exp_avg_sq), c)
+    p = _as_float64(param)
+    new = _adam(p, _as_float64(grad) * c[0], _as_float64(exp_avg), _as_float64(exp_avg_sq), c)
     value = p * c[1] + c[7] * new.direction
     term = _largest(p * c[1], c[7] * new.direction_term, value)
     return Result(value, new.first, new.second, term, new.first_term, new.second_term, new.direction)
@@ -129,14 +134,14 @@ def lamb(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """LAMB on one whole parameter: update, ratio of norms, application."""
-    c = _rounded(
+    """Apply one step of LAMB to one full parameter, both halves."""
+    c = _float32_coefficients(
         _rules.lamb_coefficients(
             (0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale
         )
     )
-    p = _wide(param)
-    new = _adam(p, _wide(grad) * c[0], _wide(exp_avg), _wide(exp_avg_sq), c)
+    p = _as_float64(param)
+    new = _adam(p, _as_float64(grad) * c[0], _as_float64(exp_avg), _as_float64(exp_avg_sq), c)
     u = new.direction * c[1] + c[7] * p
     u_term = _largest(new.direction_term * c[1], c[7] * p)
     weight, update = math.sqrt(float(np.sum(p * p))), math.sqrt(float(np.sum(u * u)))
@@ -155,11 +160,11 @@ def lion(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Lion."""
-    scale, decay, w1, rest1, w2, rest2, negative_step = _rounded(
+    """Apply one step of Lion."""
+    scale, decay, w1, rest1, w2, rest2, negative_step = _float32_coefficients(
         _rules.lion_coefficients((0, lr, weight_decay, *betas), grad_scale=grad_scale)
     )
-    p, g, m = _wide(param), _wide(grad) * scale, _wide(exp_avg)
+    p, g, m = _as_float64(param), _as_float64(grad) * scale, _as_float64(exp_avg)
     u = np.sign(_lerp(m, g, abs(g), w1, rest1)[0])
     m_new, m_term = _lerp(m, g, abs(g), w2, rest2)
     value = p * decay + negative_step * u
@@ -178,15 +183,15 @@ def adagrad(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Adagrad."""
+    """Apply one step of Adagrad."""
     row = _rules.adagrad_coefficients(
         (0, lr, weight_decay, 0.0, 0.0), step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale
     )
-    scale, l2, negative_step, rounded_eps = _rounded(row)
-    p, v = _wide(param), _wide(sum_sq)
-    g, g_term = _decayed(_wide(grad) * scale, p, l2)
+    scale, l2, negative_step, rounded_eps = _float32_coefficients(row)
+    p, v = _as_float64(param), _as_float64(sum_sq)
+    g, g_term = _decayed(_as_float64(grad) * scale, p, l2)
     v_new = v + g * g
-    denominator = np.sqrt(_held(v + _held(g * g))) + rounded_eps
+    denominator = np.sqrt(_to_f32(v + _to_f32(g * g))) + rounded_eps
     u = g / denominator
     term = _largest(p, negative_step * g_term / denominator, p + negative_step * u)
     return Result(p + negative_step * u, None, v_new, term, None, _largest(v, g_term * g_term, v_new), u)
@@ -205,7 +210,7 @@ def sgd(
     first: bool = False,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Stochastic gradient descent; ``momentum_buffer`` is None without momentum."""
+    """Apply one step of SGD; ``momentum_buffer`` is None without momentum, and not read with ``first``."""
     row = _rules.sgd_coefficients(
         (0, lr, weight_decay, 0.0, 0.0),
         momentum=momentum,
@@ -214,18 +219,30 @@ def sgd(
         first=first,
         grad_scale=grad_scale,
     )
-    scale, l2, negative_lr, rounded_momentum, keep, _, _ = _rounded(row)
-    p = _wide(param)
-    g, g_term = _decayed(_wide(grad) * scale, p, l2)
+    scale, l2, negative_lr, rounded_momentum, keep, _, _ = _float32_coefficients(row)
+    p = _as_float64(param)
+    g, g_term = _decayed(_as_float64(grad) * scale, p, l2)
     if momentum_buffer is None:
         return Result(
-            p + negative_lr * g, None, None, _largest(p, negative_lr * g_term, p + negative_lr * g), None, None, g
+            p + negative_lr * g,
+            None,
+            None,
+            _largest(p, negative_lr * g_term, p + negative_lr * g),
+            None,
+            None,
+            g,
         )
-    m = _wide(momentum_buffer)
+    m = _as_float64(momentum_buffer)
     m_new = g if first else rounded_momentum * m + keep * g
     m_term = g_term if first else _largest(rounded_momentum * m, keep * g_term, m_new)
     u = g + rounded_momentum * m_new if nesterov else m_new
     u_term = _largest(g_term, rounded_momentum * m_term, u) if nesterov else m_term
     return Result(
-        p + negative_lr * u, m_new, None, _largest(p, negative_lr * u_term, p + negative_lr * u), m_term, None, u
+        p + negative_lr * u,
+        m_new,
+        None,
+        _largest(p, negative_lr * u_term, p + negative_lr * u),
+        m_term,
+        None,
+        u,
     )

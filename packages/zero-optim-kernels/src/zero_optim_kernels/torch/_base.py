@@ -15,6 +15,7 @@ from ._formats import (
     NAMES,
     Moment,
     StateDtype,
+    check_shape,
     decode,
     encode,
     local,
@@ -22,8 +23,9 @@ from ._formats import (
     storage_dtype,
     zero_moment,
     zero_scales,
+    zero_state,
 )
-from ._plan import Cohort, CohortPlan, gradients, neighbours
+from ._plan import Cohort, CohortPlan, adjacent_runs, gradients
 
 __all__ = ["Bf16Weights", "KernelOptimizer", "Settings", "check_range"]
 
@@ -47,27 +49,15 @@ def check_range(name: str, value: float, low: float, high: float = float("inf"))
         raise ValueError(f"{name}: expected a number in [{low}, {high}), got {value}")
 
 
-def _check_shape(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless a saved tensor has the shape that this optimizer gives it, whole and here."""
-    if value.shape == like.shape and local(value).shape == local(like).shape:
-        return
-    raise ValueError(
-        f"state {name!r}: expected shape {tuple(like.shape)}, of it {tuple(local(like).shape)} on this rank, got "
-        f"{tuple(value.shape)} and {tuple(local(value).shape)}; 8-bit state loads with the sharding that it was saved "
-        "with, any other state once it is sharded as its parameter is"
-    )
-
-
 class KernelOptimizer(Optimizer):
-    """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such local
-    parts).
+    """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such shards).
 
     Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or
-    ``ValueError`` says which one is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
+    ``ValueError`` names one that is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
 
-    ``positions``: by parameter, the place of its first element among those of all processes, a multiple of 256. Where
-    all parameters have one, an element is rounded as on one process, however parameters are sharded; without them
-    parameters lie one after the other.
+    ``positions``: for each parameter the global index of its first element over all processes, a multiple of 256.
+    With an entry for every parameter, stochastic rounding gives the same bits however parameters are sharded. When
+    empty, parameters count as adjacent.
     """
 
     moments: tuple[Moment, ...] = ()
@@ -89,28 +79,32 @@ class KernelOptimizer(Optimizer):
         self._settings = Settings(parse_state_dtype(state_dtype), bf16_weights, seed, threads)
         self.positions: Mapping[torch.Tensor, int] = {}
         self._plans: dict[int, CohortPlan] = {}
-        self._seen: list[dict[str, Any]] = []
+        self._known_states: list[dict[str, Any]] = []
         super().__init__(params, defaults)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update one cohort; ``common`` has the arguments that every kernel takes."""
+        """Call the kernel for a cohort in step ``step`` (from 1), with the gradients' addresses ``grads``.
+
+        ``common``: keyword arguments that all kernels take.
+        """
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise ``ValueError`` for options of a group that the kernel cannot serve."""
+        """Raise ``ValueError`` for options of a group that the kernel does not support."""
         raise NotImplementedError
 
     def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
-        """The moments that this group's parameters have."""
+        """Return the moments that this group's parameters have."""
         return self.moments
 
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
+        """Return the value that every element of a new moment has."""
         return 0.0
 
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as `torch.optim.Optimizer.add_param_group`; its options and parameters are checked first."""
+        """Add a group as torch does; ``TypeError`` or ``ValueError`` for options or parameters not supported."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:
@@ -121,12 +115,14 @@ class KernelOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    def _name(self, group: int, position: int) -> str:
+    def _param_name(self, group: int, position: int) -> str:
+        """Return what errors call a parameter; ``group`` and ``position`` are indices."""
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[position]!r}" if names else f"parameter {position} of group {group}"
 
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
-        name = self._name(group, position)
+        """Raise ``TypeError`` or ``ValueError`` for a device, dtype or strides that are not supported."""
+        name = self._param_name(group, position)
         own = local(param)
         if own.device.type != "cpu":
             raise ValueError(
@@ -147,6 +143,7 @@ class KernelOptimizer(Optimizer):
             )
 
     def _check_grad(self, name: str, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Raise ``TypeError`` or ``ValueError`` by ``name`` unless the kernel can read the gradient of ``param``."""
         if grad.layout != torch.strided:
             raise TypeError(
                 f"{name}: sparse gradients are not supported, got layout {grad.layout}; "
@@ -168,11 +165,10 @@ class KernelOptimizer(Optimizer):
     # State
 
     def _ensure_states(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """Give the parameters' states what the kernel needs, one moment of all parameters after the other.
+        """Create the states that parameters lack: one moment of all parameters, then the next moment.
 
-        Then the tensors that a call reads side by side lie in as many regions of memory, each read in order, which
-        is what a processor fetches ahead. Moments that alternate in one region cost a list of small tensors half as
-        much time again.
+        Then each moment lies in a region of its own, which a call reads in order and the processor prefetches. If
+        moments alternated in memory, a step over many small tensors would take half as long again.
         """
         states: list[dict[str, Any]] = [self.state[param] for param in params]
         for state in states:
@@ -180,31 +176,34 @@ class KernelOptimizer(Optimizer):
         for moment in self._group_moments(group):
             for param, state in zip(params, states, strict=True):
                 if state.get(moment.name) is None:
-                    self._start_moment(moment, param, state, self._initial_moment(group, moment))
+                    self._init_moment(moment, param, state, self._initial_moment(group, moment))
         if self._settings.bf16_weights != "exact":
             return
         for param, state in zip(params, states, strict=True):
             if param.dtype == torch.bfloat16 and _LOW not in state:
                 state[_LOW] = zero_moment(param, torch.int16)
 
-    def _start_moment(self, moment: Moment, param: torch.Tensor, state: dict[str, Any], start: float) -> None:
-        """A moment, and its scales in 8-bit state, every element of which is ``start``."""
+    def _init_moment(self, moment: Moment, param: torch.Tensor, state: dict[str, Any], start: float) -> None:
+        """Put a new moment (with its scales in 8-bit state) into ``state``; every element is ``start``."""
         dtype = storage_dtype(param, self._settings.state_dtype)
-        state[moment.name] = zero_moment(param, dtype)
+        state.update(zero_state(moment, param, dtype))
         if dtype == torch.uint8:
-            state[moment.scale_name] = zero_scales(param)
             wide = torch.full(local(param).shape, start)
             encode(moment, wide, state[moment.name], state[moment.scale_name])
         elif start:
             local(state[moment.name]).fill_(start)
 
-    def _make_plan(
+    def _build_plan(
         self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> CohortPlan:
+        """Check the parameters that have a gradient, create their missing states, and return their cohorts.
+
+        ``index``: the index of ``group``; ``params`` are its parameters, ``grads`` their gradients or None.
+        """
         for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 self._check_param(index, position, param)
-                self._check_grad(self._name(index, position), local(param), local(grad))
+                self._check_grad(self._param_name(index, position), local(param), local(grad))
         moments = self._group_moments(group)
         present = [position for position, grad in enumerate(grads) if grad is not None]
         new = {i for i in present if any(self.state[params[i]].get(moment.name) is None for moment in moments)}
@@ -215,7 +214,7 @@ class KernelOptimizer(Optimizer):
             param, grad = params[i], cast(torch.Tensor, grads[i])
             key = (int(states[i]["step"].item()), param.dtype, grad.dtype, local(param) is not param, i in new)
             members.setdefault(key, []).append(i)
-        where = [-1] * len(params)
+        cohort_of = [-1] * len(params)
         cohorts: list[Cohort] = []
         for (step, dtype, grad_dtype, sharded, first), together in members.items():
             names = [moment.name for moment in moments]
@@ -223,11 +222,11 @@ class KernelOptimizer(Optimizer):
                 names += [moment.scale_name for moment in moments]
             if dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
                 names.append(_LOW)
-            for numbers, place in self._runs(index, params, together, dtype):
+            for numbers, place in self._adjacent_runs(index, params, together, dtype):
                 shared = torch.tensor(float(step))
                 for number in numbers:
                     states[number]["step"] = shared
-                    where[number] = len(cohorts)
+                    cohort_of[number] = len(cohorts)
                 cohorts.append(
                     Cohort(
                         params=[params[i] for i in numbers],
@@ -241,30 +240,32 @@ class KernelOptimizer(Optimizer):
                         position=place,
                     )
                 )
-        return CohortPlan(list(params), where, cohorts)
+        return CohortPlan(list(params), cohort_of, cohorts)
 
-    def _runs(
+    def _adjacent_runs(
         self, group: int, params: list[torch.Tensor], numbers: list[int], dtype: torch.dtype
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield the numbers of parameters that one call updates, and the position of the first one's first element."""
+        """Yield the indices of parameters that one call can update, and the global index of its first element."""
         rounds = dtype == torch.bfloat16 or (dtype != torch.float64 and self._settings.state_dtype != "f32")
         if not self.positions or not rounds:
             yield numbers, group << 44
             return
         positions = [self.positions.get(param, 0) for param in params]
-        for run in neighbours(numbers, positions, [local(param).numel() for param in params]):
+        for run in adjacent_runs(numbers, positions, [local(param).numel() for param in params]):
             yield run, positions[run[0]]
 
     # The step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; everything is checked before the first one is written."""
+        """Check all parameters, then update those that have a gradient; return what ``closure`` returns, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._plans and not (len(self._seen) == len(self.state) and all(map(is_, self.state.values(), self._seen))):
+        if self._plans and not (
+            len(self._known_states) == len(self.state) and all(map(is_, self.state.values(), self._known_states))
+        ):
             self._plans.clear()
         work: list[tuple[int, dict[str, Any], CohortPlan, list[list[int]]]] = []
         for index, group in enumerate(self.param_groups):
@@ -276,19 +277,20 @@ class KernelOptimizer(Optimizer):
             plan = self._plans.get(index)
             pointers = None if plan is None else plan.grad_pointers(params, grads)
             if plan is None or pointers is None:
-                plan = self._plans[index] = self._make_plan(index, group, params, grads)
+                plan = self._plans[index] = self._build_plan(index, group, params, grads)
                 pointers = plan.grad_pointers(params, grads)
             work.append((index, group, plan, pointers or []))
-        if self._plans:  # else the states may be elsewhere, and looking at them costs something
-            self._seen = list(self.state.values())
+        if self._plans:  # without plans, states need no watching (listing them takes time)
+            self._known_states = list(self.state.values())
         for index, group, plan, pointers in work:
             for cohort, addresses in zip(plan.cohorts, pointers, strict=True):
-                self._advance(group, cohort, addresses)
+                self._step_cohort(group, cohort, addresses)
             if any(cohort.first for cohort in plan.cohorts):
                 del self._plans[index]
         return loss
 
-    def _advance(self, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
+    def _step_cohort(self, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
+        """Update one cohort and count its step; ``grads``: the gradients' addresses."""
         number = int(cohort.step.item()) + 1
         wide = cohort.param_dtype == "f64"
         common = {
@@ -307,7 +309,7 @@ class KernelOptimizer(Optimizer):
     # State dicts
 
     def state_dict(self) -> dict[str, Any]:
-        """As `torch.optim.Optimizer.state_dict`; with float32 state, what torch's optimizer of the same name loads."""
+        """Return the state as `torch.optim.Optimizer`; float32 state loads into torch's optimizer of the same name."""
         result = super().state_dict()
         result["state"] = {
             key: {**state, "step": state["step"].clone()} if "step" in state else dict(state)
@@ -316,11 +318,10 @@ class KernelOptimizer(Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class or of torch's optimizer of the same name, in any state precision; it is
-        converted to this one's.
+        """Load the state of this class or of torch's optimizer of the same name, converted from any ``state_dtype``.
 
-        Raises ``ValueError`` when the parameter groups differ, or when a part of the state does not have the shape
-        that its parameter, sharded as it is, calls for.
+        Raises ``ValueError`` when the parameter groups differ, or when a tensor's shape or sharding does not fit its
+        parameter; its state and groups are unchanged then.
         """
         loaded: dict[str, Any] = {}
         before = {"state": self.state, "param_groups": self.param_groups}
@@ -334,7 +335,7 @@ class KernelOptimizer(Optimizer):
                     saved = loaded["state"].get(next(saved_ids))
                     if saved is not None:
                         found.append((param, saved))
-                self._adopt(group, found)
+                self._load_states(group, found)
         except Exception:
             self.__dict__.update(before)
             raise
@@ -342,9 +343,11 @@ class KernelOptimizer(Optimizer):
             handle.remove()
         self._plans.clear()
 
-    def _adopt(self, group: dict[str, Any], found: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Give parameters of one group their saved states, in this optimizer's formats and in the order of memory that
-        `_ensure_states` describes; torch has cast the saved ones to the parameters' dtypes meanwhile.
+    def _load_states(self, group: dict[str, Any], found: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Set the states of one group's parameters from saved ones, converted to this optimizer's formats.
+
+        ``found``: parameters with their saved states, as they were before torch cast them to the parameters' dtypes.
+        Tensors are created in the order that `_ensure_states` describes.
         """
         states: list[dict[str, Any]] = []
         for _, saved in found:
@@ -353,33 +356,26 @@ class KernelOptimizer(Optimizer):
         for moment in self._group_moments(group):
             for (param, saved), state in zip(found, states, strict=True):
                 if saved.get(moment.name) is not None:
-                    self._adopt_moment(moment, param, saved, storage_dtype(param, self._settings.state_dtype), state)
+                    self._load_moment(moment, param, saved, storage_dtype(param, self._settings.state_dtype), state)
         for (param, saved), state in zip(found, states, strict=True):
             if _LOW in saved and param.dtype == torch.bfloat16 and self._settings.bf16_weights == "exact":
-                _check_shape(_LOW, saved[_LOW], param)
+                check_shape(_LOW, saved[_LOW], param)
                 state[_LOW] = saved[_LOW].detach().clone()
             self.state[param] = state
 
-    def _adopt_moment(
-        self,
-        moment: Moment,
-        param: torch.Tensor,
-        saved: dict[str, Any],
-        dtype: torch.dtype,
-        state: dict[str, Any],
+    def _load_moment(
+        self, moment: Moment, param: torch.Tensor, saved: dict[str, Any], dtype: torch.dtype, state: dict[str, Any]
     ) -> None:
-        """Copy one moment from a saved state to a new one, in ``dtype`` (uint8 means 8-bit)."""
+        """Copy one moment from a saved state to ``state``, converted to ``dtype`` (uint8 means 8-bit)."""
         value: torch.Tensor = saved[moment.name].detach()
-        _check_shape(moment.name, value, param)
+        check_shape(moment.name, value, param)
         scales: torch.Tensor | None = None
         if value.dtype == torch.uint8:
             if moment.scale_name not in saved:
                 raise ValueError(f"state {moment.name!r} is 8-bit but {moment.scale_name!r} is missing")
             scales = saved[moment.scale_name].detach().float()
-            _check_shape(moment.scale_name, scales, zero_scales(param))
-        state[moment.name] = zero_moment(param, dtype)
-        if dtype == torch.uint8:
-            state[moment.scale_name] = zero_scales(param)
+            check_shape(moment.scale_name, scales, zero_scales(param))
+        state.update(zero_state(moment, param, dtype))
         if value.dtype == dtype:
             local(state[moment.name]).copy_(local(value))
             if scales is not None:
@@ -398,4 +394,4 @@ class KernelOptimizer(Optimizer):
         super().__setstate__(state)
         self.positions = {}
         self._plans = {}
-        self._seen = []
+        self._known_states = []

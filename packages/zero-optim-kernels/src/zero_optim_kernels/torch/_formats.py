@@ -1,4 +1,4 @@
-"""Formats of parameters and moments: names of dtypes, and conversion of a moment from one format to another."""
+"""Formats of parameters and moments: names of dtypes, creation of moments, conversion between 8 bits and float32."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ __all__ = [
     "NAMES",
     "Moment",
     "StateDtype",
+    "check_shape",
     "decode",
     "encode",
     "local",
@@ -23,9 +24,10 @@ __all__ = [
     "storage_dtype",
     "zero_moment",
     "zero_scales",
+    "zero_state",
 ]
 
-BLOCK = 256
+BLOCK = 256  # elements of 8-bit state that share a scale
 StateDtype = Literal["f32", "bf16", "int8"]
 
 NAMES: dict[torch.dtype, Dtype] = {
@@ -50,24 +52,24 @@ _STATE_NAMES: dict[object, StateDtype] = {
 
 @dataclass(frozen=True)
 class Moment:
-    """One moment of an optimizer: its key in the state, and whether it is a second moment (never negative)."""
+    """A moment of an optimizer: its key in the state, and ``second`` for a second moment (never negative)."""
 
     name: str
     second: bool
 
     @property
     def scale_name(self) -> str:
-        """The key of its scales in 8-bit state."""
+        """Return the state's key of the scales that 8-bit state has."""
         return f"{self.name}_scale"
 
     @property
     def code(self) -> Code:
-        """Its 8-bit format."""
+        """Return the code of 8-bit state, see `quantize_blocks`."""
         return "u5e3" if self.second else "e4m3"
 
 
 def parse_state_dtype(value: object) -> StateDtype:
-    """The kernel's name of a ``state_dtype`` argument. Raises ``ValueError`` for anything else."""
+    """Return the kernels' name of a ``state_dtype`` argument (a name or a torch dtype), or raise ``ValueError``."""
     found = _STATE_NAMES.get(value) if isinstance(value, (str, torch.dtype)) else None
     if found is None:
         raise ValueError(f"state_dtype: expected 'float32', 'bfloat16' or 'int8', got {value!r}")
@@ -75,29 +77,51 @@ def parse_state_dtype(value: object) -> StateDtype:
 
 
 def storage_dtype(param: torch.Tensor, state_dtype: StateDtype) -> torch.dtype:
-    """The dtype of a moment's tensor; float64 parameters have float64 moments."""
+    """Return the dtype of a moment's tensor: uint8 for 8-bit state; float64 for a float64 parameter."""
     if param.dtype == torch.float64:
         return torch.float64
     return {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """Return this rank's shard of a DTensor; any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else cast(torch.Tensor, to_local())
 
 
 def zero_moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor like the parameter, sharded as it is."""
+    """Return zeros of the parameter's shape in ``dtype``, sharded as it is."""
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def zero_scales(param: torch.Tensor) -> torch.Tensor:
-    """Float32 zeros, one for each block of this rank's part of the parameter.
+def zero_state(moment: Moment, param: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return a moment's entries of the state, all zero: the moment in ``dtype``, and where that is uint8 its scales."""
+    entries = {moment.name: zero_moment(param, dtype)}
+    if dtype == torch.uint8:
+        entries[moment.scale_name] = zero_scales(param)
+    return entries
 
-    Those of a DTensor are one too, so that whoever saves state by its placements saves every rank's. It has one axis
-    for each mesh axis that shards the parameter, and a last one of as many blocks as the largest part has; so scales
-    of another sharding, which belong to other blocks, have another shape.
+
+def check_shape(name: str, value: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless a saved tensor has the shape of ``like``, the full one and that of this rank's shard.
+
+    ``name``: its key in the state, for the error.
+    """
+    if value.shape == like.shape and local(value).shape == local(like).shape:
+        return
+    raise ValueError(
+        f"state {name!r}: expected shape {tuple(like.shape)}, of it {tuple(local(like).shape)} on this rank, got "
+        f"{tuple(value.shape)} and {tuple(local(value).shape)}; 8-bit state loads with the sharding that it was saved "
+        "with, any other state once it is sharded as its parameter is"
+    )
+
+
+def zero_scales(param: torch.Tensor) -> torch.Tensor:
+    """Return float32 zeros, one for each block of this rank's shard of the parameter.
+
+    For a DTensor they are a DTensor too, so that a checkpoint that saves tensors by their placements saves the scales
+    of every rank. It has one axis for each mesh axis that shards the parameter, and a last axis with the number of
+    blocks in the largest shard. Thus scales for another sharding, which has other blocks, have another shape.
     """
     if not hasattr(param, "to_local"):
         return torch.zeros(-(-param.numel() // BLOCK))
@@ -124,7 +148,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The float32 values of this rank's part of an 8-bit moment."""
+    """Return the float32 values of this rank's shard of an 8-bit moment."""
     own = local(codes).contiguous()
     wide = torch.empty(own.shape, dtype=torch.float32)
     dequantize_blocks(_address(own), _address(scales), _address(wide), wide.numel(), code=moment.code, block=BLOCK)
@@ -132,6 +156,6 @@ def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 
 def encode(moment: Moment, wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Write this rank's part of an 8-bit moment from its float32 values."""
+    """Quantise float32 values ``wide`` into ``codes`` and ``scales``: this rank's shard of an 8-bit moment."""
     wide = wide.to(torch.float32).contiguous()
     quantize_blocks(_address(wide), _address(codes), _address(scales), wide.numel(), code=moment.code, block=BLOCK)

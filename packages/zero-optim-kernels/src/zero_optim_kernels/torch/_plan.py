@@ -1,8 +1,8 @@
 """Group the tensors that one native call updates.
 
-A plan holds the cohorts of one parameter group: parameters that share step number and dtypes. Looking up Python
-attributes of thousands of tensors costs more than their arithmetic, so a plan is kept between steps and only compared
-with what it was made from.
+A plan divides the parameters of one group into cohorts, which share step number and dtypes. Looking up the Python
+attributes of thousands of tensors costs more than their arithmetic, so a plan is kept between steps, and each step only
+checks that it still describes the group.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ import torch
 from .._types import Dtype
 from ._formats import BLOCK, local
 
-__all__ = ["Cohort", "CohortPlan", "addresses", "gradients", "neighbours"]
+__all__ = ["Cohort", "CohortPlan", "addresses", "gradients", "adjacent_runs"]
 
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The addresses of the tensors' first elements."""
+    """Return the addresses of the tensors' first elements."""
     return list(map(_data_ptr, tensors))
 
 
-def neighbours(numbers: Iterable[int], positions: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    """Divide tensors, by number and in this order, into runs that one call lays out at their positions: each tensor
-    begins at the first multiple of a block behind the one before it."""
+def adjacent_runs(numbers: Iterable[int], positions: list[int], sizes: list[int]) -> Iterator[list[int]]:
+    """Yield runs of consecutive ``numbers`` whose tensors are adjacent, so that one call counts their elements rightly.
+
+    ``positions``, ``sizes``: by number, the global index of a tensor's first element, and its elements. A tensor is
+    adjacent to the one before it if it begins at the first multiple of a block behind that one's end.
+    """
     run: list[int] = []
     for number in numbers:
         if run and positions[number] != positions[run[-1]] + -(-sizes[run[-1]] // BLOCK) * BLOCK:
@@ -41,23 +44,27 @@ def neighbours(numbers: Iterable[int], positions: list[int], sizes: list[int]) -
 
 
 def gradients(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Each parameter's gradient, or None."""
+    """Return the gradient of each parameter, or None."""
     return [p.grad for p in params]
 
 
 @dataclass
 class Cohort:
-    """Parameters that one native call updates, with their state."""
+    """Parameters that one native call updates, with their state. Gradients are passed per step.
+
+    ``tensors``: the state's tensors by name; ``pointers``: their addresses; ``sizes``: elements of each parameter (of
+    this rank's shard).
+    """
 
     params: list[torch.Tensor]
     param_dtype: Dtype
     grad_dtype: torch.dtype
     sharded: bool
     states: list[dict[str, Any]]
-    names: tuple[str, ...]  # of the tensors in each state that the kernel reads
-    step: torch.Tensor  # one for all; `state_dict` gives each its own
-    first: bool  # no parameter has a momentum buffer yet
-    position: int  # of the first element of all, which random numbers go by
+    names: tuple[str, ...]  # keys of the tensors in each state that the kernel reads
+    step: torch.Tensor  # steps taken; one tensor that all states share, which `state_dict` copies for each
+    first: bool  # the moments were created for this step
+    position: int  # global index of the first parameter's first element, for random numbers
     tensors: dict[str, list[torch.Tensor]] = field(init=False)
     pointers: dict[str, list[int]] = field(init=False)
     sizes: list[int] = field(init=False)
@@ -71,17 +78,17 @@ class Cohort:
         self.param_pointers = addresses(locals_)
 
     def locals(self) -> list[torch.Tensor]:
-        """This rank's parts of the parameters."""
+        """Return this rank's shards of the parameters."""
         return [local(p) for p in self.params] if self.sharded else self.params
 
-    def still_true(self) -> bool:
-        """Return whether parameters and state are still where they were."""
+    def is_current(self) -> bool:
+        """Return whether the parameters still have these addresses, and the states these tensors."""
         if addresses(self.locals()) != self.param_pointers:
             return False
         return all(all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items())
 
     def grad_pointers(self, grads: list[torch.Tensor]) -> list[int] | None:
-        """The addresses of the gradients; None when one of them is not what the cohort was made for."""
+        """Return the addresses of the gradients; None when one is not contiguous or not of the cohort's dtype."""
         if self.sharded:
             grads = [local(g) for g in grads]
         if not all(map(_is_contiguous, grads)) or {g.dtype for g in grads} != {self.grad_dtype}:
@@ -91,18 +98,18 @@ class Cohort:
 
 @dataclass
 class CohortPlan:
-    """The cohorts of one parameter group; ``where`` has each parameter's cohort, or -1 for one without a gradient."""
+    """The cohorts of one parameter group; ``cohort_of``: index of each parameter's cohort, -1 without a gradient."""
 
     params: list[torch.Tensor]
-    where: list[int]
+    cohort_of: list[int]
     cohorts: list[Cohort]
     absent: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.absent = [index < 0 for index in self.where]
+        self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:
-        """The gradients' addresses for each cohort; None when the plan no longer describes the group."""
+        """Return the gradients' addresses for each cohort; None when the plan no longer describes the group."""
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if [g is None for g in grads] != self.absent:
@@ -112,10 +119,10 @@ class CohortPlan:
             own = (
                 grads
                 if len(cohort.params) == len(grads)
-                else [g for g, at in zip(grads, self.where, strict=True) if at == index]
+                else [g for g, at in zip(grads, self.cohort_of, strict=True) if at == index]
             )
             pointers = cohort.grad_pointers(own)  # type: ignore[arg-type]
-            if pointers is None or not cohort.still_true():
+            if pointers is None or not cohort.is_current():
                 return None
             result.append(pointers)
         return result

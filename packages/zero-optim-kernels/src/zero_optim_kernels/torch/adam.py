@@ -18,9 +18,9 @@ __all__ = ["CPUAdam", "CPUAdamW"]
 class CPUAdam(KernelOptimizer):
     """Adam (arXiv 1412.6980, algorithm 1) with `torch.optim.Adam`'s options except ``amsgrad``.
 
-    ``state_dtype``: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter). ``bf16_weights`` decides
-    how bfloat16 parameters are kept: ``"stochastic"`` rounding, or ``"exact"`` with 16 more bits in the state.
-    ``seed`` fixes the rounding.
+    ``state_dtype``: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter). ``bf16_weights`` says
+    how bfloat16 parameters are updated: with ``"stochastic"`` rounding, or ``"exact"`` with 16 more bits in the state.
+    ``seed``: of the rounding.
     """
 
     elementwise = True

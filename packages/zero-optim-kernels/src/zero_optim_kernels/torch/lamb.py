@@ -16,15 +16,15 @@ from ._plan import Cohort, addresses
 
 __all__ = ["CPULamb"]
 
-_SCRATCH = 1 << 24  # elements of update directions held at once, or one parameter if it is larger
+_SCRATCH = 1 << 24  # elements of update directions in memory at once; more for a parameter that is larger
 
 
 class CPULamb(KernelOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2, with the identity as scaling function); the storage options are those of
     `CPUAdam`.
 
-    The ratio of norms is per parameter. Parameters that are sharded (DTensors) are refused: their norms need a
-    reduction, which the two functions `lamb_step` and `lamb_apply` leave to the caller.
+    The trust ratio is per parameter. DTensors raise ``TypeError``: the norms of sharded parameters need a reduction
+    over ranks, which a caller of `lamb_step` and `lamb_apply` can do in between.
     """
 
     moments = (Moment("exp_avg", second=False), Moment("exp_avg_sq", second=True))
@@ -66,7 +66,7 @@ class CPULamb(KernelOptimizer):
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
         super()._check_param(group, position, param)
         if hasattr(param, "to_local"):
-            raise TypeError(f"{self._name(group, position)}: LAMB needs whole parameters, got a DTensor")
+            raise TypeError(f"{self._param_name(group, position)}: LAMB needs whole parameters, got a DTensor")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
         dtype = torch.float64 if cohort.param_dtype == "f64" else torch.float32
@@ -85,6 +85,7 @@ class CPULamb(KernelOptimizer):
         scratch: torch.Tensor,
         common: dict[str, Any],
     ) -> None:
+        """Update the cohort's tensors in ``batch``; ``scratch`` has room for their update directions."""
         sizes = cohort.sizes[batch]
         updates = addresses(torch.split(scratch[: sum(sizes)], sizes))
         own = {name: pointers[batch] for name, pointers in cohort.pointers.items()}
@@ -112,7 +113,7 @@ class CPULamb(KernelOptimizer):
 
 
 def _batches(sizes: list[int], room: int) -> Iterator[slice]:
-    """Consecutive slices of the tensors whose elements together fit the room."""
+    """Yield consecutive slices of ``sizes`` (elements), each with a sum of at most ``room`` or of one tensor."""
     begin, held = 0, 0
     for index, size in enumerate(sizes):
         if held + size > room:
