@@ -16,7 +16,11 @@ from .user_gradients import UserGradients
 
 
 class HeldGradients:
-    """Shows, discards and forgets the gradients that backward passes have left since the last step."""
+    """Shows, discards and forgets the gradients that backward passes have left since the last step.
+
+    Attributes:
+        awaits_step: a backward pass has begun since the last step, and `discard` of all gradients has not followed.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class HeldGradients:
         self._agreement = agreement
         self._calls = calls
         self._step = step
+        self.awaits_step = False
 
     def show(self) -> None:
         """Gather the full averaged gradients and make them the parameters' ``.grad`` at stage 0; nothing above it."""
@@ -58,11 +63,13 @@ class HeldGradients:
         self._user_gradients.discard(parameters, set_to_none=set_to_none)
         if parameters is None:
             self._reducer.torn = None
+            self.awaits_step = False
 
     def forget(self) -> None:
         """Forget all gradients, and what user code did to them, at the end of a step."""
         self._reducer.clear()
         self._user_gradients.forget()
+        self.awaits_step = False
 
     def flush(self) -> None:
         """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank.

@@ -252,6 +252,7 @@ class Passes:
         self._gradient_watch.end()
         self._user_gradients.take()
         self._held_gradients.hide()
+        self._held_gradients.awaits_step = True
         reduces = self._loop.reduces_now()
         self._calls.in_backward = True
         if not reduces:

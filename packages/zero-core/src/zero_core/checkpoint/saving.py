@@ -87,7 +87,8 @@ class Saver:
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
-        said = [state.counters.accumulated, restructured(state, named), unsavable(state.optimizer)]
+        begun = state.sizes.steps > 1 and parts.runtime.held_gradients.awaits_step
+        said = [state.counters.accumulated or int(begun), restructured(state, named), unsavable(state.optimizer)]
         choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
         answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)
         root = root.absolute()  # the script may change its working directory before the files are written
