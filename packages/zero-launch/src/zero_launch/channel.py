@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from zero_launch.handshake import Seal
-from zero_launch.messages import MOST_BYTES, Check, Message, decode, encode
+from zero_launch.messages import MAX_MESSAGE_BYTES, Check, Message, decode, encode
 
 BEAT_SECONDS = 0.5
 _BACKLOG = 1000
@@ -92,7 +92,7 @@ class Channel:
     def _read(self) -> None:
         why = "the connection was closed"
         try:
-            while line := self._reader.readline(MOST_BYTES + 1):
+            while line := self._reader.readline(MAX_MESSAGE_BYTES + 1):
                 content = line.rstrip(b"\n")
                 message = decode(content if self._seal is None else self._seal.open(content), self._kinds)
                 self.heard_at = time.monotonic()

@@ -1,16 +1,16 @@
-"""Differences between versions of torch, one function each, which names the version."""
+"""Differences between versions of torch: one name for each, whose docstring says the version."""
 
 from __future__ import annotations
 
 import torch
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-"""Major and minor version of torch, from torch 2.8 on; its pre-releases count as the release."""
+"""Major and minor version of the installed torch, from torch 2.8 on; a pre-release counts as its release."""
 
 
 def shutdown_timeout(seconds: int) -> dict[str, int]:
-    """Return the argument that bounds how long `LocalElasticAgent._shutdown` waits for ranks.
+    """Return the keyword argument with which `LocalElasticAgent._shutdown` waits at most ``seconds`` for ranks to end.
 
-    torch before 2.12 has none: it waits up to 30 s, for ranks that are still there.
+    Empty for torch before 2.12, which always waits up to 30 s.
     """
     return {"timeout": seconds} if TORCH >= (2, 12) else {}

@@ -1,4 +1,4 @@
-"""The option `--manifest`: print what Kubernetes needs to run the job that the command line describes."""
+"""The option `--manifest`: print the Kubernetes manifest of the job that the command line describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import PurePath
 
 from zero_launch.kubernetes import Pods, manifest
 
-_ELSEWHERE: dict[str, object] = {
+_NOT_IN_PODS: dict[str, object] = {
     "hostfile": None,
     "include": "",
     "exclude": "",
@@ -26,8 +26,8 @@ _ELSEWHERE: dict[str, object] = {
     "direct_rank": None,
     "save_pid": False,
 }
-"""Options that have no meaning in pods, with what they are when they are not given."""
-_PASSED = {
+"""Options without meaning in pods, with their defaults."""
+_OPTIONS_IN_PODS = {
     "log_dir": "--log-dir",
     "record": "--record",
     "grace": "--grace",
@@ -35,18 +35,19 @@ _PASSED = {
     "bind_core_list": "--bind_core_list",
     "elastic": "--elastic",
 }
-_FLAGS = {"quiet": "--quiet", "bind_cores_to_rank": "--bind_cores_to_rank"}
+"""Options with a value that the launcher in each pod gets too: attribute -> option."""
+_FLAGS_IN_PODS = {"quiet": "--quiet", "bind_cores_to_rank": "--bind_cores_to_rank"}
 _PORT = 29500
 
 
 def print_manifest(options: argparse.Namespace) -> None:
-    """Write the manifest to standard output, and what else is to be done to standard error.
+    """Write the manifest to standard output; for several pods, print the command that makes their Secret on stderr.
 
-    Raises ValueError for options that mean nothing in pods, and for values that are missing.
+    Raises ValueError as `pods_from_options` does.
     """
     import yaml
 
-    pods = pods_of(options)
+    pods = pods_from_options(options)
     sys.stdout.write(yaml.safe_dump(manifest(options.manifest, pods), sort_keys=False))
     if pods.nodes > 1:
         where = f" -n {pods.namespace}" if pods.namespace else ""
@@ -57,9 +58,12 @@ def print_manifest(options: argparse.Namespace) -> None:
         )
 
 
-def pods_of(options: argparse.Namespace) -> Pods:
-    """Return what the options say of the job's pods. Raises ValueError for what cannot be."""
-    for name, absent in _ELSEWHERE.items():
+def pods_from_options(options: argparse.Namespace) -> Pods:
+    """Return the pods that the options describe.
+
+    Raises ValueError for options without meaning in pods, and for missing or malformed values.
+    """
+    for name, absent in _NOT_IN_PODS.items():
         if getattr(options, name) != absent:
             raise ValueError(
                 f"--{name}: means nothing with --manifest, where every pod is a node of the job and Kubernetes starts "
@@ -67,55 +71,58 @@ def pods_of(options: argparse.Namespace) -> Pods:
             )
     if not options.image:
         raise ValueError("--manifest needs --image: the container image that has the script and zero-launch")
-    nproc = _number("--nproc", options.nproc, 'the ranks of a pod; "auto" would count devices of this machine')
+    nproc = _parse_count("--nproc", options.nproc, 'the ranks of a pod; "auto" would count devices of this machine')
     return Pods(
-        name=options.name or _name_of(options.target),
+        name=options.name or _job_name(options.target),
         image=options.image,
-        arguments=_target(options),
-        nodes=_number("--nnodes", options.nnodes or "1", "the number of pods; for a range of ranks say --elastic"),
+        arguments=_target_arguments(options),
+        nodes=_parse_count("--nnodes", options.nnodes or "1", "the number of pods; for a range of ranks say --elastic"),
         nproc=nproc,
         namespace=options.namespace,
-        claims=[_pair("--volume", "CLAIM:PATH", word) for word in options.volume],
-        disks=[_pair("--nvme", "SIZE:PATH", word) for word in options.nvme],
+        claims=[_parse_pair("--volume", "CLAIM:PATH", word) for word in options.volume],
+        disks=[_parse_pair("--nvme", "SIZE:PATH", word) for word in options.nvme],
         shared_memory=options.shm,
         gpus="" if options.gpus == "none" else options.gpus,
         cpus=options.cpus,
         memory=options.memory,
         save_seconds=options.save_seconds,
         restarts=options.max_restarts,
-        elastic=_range(options.elastic),
+        elastic=_parse_range(options.elastic),
         port=options.master_port or _PORT,
         token_secret=options.token_secret,
-        options=_passed(options),
+        options=_options_in_pods(options),
     )
 
 
-def _passed(options: argparse.Namespace) -> list[str]:
-    """The options of zero-launch that hold in pods as they are."""
-    from zero_launch.options import parser
+def _options_in_pods(options: argparse.Namespace) -> list[str]:
+    """Return the options of this command that the launcher in each pod gets too, as words of its command line."""
+    from zero_launch.options import make_parser
 
-    words = [word for name, flag in _FLAGS.items() if getattr(options, name) for word in [flag]]
-    for name, option in _PASSED.items():
+    words = [word for name, flag in _FLAGS_IN_PODS.items() if getattr(options, name) for word in [flag]]
+    for name, option in _OPTIONS_IN_PODS.items():
         value = getattr(options, name)
-        if value not in (None, parser().get_default(name)):
+        if value not in (None, make_parser().get_default(name)):
             words += [option, str(value)]
     if options.elastic is not None and options.max_restarts:
         words += ["--max_restarts", str(options.max_restarts)]  # else Kubernetes starts the whole job again
     return words + [f"--as-{name}" for name in options.stand_ins]
 
 
-def _target(options: argparse.Namespace) -> list[str]:
+def _target_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the end of the command line: the target, the option that says what kind it is, and its own arguments."""
     kind = ["--module"] if options.module else ["--no_python"] if options.no_python else []
     return [*kind, options.target, *options.args]
 
 
-def _number(option: str, word: str | None, meaning: str) -> int:
+def _parse_count(option: str, word: str | None, meaning: str) -> int:
+    """Return the number, at least 1, that an option was given; ``meaning`` is for the error message."""
     if word is None or not str(word).isdigit() or int(word) < 1:
         raise ValueError(f"{option}: --manifest needs a number ({meaning}), got {word!r}")
     return int(word)
 
 
-def _range(word: str | None) -> tuple[int, int] | None:
+def _parse_range(word: str | None) -> tuple[int, int] | None:
+    """Return the least and the most ranks of `--elastic MIN:MAX`; None without it."""
     if word is None:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", word)
@@ -124,14 +131,15 @@ def _range(word: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _pair(option: str, form: str, word: str) -> tuple[str, str]:
+def _parse_pair(option: str, form: str, word: str) -> tuple[str, str]:
+    """Return the two sides of ``word`` at its first colon; ``form`` says in the error message what they are."""
     first, colon, second = word.partition(":")
     if not (first and colon and second):
         raise ValueError(f"{option}: expected {form}, got {word!r}")
     return first, second
 
 
-def _name_of(target: str) -> str:
-    """A name made of the target's: `my_job/Train.py` is `train`."""
+def _job_name(target: str) -> str:
+    """Return a name for the job, made of the target's: `train` for `my_job/Train.py`."""
     stem = PurePath(target).name.removesuffix(".py").rsplit(".", 1)[-1]
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

@@ -1,7 +1,7 @@
-"""Messages between the launcher and its agents on the hosts: every kind, with the form of its fields.
+"""Messages between the launcher and its agents on the hosts: every kind, with a check for each of its fields.
 
-What comes over a connection is checked here before anybody acts on it, so that nonsense is a lost peer and not a crash
-of whoever hears it.
+`decode` checks what comes over a connection before any code uses it, so that a malformed message costs the connection
+to its sender instead of crashing the receiver.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 Message = dict[str, Any]
 Check = Callable[[Any], bool]
-MOST_BYTES = 16 << 20
-"""No message is longer; text of ranks is sent in parts."""
-_MOST_NUMBER = 1 << 62
+"""Returns whether a value that was decoded from JSON may stand in a field."""
+MAX_MESSAGE_BYTES = 16 << 20
+"""Bound on a message's line; long output of ranks is sent in several messages."""
+_MAX_NUMBER = 1 << 62
 
 
-def _is(kind: type) -> Check:
+def _of_type(kind: type) -> Check:
+    """Return a check for values of exactly ``kind``, not of a subclass."""
     return lambda value: type(value) is kind
 
 
@@ -33,48 +35,57 @@ def _text(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    return type(value) in (int, float) and -_MOST_NUMBER < value < _MOST_NUMBER
+    """Return whether ``value`` is an int or a float, but no bool, below 2**62 in size."""
+    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER
 
 
 def _time(value: Any) -> bool:
-    """Return True for seconds since the epoch, of a year that calendars know."""
+    """Return whether ``value`` is a time in seconds since the epoch, within the years that calendars support."""
     return _number(value) and 0 <= value < 1 << 37
 
 
-def _whole(value: Any) -> bool:
+def _integer(value: Any) -> bool:
     return type(value) is int and _number(value)
 
 
 def _natural(value: Any) -> bool:
-    return _whole(value) and bool(value >= 0)
+    """Return whether ``value`` is an integer of at least 0."""
+    return _integer(value) and bool(value >= 0)
 
 
 def _within(least: int, most: int) -> Check:
+    """Return a check for integers from ``least`` to ``most``, both included."""
     return lambda value: type(value) is int and least <= value <= most
 
 
 def _or_none(check: Check) -> Check:
+    """Return a check for None and for values that pass ``check``."""
     return lambda value: value is None or check(value)
 
 
-def _list(check: Check) -> Check:
+def _list_of(check: Check) -> Check:
+    """Return a check for lists whose values all pass ``check``."""
     return lambda value: type(value) is list and all(map(check, value))
 
 
-def _map(check: Check, key: Check) -> Check:
+def _object_of(check: Check, *, key: Check) -> Check:
+    """Return a check for objects whose values all pass ``check`` and whose keys pass ``key``."""
     return lambda value: type(value) is dict and all(key(k) and check(v) for k, v in value.items())
 
 
 def _row(*checks: Check) -> Check:
-    def whole(value: Any) -> bool:
+    """Return a check for lists with one value for each of ``checks``, in this order."""
+
+    def passes(value: Any) -> bool:
         return (
             type(value) is list and len(value) == len(checks) and all(c(v) for c, v in zip(checks, value, strict=True))
         )
 
-    return whole
+    return passes
 
 
 def _fields(**checks: Check) -> Check:
+    """Return a check for objects with at least these fields, each of which passes its check."""
     return lambda value: (
         type(value) is dict and all(name in value and check(value[name]) for name, check in checks.items())
     )
@@ -85,28 +96,29 @@ def _anything(value: Any) -> bool:
 
 
 def _rank_key(key: Any) -> bool:
+    """Return whether ``key`` is a rank as a key of a JSON object: a string of at most 9 digits."""
     return type(key) is str and key.isascii() and key.isdigit() and len(key) < 10
 
 
-_flag, _texts = _is(bool), _list(_text)
-_entry = _row(_natural, _natural, _whole, _whole, _text, _text, _text, _text)
-_record = _fields(entries=_list(_entry), started=_natural, finished=_natural, waiting=_natural)
-_records = _map(_record, _rank_key)
+_flag, _texts = _of_type(bool), _list_of(_text)
+_entry = _row(_natural, _natural, _integer, _integer, _text, _text, _text, _text)
+_record = _fields(entries=_list_of(_entry), started=_natural, finished=_natural, waiting=_natural)
+_records = _object_of(_record, key=_rank_key)
 _port = _within(0, 65535)
 _failure = _fields(
     rank=_natural,
     host=_text,
     pid=_natural,
-    exit_code=_or_none(_whole),
+    exit_code=_or_none(_integer),
     cause=_text,
     detail=_text,
     seconds=_number,
     step=_or_none(_natural),
     at=_number,
 )
-_failures = _list(_failure)
-_ended = _list(_row(_natural, _time))
-_variables = _map(_text, _text)
+_failures = _list_of(_failure)
+_ended = _list_of(_row(_natural, _time))
+_variables = _object_of(_text, key=_text)
 _size = _or_none(_natural)
 _facts = _fields(
     hostname=_text,
@@ -119,7 +131,7 @@ _facts = _fields(
     memory_free=_natural,
     shared_memory_free=_size,
     memlock=_size,
-    open_files=_whole,
+    open_files=_integer,
     free_port=_or_none(_port),
     disk_free=_natural,
     devices=_texts,
@@ -133,12 +145,12 @@ _meeting = _fields(
     complete=_flag,
     closed=_flag,
     deadline=_or_none(_time),
-    participants=_list(_row(_node, _natural)),
-    waiting=_list(_node),
-    redundant=_list(_node),
-    heartbeats=_list(_row(_node, _time)),
+    participants=_list_of(_row(_node, _natural)),
+    waiting=_list_of(_node),
+    redundant=_list_of(_node),
+    heartbeats=_list_of(_row(_node, _time)),
 )
-_imports = _map(_text, _rank_key)
+_imports = _object_of(_text, key=_rank_key)
 _terms = _fields(place=_text, address=_text, least=_within(1, 1 << 30), most=_within(1, 1 << 30), imports=_imports)
 
 FROM_HOST: Mapping[str, Mapping[str, Check]] = {
@@ -151,24 +163,24 @@ FROM_HOST: Mapping[str, Mapping[str, Check]] = {
     "state": {"number": _natural, "state": _or_none(_meeting), "version": _or_none(_natural)},
     "served": {"round": _natural, "port": _within(1, 65535)},
     "imported": {"imports": _imports},
-    "started": {"pids": _map(_natural, _rank_key)},
+    "started": {"pids": _object_of(_natural, key=_rank_key)},
     "lines": {"stream": lambda value: value in ("stdout", "stderr"), "text": _text},
     "failed": {"attempt": _natural, "divergence": _or_none(_text)},
     "stalled": {"stalled": _flag, "records": _records},
     "notice": {"text": _text},
-    "presence": {"attempt": _natural, "arrived": _list(_natural), "ended": _list(_natural)},
+    "presence": {"attempt": _natural, "arrived": _list_of(_natural), "ended": _list_of(_natural)},
     "asked": {},
     "done": {},
     "ended": {"failed": _flag, "failures": _failures, "fates": _texts, "notes": _texts, "records": _records},
     "refused": {"why": _text},
 }
-"""A host's messages, with the fields that must be there."""
+"""Kinds of messages that a host sends -> field -> its check; all fields are required."""
 FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "beat": {},
     "examine": {"mark": _or_none(_text)},
     "job": {
         "job_id": _text,
-        "spec": _map(_anything, _text),
+        "spec": _object_of(_anything, key=_text),
         "how": lambda value: value in ("script", "module", "program"),
         "variables": _variables,
         "colours": _row(_flag, _flag),
@@ -204,17 +216,18 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Check]] = {
     "dismiss": {},
     "stop": {},
 }
-"""The launcher's messages."""
+"""Kinds of messages that the launcher sends -> field -> its check; all fields are required."""
 _OPTIONAL: Mapping[str, Check] = {
     "divergence": _or_none(_text),
     "folder": _text,
     "left": _or_none(_text),
     "why": _or_none(_text),
 }
+"""Fields that any message may have beyond those -> their checks."""
 
 
 def no_report() -> Message:
-    """Return the fields of the message `ready` when there was no attempt before."""
+    """Return the fields of the message `ready` of a host that has run no attempt yet."""
     return {"failures": [], "ended": [], "records": {}}
 
 
@@ -224,7 +237,10 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes, kinds: Mapping[str, Mapping[str, Check]]) -> Message:
-    """Read a message of one of ``kinds`` from its line. Raises ValueError, with what is wrong, for anything else."""
+    """Return the message in a line of JSON, checked.
+
+    ``kinds``: the messages that are allowed, as in `FROM_HOST`. Raises ValueError, which says what is wrong.
+    """
     message = read_object(line)
     kind = message.get("kind")
     if type(kind) is not str or kind not in kinds:
@@ -241,9 +257,9 @@ def decode(line: bytes, kinds: Mapping[str, Mapping[str, Check]]) -> Message:
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """Read one JSON object. Raises ValueError for anything else."""
-    if len(line) > MOST_BYTES:
-        raise ValueError(f"a message of more than {MOST_BYTES} bytes")
+    """Return the JSON object in ``line``. Raises ValueError for anything else, or if it is too long."""
+    if len(line) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
     try:
         found = json.loads(line)
     except RecursionError:
@@ -254,6 +270,7 @@ def read_object(line: bytes) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
+    """Return ``value`` as text for an error message, cut at 80 characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):

@@ -1,4 +1,4 @@
-"""Run a function on several ranks from a notebook cell or a script, and have its results back."""
+"""Run a function on several ranks from a notebook cell or a script, and return its results."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def notebook_launch(
 ) -> Result | list[Result]:
     """Call ``fn(*args, **kwargs)`` on ``nproc`` ranks and return rank 0's result, or all in rank order.
 
-    Each rank is a fresh process, for ``nproc=1`` too, so the caller's CUDA context and threads do not matter. ``fn``
-    may be a function of a cell, a lambda or a closure; it, its arguments and its results travel by value.
-    Raises LaunchError when a rank fails, with that rank's traceback.
+    Each rank is a new process, for ``nproc=1`` too, so the caller's CUDA context and threads do not matter. ``fn`` may
+    be a function of a cell, a lambda or a closure; it, its arguments and its results are copied between the processes
+    (cloudpickle). ``every_rank``: return the results of all ranks. Raises LaunchError with the rank's traceback if one
+    fails.
     """
     import cloudpickle
 
@@ -59,7 +60,7 @@ def notebook_launch(
 
 
 def run_call(path: str) -> None:
-    """In a rank: run the call that `notebook_launch` wrote, and leave its result beside it."""
+    """Run the call that `notebook_launch` wrote to ``path``, and write its result to a file beside it; for a rank."""
     import cloudpickle
 
     # The caller's import path comes first: the function's own module may be found there only.
@@ -70,4 +71,5 @@ def run_call(path: str) -> None:
 
 
 def _result_path(call: Path, rank: int) -> Path:
+    """Return the file for the result of ``rank``, beside the file of the call."""
     return call.with_name(f"result-{rank}")

@@ -7,7 +7,7 @@ import re
 from typing import NoReturn
 
 from zero_launch.spec import SILENCE_SECONDS
-from zero_launch.stand_ins import not_registered, registered
+from zero_launch.stand_ins import not_registered_error, registered_names
 
 _EPILOG = """examples:
   zero-launch --nproc 2 train.py --lr 3e-4
@@ -21,15 +21,15 @@ also: zero-launch doctor, zero-launch slurm-script (each has --help)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says of an unknown ``--as-NAME`` that a package is missing."""
+    """Reports an unknown ``--as-NAME`` as a package that is not installed."""
 
     def error(self, message: str) -> NoReturn:
         missing = re.search(r"unrecognized arguments:.* --as-([\w.-]+)", message)
-        super().error(not_registered(missing[1]) if missing else message)
+        super().error(not_registered_error(missing[1]) if missing else message)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options of zero-launch, then the target, then the target's own arguments."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line: options, then the target, then the target's own arguments."""
     parser = _Parser(
         prog="zero-launch",
         description="Start one process per rank, here or on many hosts, and tell the truth about how they died.",
@@ -48,10 +48,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_target_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the target: its kind, restarts, elasticity and the end of its ranks."""
     group = parser.add_argument_group("what runs")
     group.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
     group.set_defaults(stand_ins=[])
-    for name in registered():
+    for name in registered_names():
         group.add_argument(
             f"--as-{name}",
             action="append_const",
@@ -103,6 +104,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_placement_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the number of ranks, their hosts and their cores."""
     group = parser.add_argument_group("how many ranks, and where")
     group.add_argument(
         *("--nproc", "--nproc_per_node", "--nproc-per-node", "--num_gpus", "--num_accelerators"),
@@ -124,6 +126,7 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about how other hosts are reached and at which address and port ranks meet."""
     group = parser.add_argument_group("how hosts are reached")
     group.add_argument(
         "--launcher",
@@ -155,6 +158,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options about the ranks' output, logs and records."""
     group = parser.add_argument_group("output")
     group.add_argument(
         *("--log-dir", "--log_dir", "--enable_each_rank_log"),
@@ -173,6 +177,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_manifest_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--manifest` and the options that describe the pods of a Kubernetes job."""
     group = parser.add_argument_group("Kubernetes: print a manifest of the job instead of running it")
     group.add_argument(
         "--manifest",

@@ -1,4 +1,4 @@
-"""Training loops in the workers of a Ray cluster: Ray Train starts, restarts and connects them.
+"""Training loops in the workers of a Ray cluster; Ray Train starts, restarts and connects the workers.
 
 `pip install 'zero-launch[ray]'`. Nothing else in this package imports Ray.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Loop = Callable[[dict[str, Any], str], Any]
-"""Run by every worker: ``loop(config, checkpoints)``."""
+"""A function that every worker runs: ``loop(config, checkpoints)``; see `torch_trainer`."""
 
 __all__ = ["Loop", "torch_trainer"]
 
@@ -37,13 +37,13 @@ def torch_trainer(
 ) -> TorchTrainer:
     """Return Ray's `TorchTrainer` for a loop around `zero_core.initialize`; ``fit()`` runs it.
 
-    ``loop``: called in every worker with a copy of ``config`` and the folder ``checkpoints``, in which
-    `engine.resume` finds what an earlier attempt of the run has saved, and `engine.save_checkpoint` saves. It has to be
-    an absolute path that all workers see. The process group is Ray's; ``torch_config`` is by default one that serves
-    GPUs and, for messages, the host. ``options``, such as ``run_config``, are those of `TorchTrainer`: with
-    ``RunConfig(failure_config=FailureConfig(max_failures=3))`` Ray starts all workers again when one dies.
+    ``loop``: called in every worker with a copy of ``config`` and with ``checkpoints``. ``checkpoints``: folder for
+    `engine.save_checkpoint`, from which `engine.resume` loads what an earlier attempt of the run saved; an absolute
+    path that all workers see. ``torch_config``: how Ray makes the process group; by default with gloo and, if
+    ``scaling_config`` uses GPUs, with NCCL for tensors on them. ``options``: further arguments of `TorchTrainer`; with
+    ``run_config=RunConfig(failure_config=FailureConfig(max_failures=3))`` Ray starts all workers again when one dies.
 
-    Raises ValueError for a folder that is not absolute.
+    Raises ValueError if ``checkpoints`` is not an absolute path.
     """
     folder = os.fspath(checkpoints)
     if not os.path.isabs(folder):
@@ -56,7 +56,7 @@ def torch_trainer(
         torch_config = TorchConfig(backend="cpu:gloo,cuda:nccl" if scaling.use_gpu else "gloo")
 
     def run(given: dict[str, Any]) -> Any:
-        os.environ.pop(ORDERS_VARIABLE, None)  # of a launcher that may have started the cluster
+        os.environ.pop(ORDERS_VARIABLE, None)  # set if zero-launch started the Ray cluster
         return loop(given, folder)
 
     return TorchTrainer(

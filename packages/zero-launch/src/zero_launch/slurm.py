@@ -14,7 +14,10 @@ from zero_launch.spec import LaunchSpec
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file to standard output, or where `--output` says."""
+    """Write the sbatch file for the job in ``argv`` to standard output, or to the file of `--output`; return 0.
+
+    Raises ValueError for options out of range, FileNotFoundError if the script does not exist.
+    """
     parser = argparse.ArgumentParser(
         prog="zero-launch slurm-script",
         description="Print the batch file that runs a job under Slurm; submit it with sbatch.",

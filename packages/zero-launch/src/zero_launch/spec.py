@@ -13,7 +13,7 @@ from zero_launch.hostfile import Hostfile
 from zero_launch.transport import Transport
 
 SILENCE_SECONDS = 4.0
-LEAST_SILENCE_SECONDS = 2.0
+MIN_SILENCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,19 @@ class LaunchSpec:
     ``nproc``: number of ranks, at least 1.
     ``log_dir``: folder under which the run gets a folder of its own with the files of each rank; None takes a temporary
     one, which is removed when the job succeeds.
-    ``env``: variables for the ranks on top of this process's environment.
+    ``env``: variables for the ranks, added to this process's environment.
     ``grace_seconds``: how long ranks may take to end by themselves once the job is to stop, before SIGKILL.
     ``direct_rank``: this rank writes to the terminal itself, without prefix and without log files, so that progress
-    bars and live displays work; None sends every rank through the prefixed stream.
-    ``quiet``: say nothing but what the ranks say and, when the job fails, why.
+    bars and live displays work; None: every rank's lines are prefixed and logged.
+    ``quiet``: print only the ranks' output and, if the job fails, its error.
     ``program``: ``target`` is a program to run as it is, not a Python script.
     ``max_restarts``: how often all ranks are started again after a failure.
-    ``silence_seconds``: a host that is not heard for so long is lost, and a rank that is stopped for so long is named.
-    ``elastic``: the least and the most ranks with which the job goes on when hosts or devices come and go.
-    ``requeue``: the first SIGUSR1 or SIGTERM has the ranks save and end, which `launch` reports as `LeftEarly`.
-    ``standby``: an elastic job keeps a process that has imported torch, from which ranks that begin again are forked.
-    ``bind_cores``: give each rank cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
+    ``silence_seconds``: a host that sends nothing for so long counts as lost; a rank that is stopped (SIGSTOP) for so
+    long is named.
+    ``elastic``: the least and the most ranks with which the job continues when hosts or devices come and go.
+    ``requeue``: at the first SIGUSR1 or SIGTERM the ranks save and end, and `launch` raises `LeftEarly`.
+    ``standby``: an elastic job keeps a process that has imported torch, from which restarted ranks are forked.
+    ``bind_cores``: bind each rank to cores of its own, near each other; ``core_list`` restricts them, as in `0,2-5`.
 
     Raises ValueError for values out of range.
     """
@@ -65,9 +66,9 @@ class LaunchSpec:
             raise ValueError(f"nproc must be at least 1, got {self.nproc}")
         if self.grace_seconds < 0:
             raise ValueError(f"grace_seconds must not be negative, got {self.grace_seconds}")
-        if not self.silence_seconds >= LEAST_SILENCE_SECONDS:
+        if not self.silence_seconds >= MIN_SILENCE_SECONDS:
             raise ValueError(
-                f"silence_seconds must be at least {LEAST_SILENCE_SECONDS:.0f}: hosts are heard twice a second, got "
+                f"silence_seconds must be at least {MIN_SILENCE_SECONDS:.0f}: hosts are heard twice a second, got "
                 f"{self.silence_seconds}"
             )
         if self.max_restarts < 0:
@@ -81,11 +82,11 @@ class LaunchSpec:
 
     @property
     def kind(self) -> Literal["script", "module", "program"]:
-        """How a rank runs the target (see rank.py)."""
+        """Return how a rank runs the target; a word of the command line of rank.py."""
         return "module" if self.module else "program" if self.program else "script"
 
     def check_target(self) -> None:
-        """Raise FileNotFoundError when the script or program is not there; a module is looked up by the ranks."""
+        """Raise FileNotFoundError if the script or program does not exist; a module is only looked up by the ranks."""
         if self.program:
             if shutil.which(self.target) is None:
                 raise FileNotFoundError(f"no program {self.target!r} in {Path.cwd()} or in PATH")
@@ -97,14 +98,18 @@ class LaunchSpec:
 class ClusterSpec:
     """A job on several hosts.
 
-    ``job``: what each rank runs; its number of ranks comes from the hosts' slots. ``hosts``: in rank order.
-    ``min_hosts``: with how many of them the job may begin, and go on after a restart. ``variables``: the environment
-    that travels. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the
-    address at which this process reached it, and a free port. ``nodes``: for hosts that are not called but call
-    (`--no_ssh`): how many there are, this one included; they come to ``master_port`` of this host, and ``hosts`` then
-    holds this host only. ``token``: what these nodes show that they know (see handshake.py). ``bind_address``: where to
-    listen when the others reach this host, or the ranks' store, by an address that is not its own; by default that
-    address itself.
+    ``job``: what each rank runs; its number of ranks comes from the hosts' slots. ``hosts``: the hosts in rank order,
+    with their slots. ``transport``: starts this program on them. ``min_hosts``: the fewest hosts with which the job
+    begins, or continues after a restart; None: all of them. ``variables``: environment variables that are sent to the
+    hosts. ``master_address``, ``master_port``: where the ranks' store listens on the first host; by default the address
+    at which this process reached it, and a free port. ``bind_devices``: set CUDA_VISIBLE_DEVICES to the host's slots.
+
+    ``nodes``: with `--no_ssh`, where every host has a launcher of its own that connects to ``master_port`` of this one:
+    the number of hosts, this one included; ``hosts`` then holds this host only. ``token``: the secret that these hosts
+    share (see handshake.py). ``bind_address``: address to listen at if the other hosts reach this one, or the ranks'
+    store, by an address that is not its own; by default that address itself.
+
+    Raises ValueError if ``nodes`` is more than 1 without ``token``.
     """
 
     job: LaunchSpec
