@@ -225,7 +225,7 @@ class LiveStorages(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
-                self._memory.meet(tensor)
+                self._memory.track(tensor)
         return result
 
 
@@ -236,11 +236,11 @@ class MeasuredEnds:
         self._memory = memory
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        from zero_plan.dry_run.supervising import rows_of, tier_of
+        from zero_plan.dry_run.supervising import memory_tier_of, owner_rows
 
-        with self._memory.taking(tier_of(use), rows_of(use)):
+        with self._memory.assigning(memory_tier_of(use), owner_rows(use)):
             block = anonymous_memory(nbytes)
-            self._memory.meet(block)
+            self._memory.track(block)
         return block
 
     def io_engine(self, given: Any) -> Any:

@@ -35,7 +35,7 @@ def messages_apart(memory: LiveMemory, own: list[int]) -> Iterator[None]:
 
     def counted(coordinator: DistCoordinator, obj: Any) -> list[Any]:
         own.append(len(pack(obj)))
-        with memory.taking("messages", ()):
+        with memory.assigning("messages", ()):
             return exchange(coordinator, obj)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def _save(case: Case, folder: Path) -> MeasuredSave:
         for _ in range(3 * case.accumulation):
             engine.backward(engine(**batch))
             engine.step()
-        watch.restart("save")
+        watch.reset_peaks("save")
         engine.save_checkpoint(folder / "checkpoint", "real")
         peaks = watch.peaks()
         mine = f"rank-{engine.partition.data_rank:05d}"

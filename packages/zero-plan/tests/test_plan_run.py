@@ -18,7 +18,7 @@ from zero_core.supervision import Unsupervised, run_as_main, supervised
 from zero_core.training import Unobserved
 from zero_plan import PlanError, plan
 from zero_plan.cli import main
-from zero_plan.dry_run.script import filled, rehearse_script
+from zero_plan.dry_run.script import fill_auto, rehearse_script
 from zero_plan.planned import Plan, RankPlan
 from zero_plan.scripts import Script, ScriptRank, plan_script
 
@@ -158,8 +158,8 @@ def test_a_model_function_that_needs_a_device_or_has_weights_is_refused_by_line(
 
 def test_auto_is_what_the_script_says() -> None:
     asked = {"a": "auto", "b": {"c": "auto", "d": 3}, "e": "auto"}
-    assert filled(asked, {"a": 1, "b": {"c": 2, "d": 4}, "f": 5}) == {"a": 1, "b": {"c": 2, "d": 3}, "e": "auto"}
-    assert filled(None, {"a": 1}) == {"a": 1}
+    assert fill_auto(asked, {"a": 1, "b": {"c": 2, "d": 4}, "f": 5}) == {"a": 1, "b": {"c": 2, "d": 3}, "e": "auto"}
+    assert fill_auto(None, {"a": 1}) == {"a": 1}
 
 
 def test_a_process_that_dies_is_told_with_what_it_printed(tmp_path: Path) -> None:

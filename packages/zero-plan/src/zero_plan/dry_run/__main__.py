@@ -11,8 +11,8 @@ from ..scripts import ScriptRank
 from .script import rehearse_script
 
 
-def answer(asked: Path, answered: Path) -> None:
-    """Write the plan, or the sentence that says why there is none."""
+def write_answer(asked: Path, answered: Path) -> None:
+    """Run the `ScriptRank` in the file ``asked``; write its plan to ``answered``, or the text of the `PlanError`."""
     try:
         plan, lines = rehearse_script(ScriptRank.read(asked))
         found = {"plan": plan.as_dict(), "lines": lines}
@@ -22,4 +22,4 @@ def answer(asked: Path, answered: Path) -> None:
 
 
 if __name__ == "__main__":
-    answer(Path(sys.argv[1]), Path(sys.argv[2]))
+    write_answer(Path(sys.argv[1]), Path(sys.argv[2]))

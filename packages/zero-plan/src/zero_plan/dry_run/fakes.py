@@ -1,4 +1,4 @@
-"""Tensors without memory: torch's fake tensors, and answers to what the engine asks of their values."""
+"""Tensors without memory: torch's fake tensors, and answers for code that reads their values."""
 
 from __future__ import annotations
 
@@ -22,102 +22,106 @@ from .memory import LiveMemory
 from .operations import Operations
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(__file__) + os.sep
-_WITHOUT_DEVICE = ("cpu", "meta")
+_DRY_RUN = os.path.dirname(__file__) + os.sep
+_ALLOWED_DEVICES = ("cpu", "meta")
 
 ANSWERS: dict[tuple[str, str], bool | int] = {
-    # Nobody writes into what is released.
+    # Are all placeholders still NaN? Yes: released parameters were not written.
     ("zero_partition.placeholder", "verify"): True,
-    # Weights have digits that 16 bits lose: masters begin with them.
+    # Do 16 bits represent the initial weights exactly? No, so masters are stored.
     ("zero_partition.masters", "store_masters"): False,
-    # Weights are what their masters round to, since the step wrote both.
+    # Do the masters round to the weights? Yes: the step wrote both.
     ("zero_partition.masters", "follow_weights"): True,
-    # Blocks that a codec has encoded are finite.
+    # Are the scales of encoded blocks finite? Yes.
     ("zero_core.kernels", "quantize_blocks"): True,
-    # No drawn value is outside the bounds.
+    # Are drawn values outside the bounds? No.
     ("torch.nn.init", "_no_grad_trunc_normal_"): False,
 }
-"""Answers to what the engine and torch's initialisation ask of values in a run that goes well, by module and
-function."""
+"""The values that the engine and torch's initialisation read in a run without errors, by module and function."""
 
 
-class Outside(Protocol):
-    """Decides about values that code beside the model and the engine asks for."""
+class ValueSource(Protocol):
+    """Answers reads of tensor values that `ANSWERS` does not list, such as those of a user's script."""
 
-    def value(self, func: Any, args: Any, place: str) -> bool | float | None:
-        """Return the answer to an operation that asks for a value in a line of code, or None for an error."""
+    def value_for(self, func: Any, args: Any, place: str) -> bool | float | None:
+        """Return the value that the operation ``func`` reads from ``args``; None makes the read an error.
 
-    def is_real(self, func: Any) -> bool:
-        """Return whether an operation is carried out."""
+        ``place``: file and line of the code that reads. Called for every operation whose result depends on values.
+        """
+
+    def runs_for_real(self, func: Any) -> bool:
+        """Return whether to run the operation on real tensors. Called before every operation."""
 
 
-class Nothing:
-    """Every value that is asked for is an error."""
+class NoValues:
+    """The source without values: every read is an error."""
 
-    def value(self, func: Any, args: Any, place: str) -> None:
-        """There is none."""
+    def value_for(self, func: Any, args: Any, place: str) -> None:
+        """Return None."""
 
-    def is_real(self, func: Any) -> bool:
+    def runs_for_real(self, func: Any) -> bool:
         """Return False."""
         return False
 
 
 class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """`FakeTensorMode` whose storages are followed by ``memory`` and whose ``operations`` are counted, and that answers
-    what the engine asks of values; ``outside`` is asked about other code.
+    """A `FakeTensorMode` that tracks storages in ``memory``, counts FLOPs in ``operations`` and answers reads of
+    values: from `ANSWERS`, else from ``values`` (by default `NoValues`).
 
-    In a forked process (a worker of a data loader) tensors are real, and those that came from before are zeros.
-    Raises `PlanError` naming the line in the user's file for whatever else needs values, and for another device.
+    In a forked process (a worker of a data loader) tensors are real, and fake tensors made before the fork are zeros.
+    Raises `PlanError` for any other read of values, naming the line in the user's file, and for a tensor that is neither
+    on the CPU nor on the meta device.
     """
 
-    def __init__(self, memory: LiveMemory, operations: Operations, outside: Outside | None = None) -> None:
+    def __init__(self, memory: LiveMemory, operations: Operations, values: ValueSource | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._memory = memory
         self._operations = operations
-        self._outside = outside or Nothing()
-        self._inside = False  # an operation, which torch may work out from others
+        self._values = values or NoValues()
+        self._in_operation = False  # true for the operations that torch runs to work out another one; they do not count
         self._process = os.getpid()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation over shapes."""
+        """Run one operation on shapes alone; track its results and count its FLOPs."""
         if os.getpid() != self._process:
-            return func(*_real(args), **_real(kwargs or {}))
+            return func(*_with_zeros(args), **_with_zeros(kwargs or {}))
         if func is torch.ops.aten.is_set_to.default:
             return _is_set_to(*args)
-        if self._outside.is_real(func):
+        if self._values.runs_for_real(func):
             return func(*args, **(kwargs or {}))
         kwargs = _without_index(kwargs or {})
-        outermost, self._inside = not self._inside, True
+        outermost, self._in_operation = not self._in_operation, True
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(func, args, error)
         except FakeTensorDeviceMismatchError as error:
             raise PlanError(
-                f"{error} ({place_of(asking_outside_torch())}). Tensors that torch.load reads in a dry run have no "
+                f"{error} ({file_and_line(frame_outside_torch())}). Tensors that torch.load reads in a dry run have no "
                 "memory and no device: build the model from its configuration alone, without weights"
             ) from error
         finally:
-            self._inside = not outermost
+            self._in_operation = not outermost
         if outermost:
-            self._operations.meet(func, args, kwargs, result)
+            self._operations.count(func, args, kwargs, result)
         for tensor in tree_iter(result) if outermost else ():
             if isinstance(tensor, FakeTensor):
-                _refuse_device(tensor)
-                self._memory.meet(tensor)
+                _refuse_other_device(tensor)
+                self._memory.track(tensor)
         return result
 
     def _answer(self, func: Any, args: Any, error: Exception) -> Any:
-        frame = asking()
+        """Return the value that ``func`` reads from ``args``. Raises `PlanError` from ``error`` if there is none."""
+        frame = frame_outside_dry_run()
         while frame is not None:
             found = ANSWERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
             if found is not None:
                 return found
-            if not _is_torch(frame):
+            if not _is_in_torch(frame):
                 break
             frame = frame.f_back
-        place = place_of(frame)
-        answer = self._outside.value(func, args, place)
+        place = file_and_line(frame)
+        answer = self._values.value_for(func, args, place)
         if answer is not None:
             return answer
         raise PlanError(
@@ -126,32 +130,34 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         ) from error
 
 
-def asking() -> FrameType | None:
-    """Return the innermost frame outside of this package's dry run."""
+def frame_outside_dry_run() -> FrameType | None:
+    """Return the innermost frame of the stack that does not belong to `zero_plan.dry_run`; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and frame.f_code.co_filename.startswith(_DRY_RUN):
         frame = frame.f_back
     return frame
 
 
-def asking_outside_torch() -> FrameType | None:
-    """Return the frame of the code that asks, through torch."""
-    frame = asking()
-    while frame is not None and _is_torch(frame):
+def frame_outside_torch() -> FrameType | None:
+    """Return the innermost frame that belongs neither to torch nor to `zero_plan.dry_run`; None if there is none."""
+    frame = frame_outside_dry_run()
+    while frame is not None and _is_in_torch(frame):
         frame = frame.f_back
     return frame
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Return file and line of a frame in words."""
+def file_and_line(frame: FrameType | None) -> str:
+    """Return file and line of a frame as text."""
     return "its place is not known" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 
-def _is_torch(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith((_TORCH, _HERE, "<"))
+def _is_in_torch(frame: FrameType) -> bool:
+    """Return whether a frame runs code of torch, of the dry run, or generated code, which is in no file."""
+    return frame.f_code.co_filename.startswith((_TORCH, _DRY_RUN, "<"))
 
 
 def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return the answer of `torch.Tensor.is_set_to`, which has no implementation for fake tensors."""
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
@@ -161,20 +167,21 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with "cpu" in the place of "cpu:0", which fake tensors take for another device."""
+    """Return ``kwargs`` with the device "cpu" in place of "cpu:0", which fake tensors take for another device."""
     device = kwargs.get("device")
     named = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
     return {**kwargs, "device": torch.device("cpu")} if named else kwargs
 
 
-def _refuse_device(tensor: torch.Tensor) -> None:
-    if tensor.device.type not in _WITHOUT_DEVICE:
+def _refuse_other_device(tensor: torch.Tensor) -> None:
+    """Raise `PlanError` for a tensor that is neither on the CPU nor on the meta device."""
+    if tensor.device.type not in _ALLOWED_DEVICES:
         raise PlanError(
             f"a dry run computes on the CPU, and this asks for {tensor.device}: take the device from engine.device, "
             "or leave moving the model to zero_core.initialize"
         )
 
 
-def _real(values: Any) -> Any:
-    """Arguments of an operation with zeros in the place of tensors without memory."""
+def _with_zeros(values: Any) -> Any:
+    """Return the arguments of an operation with zeros in place of fake tensors."""
     return tree_map(lambda v: torch.zeros(v.shape, dtype=v.dtype) if isinstance(v, FakeTensor) else v, values)

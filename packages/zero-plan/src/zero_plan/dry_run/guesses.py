@@ -1,4 +1,4 @@
-"""Guessed values for a script that reads values outside its model: losses that it prints, seeds, orders of samples."""
+"""Guessed values for a script that reads tensors outside its model, such as a loss that it prints."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .fakes import asking_outside_torch, place_of
+from .fakes import file_and_line, frame_outside_torch
 
 _aten = torch.ops.aten
 
 
 class Guesses:
-    """Answers 1 for a number and False for a truth value while no module runs, and keeps the lines of code that asked.
+    """A `ValueSource` that answers 1 for a number and False for a bool while no module runs, and records which lines of
+    code read values.
 
-    ``computing``: returns whether a module is running. Orders of samples (`torch.randperm`) are drawn, not guessed.
+    ``computing``: returns whether a module is running. `torch.randperm` runs for real, so that samples have an order.
 
     Attributes:
-        lines: the lines of code that got an answer, in order.
+        lines: files and lines of code that got a guessed value, as keys, in order.
     """
 
     def __init__(self, computing: Callable[[], bool]) -> None:
         self._computing = computing
         self.lines: dict[str, None] = {}
 
-    def value(self, func: Any, args: Any, place: str) -> bool | float | None:
-        """Return the answer to an operation that reads a value at ``place`` (a line of code), or None if that is an
-        error.
+    def value_for(self, func: Any, args: Any, place: str) -> bool | float | None:
+        """Return a guess for the number or bool that ``func`` reads (True for `torch.equal`), and add ``place`` to the
+        lines. None, which makes the read an error, while a module runs and for other operations.
         """
         if self._computing():
             return None
@@ -45,30 +46,30 @@ class Guesses:
             return False
         return 1.0 if dtype.is_floating_point or dtype.is_complex else 1
 
-    def is_real(self, func: Any) -> bool:
-        """Return whether an operation draws an order of samples, which must have real values."""
+    def runs_for_real(self, func: Any) -> bool:
+        """Return whether an operation is `torch.randperm`, called while no module runs."""
         return func in (_aten.randperm.default, _aten.randperm.generator) and not self._computing()
 
-    def taken(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of ones for a tensor whose values the calling line converts as a whole."""
-        self.lines[place_of(asking_outside_torch())] = None
+    def ones_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor of ones with the shape and dtype of ``tensor``; add the calling line to the lines."""
+        self.lines[file_and_line(frame_outside_torch())] = None
         return torch.ones(tensor.shape, dtype=tensor.dtype)
 
 
 class ScriptReads(TorchFunctionMode):
-    """Lets a script format scalars that have no value, and convert tensors without memory to lists and to NumPy."""
+    """Lets a script format fake scalars, and convert fake tensors to lists and NumPy arrays, with guessed values."""
 
     def __init__(self, guesses: Guesses) -> None:
         super().__init__()
         self._guesses = guesses
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function of torch, with guesses for formatting and conversion of fake tensors."""
+        """Run one function of torch; formatting and conversion of fake tensors use guessed values."""
         tensor = args[0] if args else None
         if isinstance(tensor, FakeTensor):
             if func is torch.Tensor.__format__ and tensor.dim() == 0:
                 return format(tensor.item(), *args[1:])
             if func in (torch.Tensor.tolist, torch.Tensor.numpy):
                 with _disable_current_modes():
-                    return func(self._guesses.taken(tensor))
+                    return func(self._guesses.ones_for(tensor))
         return func(*args, **(kwargs or {}))

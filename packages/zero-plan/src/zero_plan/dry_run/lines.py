@@ -1,4 +1,4 @@
-"""The line of the user's code that an error passed, and one sentence about it."""
+"""Error messages that name the line of the user's code."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ _HINTS = (
         "first",
     ),
 )
-"""Part of the text of an error of torch -> advice for the user."""
+"""Pattern in the text of one of torch's errors -> advice for the user."""
 
 
-def sentence(error: BaseException, otherwise: str) -> str:
-    """Return an error's text, behind the innermost line of the user's code that it passed through; ``otherwise``
-    replaces the line if there is none.
+def describe_error(error: BaseException, otherwise: str) -> str:
+    """Return an error's type and text, preceded by the innermost line of the user's code in its traceback (or by
+    ``otherwise`` without such a line) and followed by advice if there is some.
     """
     kind = "" if type(error).__name__ == "PlanError" else f"{type(error).__name__}: "
-    said = f"{own_line(error.__traceback__) or otherwise}: {kind}{error}"
+    said = f"{user_line(error.__traceback__) or otherwise}: {kind}{error}"
     hints = [hint for words, hint in _HINTS if re.search(words, str(error)) and hint not in said]
     return f"{said}. {hints[0]}" if hints and kind else said
 
 
-def own_line(passed: TracebackType | None) -> str | None:
-    """Return file and line of the innermost frame that belongs to no installed package and not to this project."""
+def user_line(passed: TracebackType | None) -> str | None:
+    """Return file and line of a traceback's innermost frame in the user's code: neither in an installed package nor in
+    one of this project's; None if there is none.
+    """
     found = None
     while passed is not None:
         code, module = passed.tb_frame.f_code, str(passed.tb_frame.f_globals.get("__name__", ""))

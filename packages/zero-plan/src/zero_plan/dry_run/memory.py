@@ -1,4 +1,4 @@
-"""The live storages, their sizes, and the peak of their sum."""
+"""The live storages, their sizes, and the peak of their total on each tier."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from ..planned import LiveRow
 
 @dataclass
 class LiveStorage:
-    """A live storage: its size when it was last read, its tier, the place of the run in which it was made, the kind and
-    name of its owner, if known, and the rows of a block of host memory with several owners.
+    """A storage that is still alive.
+
+    ``nbytes``: its size when it was last read. ``origin``: the place of the run (a module's name) where it was made.
+    ``owner``: the kind and name of its owner, None while it is not known. ``rows``: its owners and their bytes, where
+    they were given; ``owner`` is None then.
     """
 
     reference: weakref.ref[torch.UntypedStorage]
@@ -33,13 +36,14 @@ class LiveMemory:
     ``kind``: the type of the computing device. ``where``: returns the current phase and place of the run. ``at_peak``:
     called with the tier just before its total drops from a new peak.
 
-    The size of a resized storage is read again when a tensor over it is used, and all sizes are before a sum counts as
-    a peak.
+    The size of a resized storage is read again when an operation returns a tensor over it; all sizes are read again
+    before a total counts as a peak.
 
     Attributes:
         held: the live storages, by the storage's identity.
-        now, peak: bytes by tier: "device", "pinned host", "pageable host", or the type of another device.
-        moments: phase and place of the last peaks, by tier.
+        now, peak: current and highest total in bytes, by tier: "device", "pinned host", "pageable host", or the type of
+            another device.
+        peak_places: phase and place of the run at the peak, by tier.
     """
 
     def __init__(
@@ -54,34 +58,34 @@ class LiveMemory:
         self.held: dict[int, LiveStorage] = {}
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
-        self.moments: dict[str, tuple[str, str]] = {}
+        self.peak_places: dict[str, tuple[str, str]] = {}
         self._unreported: set[str] = set()
-        self._taking: tuple[str, tuple[LiveRow, ...]] | None = None
+        self._assigned: tuple[str, tuple[LiveRow, ...]] | None = None
 
     @contextmanager
-    def taking(self, tier: str, rows: tuple[LiveRow, ...]) -> Iterator[None]:
-        """Count storages that are first met inside the context to a tier, and to the owners in ``rows``."""
-        self._taking = tier, rows
+    def assigning(self, tier: str, rows: tuple[LiveRow, ...]) -> Iterator[None]:
+        """Inside the context, assign newly tracked storages to ``tier`` and to the owners in ``rows``."""
+        self._assigned = tier, rows
         try:
             yield
         finally:
-            self._taking = None
+            self._assigned = None
 
-    def meet(self, tensor: torch.Tensor) -> None:
-        """Track a tensor's storage and update its size."""
+    def track(self, tensor: torch.Tensor) -> None:
+        """Track a tensor's storage from now on, or update the size of one that is tracked already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self.held.get(key)
         if held is None or held.reference() is not storage:
-            reference = weakref.ref(storage, functools.partial(self._gone, key))
-            tier, rows = self._taking or (self._tier(tensor), ())
+            reference = weakref.ref(storage, functools.partial(self._drop_freed, key))
+            tier, rows = self._assigned or (self._tier(tensor), ())
             held = self.held[key] = LiveStorage(reference, 0, tier, self._where()[1], rows=rows)
         nbytes = storage.nbytes()
         if nbytes != held.nbytes:
             self._update(held, nbytes)
 
-    def move(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
-        """Count a storage to another tier, and to the owners in ``rows``."""
+    def reassign(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
+        """Assign a storage to another tier and to the owners in ``rows``. Never raises ``peak``."""
         nbytes = held.nbytes
         self._change(held, 0)
         held.tier, held.rows = tier, rows
@@ -96,19 +100,20 @@ class LiveMemory:
             if storage is not None and storage.nbytes() != held.nbytes:
                 self._change(held, storage.nbytes())
 
-    def restart(self) -> None:
-        """Start a new search for peaks; the current totals are the first."""
+    def reset_peaks(self) -> None:
+        """Forget the peaks: each tier's current total is its first new one."""
         self.peak = dict(self.now)
-        self.moments = dict.fromkeys(self.now, self._where())
+        self.peak_places = dict.fromkeys(self.now, self._where())
         self._unreported = {tier for tier, nbytes in self.now.items() if nbytes}
 
     def report_last_peaks(self) -> None:
-        """Call ``at_peak`` for peaks that no drop has followed yet."""
+        """Call ``at_peak`` for every tier whose total has not dropped since its last peak."""
         for tier in sorted(self._unreported):
             self._at_peak(tier)
         self._unreported.clear()
 
     def _tier(self, tensor: torch.Tensor) -> str:
+        """Return the tier of a tensor's memory, as a key of ``now``."""
         if tensor.device.type == self._kind:
             return "device"
         if tensor.device.type != "cpu":
@@ -116,14 +121,14 @@ class LiveMemory:
         return "pinned host" if tensor.is_pinned() else "pageable host"
 
     def _update(self, held: LiveStorage, nbytes: int) -> None:
-        """Set a storage's size, and record a new peak of its tier."""
+        """Set a storage's size; record the peak if its tier's total is a new one."""
         tier = held.tier
         self._change(held, nbytes)
         if self.now[tier] > self.peak.get(tier, 0):
             self.refresh_sizes()
             if self.now[tier] > self.peak.get(tier, 0):
                 self.peak[tier] = self.now[tier]
-                self.moments[tier] = self._where()
+                self.peak_places[tier] = self._where()
                 self._unreported.add(tier)
 
     def _change(self, held: LiveStorage, nbytes: int) -> None:
@@ -135,7 +140,8 @@ class LiveMemory:
         self.now[tier] = self.now.get(tier, 0) + nbytes - held.nbytes
         held.nbytes = nbytes
 
-    def _gone(self, key: int, _: object) -> None:
+    def _drop_freed(self, key: int, _: object) -> None:
+        """Stop tracking a freed storage, unless a new storage has its identity; called by its weak reference."""
         held = self.held.get(key)
         if held is not None and held.reference() is None:
             self._change(held, 0)

@@ -14,7 +14,8 @@ _ON_CPU: dict[Any, tuple[Any, int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (_aten._scaled_dot_product_flash_attention, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (_aten._scaled_dot_product_flash_attention_backward, 7),
 }
-"""An operation that only the CPU has -> the one of accelerators that costs the same, and the place of ``is_causal``."""
+"""An operation of the CPU alone -> the accelerators' operation with the same cost, and the index of ``is_causal`` among
+the arguments."""
 
 
 class Operations:
@@ -22,18 +23,20 @@ class Operations:
     half.
 
     Attributes:
-        counted: operations by the name of a dtype, since the last `clear`.
+        flops_by_dtype: floating-point operations since the last `clear`, by the name of the dtype they compute in.
     """
 
     def __init__(self) -> None:
-        self.counted: Counter[str] = Counter()
+        self.flops_by_dtype: Counter[str] = Counter()
 
     def clear(self) -> None:
         """Set all counts to 0."""
-        self.counted.clear()
+        self.flops_by_dtype.clear()
 
-    def meet(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an executed operation to the counts."""
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Add the FLOPs of an executed operation to the count of its first argument's dtype; add nothing for operations
+        that torch has no formula for.
+        """
         packet = getattr(func, "overloadpacket", None)
         found, place = _ON_CPU.get(packet, (packet, -1))
         formula: Callable[..., int] | None = flop_registry.get(found)
@@ -41,4 +44,4 @@ class Operations:
             return
         flops = formula(*args, **(kwargs or {}), out_val=result)
         causal = place >= 0 and len(args) > place and bool(args[place])
-        self.counted[str(args[0].dtype).removeprefix("torch.")] += flops // 2 if causal else flops
+        self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += flops // 2 if causal else flops

@@ -22,28 +22,29 @@ _OWNERS = 10
 class PeakWatch:
     """Tracks the live memory of an engine and its model, and finds the peak of each tier; used as a context manager.
 
-    ``kind``: the type of the computing device. It is also a unit watch of the engine.
+    ``kind``: the type of the computing device. It is also the engine's `UnitWatch`, whose calls tell it which units
+    hold new memory.
 
     Attributes:
-        memory: the storages; the mode that runs operations reports their results to it.
+        memory: the storages; the mode that runs operations passes their results to it.
         phase: the engine's current phase.
     """
 
     def __init__(self, kind: str = "cpu") -> None:
-        self.memory = LiveMemory(kind, self._where, self._record_peak)
+        self.memory = LiveMemory(kind, self._phase_and_place, self._record_peak)
         self.phase = "model"
         self._running: list[str] = []
-        self._over = ""
-        self._names: dict[int, str] = {}
+        self._last_done = ""  # the module or, in backward, unit that ended last
+        self._names: dict[int, str] = {}  # of the engine's modules, by id
         self._handles: list[RemovableHandle] = []
         self._engine: Engine | None = None
-        self._earlier: list[LiveStorage] = []
+        self._before_engine: list[LiveStorage] = []
         self._peaks: dict[str, Peak] = {}
 
     def __enter__(self) -> PeakWatch:
         self._handles = [
-            register_module_forward_pre_hook(self._begins),
-            register_module_forward_hook(self._ends, always_call=True),
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
         ]
         return self
 
@@ -57,28 +58,28 @@ class PeakWatch:
         return bool(self._running)
 
     def begin_engine(self) -> None:
-        """Mark the live storages as the script's own, before an engine is made; those that become the engine's or the
-        model's are excepted later.
+        """Remember the live storages, before an engine is made: those that are not the model's are the script's own
+        data, which `follow` counts as host memory.
         """
-        self._earlier = list(self.memory.held.values())
+        self._before_engine = list(self.memory.held.values())
 
     def follow(self, engine: Engine) -> None:
-        """Watch an engine: find peaks from now on, and the owners of its memory."""
+        """Watch an engine: from now on find peaks and the owners of its memory."""
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
         engine.partition.runtime.watch_units(self)
         self._assign_owners(engine.partition.units)
         self._leave_to_script(engine)
-        self.restart(self.phase)
+        self.reset_peaks(self.phase)
 
-    def restart(self, phase: str) -> None:
-        """Begin another phase: forget the peaks and find new ones from now on."""
-        self.phase, self._over, self._peaks = phase, "", {}
+    def reset_peaks(self, phase: str) -> None:
+        """Forget the peaks and begin the phase ``phase``."""
+        self.phase, self._last_done, self._peaks = phase, "", {}
         self.memory.refresh_sizes()
-        self.memory.restart()
+        self.memory.reset_peaks()
 
     def peaks(self) -> tuple[Peak, ...]:
-        """Return the peak of each tier so far; the device comes first."""
+        """Return the peak of each tier since `reset_peaks`, the device first; no entry for an unused tier."""
         self.memory.refresh_sizes()
         self.memory.report_last_peaks()
         return tuple(self._peaks[tier] for tier in MEMORY_TIERS if tier in self._peaks)
@@ -94,31 +95,31 @@ class PeakWatch:
         """Make the unit the latest place of the run and assign owners to its memory; called when it has its
         gradients.
         """
-        self._over = unit.name
+        self._last_done = unit.name
         self._assign_owners([unit])
 
     def _leave_to_script(self, engine: Engine) -> None:
-        """Count memory that the script held before its engine was made, and that is not the model's (such as data), as
+        """Reassign the script's own data, the storages that are older than its engine and not part of the model, to
         host memory.
         """
         tensors = [*engine.module.parameters(), *engine.module.buffers()]
         of_model = {tensor.untyped_storage()._cdata for tensor in tensors}
-        for held in self._earlier:
+        for held in self._before_engine:
             storage = held.reference()
             if storage is not None and held.owner is None and not held.rows and storage._cdata not in of_model:
-                self.memory.move(held, "pageable host", (LiveRow("data of the script", "", 0),))
-        self._earlier = []
+                self.memory.reassign(held, "pageable host", (LiveRow("data of the script", "", 0),))
+        self._before_engine = []
 
-    def _begins(self, module: nn.Module, _inputs: object) -> None:
+    def _before_forward(self, module: nn.Module, _inputs: object) -> None:
         self._running.append(self._names.get(id(module), ""))
 
-    def _ends(self, _module: nn.Module, _inputs: object, _output: object) -> None:
-        self._over = self._running.pop() or self._over
+    def _after_forward(self, _module: nn.Module, _inputs: object, _output: object) -> None:
+        self._last_done = self._running.pop() or self._last_done
 
-    def _where(self) -> tuple[str, str]:
+    def _phase_and_place(self) -> tuple[str, str]:
         """Return the phase, and the innermost running module or the last one that ended."""
         running = next((name for name in reversed(self._running) if name), "")
-        return self.phase, running or (f"after {self._over}" if self._over else self.phase)
+        return self.phase, running or (f"after {self._last_done}" if self._last_done else self.phase)
 
     def _record_peak(self, tier: str) -> None:
         """Record the current live memory of a tier, by owner, as its peak."""
@@ -133,7 +134,7 @@ class PeakWatch:
         rows = [LiveRow(*key, nbytes) for key, nbytes in sums.most_common()]
         activations = sum(row.nbytes for row in rows if row.kind == "activations")
         found = self.memory.peak[tier]
-        self._peaks[tier] = Peak(tier, found, *self.memory.moments[tier], tuple(rows[:_OWNERS]), activations)
+        self._peaks[tier] = Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
 
     def _assign_owners(self, units: Iterable[Unit]) -> None:
         """Assign the engine's memory for ``units`` to these units."""

@@ -1,4 +1,4 @@
-"""One rank's run without memory: the engine, the user's model and a few steps."""
+"""The dry run of one rank: the engine, the user's model and a few steps."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from zero_optim_kernels import rehearsed
 
 from ..errors import PlanError
 from ..planned import RankPlan
-from .books import Books
 from .fakes import PlanMode
-from .lines import sentence
+from .lines import describe_error
 from .peak_watch import PeakWatch
+from .recorder import DryRunRecorder
 from .saving import rehearse_save
 from .supervising import Rehearsal
 from .world import fake_world
@@ -38,12 +38,14 @@ STEPS = 3  # the first learns which units a pass uses, the second in which order
 
 
 @contextmanager
-def dry(by: Supervisor, rank: int, world_size: int, books: Books) -> Iterator[None]:
-    """Have everything below the engine be rank ``rank`` of a world without memory, files and other ranks."""
+def dry_run_context(by: Supervisor, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[None]:
+    """Inside the block, run engines as rank ``rank`` of a world without memory, files and other ranks, supervised by
+    ``by`` and measured by ``recorder``. Raises `PlanError` if the environment asks for a run record.
+    """
     if os.environ.get(RECORD_VARIABLE):
         raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
-    with fake_world(rank, world_size), rehearsed(), supervised(by), tier_ends(books.ends), _without_warnings():
-        with books.watch:
+    with fake_world(rank, world_size), rehearsed(), supervised(by), tier_ends(recorder.ends), _without_warnings():
+        with recorder.watch:
             yield
 
 
@@ -57,43 +59,49 @@ def rehearse(
     *,
     checkpoint: bool = False,
 ) -> RankPlan:
-    """Return what rank ``rank`` of ``world_size`` holds and sends: after a few steps, and in the last of them.
+    """Train for `STEPS` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
+    traffic and operations of the last step.
 
-    ``checkpoint``: with what a save after them needs.
+    ``loss``: returns the loss of the model's output. ``checkpoint``: plan a save after the steps too. The other
+    arguments are those of `zero_plan.plan`.
     """
-    books = Books()
-    with TemporaryDirectory(prefix="zero-plan-") as folder, dry(Rehearsal(Path(folder)), rank, world_size, books):
-        with PlanMode(books.watch.memory, books.operations):
-            model = _built(model_fn)
+    recorder = DryRunRecorder()
+    with (
+        TemporaryDirectory(prefix="zero-plan-") as folder,
+        dry_run_context(Rehearsal(Path(folder)), rank, world_size, recorder),
+    ):
+        with PlanMode(recorder.watch.memory, recorder.operations):
+            model = _build_model(model_fn)
             engine = zero_core.initialize(model=model, config=config)[0]
             if engine.optimizer is None:
                 raise PlanError('config: a dry run trains, so the configuration has to name an "optimizer"')
             micro_batch = tree_map(without_values, batch)
-            books.watch.follow(engine)
+            recorder.watch.follow(engine)
             for _ in range(STEPS):
-                books.begin_step(engine)
-                _step(engine, micro_batch, loss, books.watch)
-            found = books.plan(engine)
+                recorder.begin_step(engine)
+                _run_step(engine, micro_batch, loss, recorder.watch)
+            found = recorder.plan(engine)
             if checkpoint:
-                found = replace(found, saved=rehearse_save(engine, books.watch, Path(folder)))
+                found = replace(found, saved=rehearse_save(engine, recorder.watch, Path(folder)))
             engine.destroy(unshard=False)
     return found
 
 
-def _built(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    with only_without_memory():
+def _build_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that ``model_fn`` builds. Raises `PlanError` if it fails or returns another type."""
+    with refuse_real_parameters():
         try:
             model = model_fn()
         except Exception as error:
-            raise PlanError(f"model_fn: {sentence(error, 'it fails')}") from error
+            raise PlanError(f"model_fn: {describe_error(error, 'it fails')}") from error
     if not isinstance(model, nn.Module):
         raise PlanError(f"model_fn: expected a function that returns a torch.nn.Module, got {model!r}")
     return model
 
 
 @contextmanager
-def only_without_memory() -> Iterator[None]:
-    """Refuse parameters that have values, such as those of a file, where they are given to a module."""
+def refuse_real_parameters() -> Iterator[None]:
+    """Inside the block, raise `PlanError` when a parameter with memory, such as one of a file, is given to a module."""
     handle = register_module_parameter_registration_hook(_refuse_values)
     try:
         yield
@@ -109,8 +117,8 @@ def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
         )
 
 
-def _step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
-    """One step of all its micro-batches."""
+def _run_step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
+    """Run one optimizer step with all its micro-batches, and set the phase of ``watch`` along the way."""
     for _ in range(engine.gradient_accumulation_steps()):
         watch.phase = "forward"
         if isinstance(micro_batch, Mapping):
@@ -125,7 +133,9 @@ def _step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor],
 
 
 def without_values(value: Any) -> Any:
-    """A tensor of a batch by its shape alone."""
+    """Return an empty CPU tensor with the size, strides and dtype of ``value``, a fake one inside a `PlanMode`. Values
+    other than tensors are returned unchanged.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
@@ -133,7 +143,7 @@ def without_values(value: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Kernels ask for addresses, which fake tensors do not have; rehearsed ones use none."""
+    """Silence torch's warning about addresses of fake tensors, which kernels ask for; rehearsed kernels use none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield

@@ -1,4 +1,4 @@
-"""The engine's own save, into files without content."""
+"""The dry run of saving a checkpoint: the engine's own save, into files without content."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ _TAG = "planned"
 
 
 def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> SavedPlan:
-    """Return what a save between two steps needs; ``folder``: on the file system that stands in for NVMe."""
+    """Save a checkpoint of ``engine`` below ``folder``, into files without content, and return the save's needs.
+
+    ``folder``: on the file system of the tiers' files, which stand in for those on NVMe and may be linked.
+    """
     root = folder / "checkpoint"
-    watch.restart("save")
+    watch.reset_peaks("save")
     with rehearsed() as rehearsal:
         engine.save_checkpoint(root, _TAG)
     payload = sorted(path for path in (root / _TAG).iterdir() if path.suffix in (".safetensors", ".extents"))

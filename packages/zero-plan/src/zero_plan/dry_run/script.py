@@ -1,4 +1,4 @@
-"""One rank's run of the user's own script without memory, up to its first steps."""
+"""The dry run of the user's own script as one rank, up to its engine's first steps."""
 
 from __future__ import annotations
 
@@ -22,115 +22,124 @@ from zero_partition import StepResult
 from ..errors import PlanError
 from ..planned import RankPlan
 from ..scripts import Script, ScriptRank
-from .books import Books
 from .fakes import PlanMode
 from .guesses import Guesses, ScriptReads
-from .lines import sentence
-from .rank import STEPS, dry, only_without_memory, without_values
+from .lines import describe_error
+from .rank import STEPS, dry_run_context, refuse_real_parameters, without_values
+from .recorder import DryRunRecorder
 from .saving import rehearse_save
 from .supervising import Rehearsal
 
 
 class StepsTaken(BaseException):
-    """The engine of the script has taken the steps that a plan needs."""
+    """Raised through the script to end it, once its engine has taken the steps that a plan needs."""
 
 
 class ScriptRehearsal(Rehearsal):
-    """Follows the engine of a script that trains, and ends the script after its steps.
+    """Supervises the engines of a script: measures the one that trains, and ends the script after `STEPS` steps of it.
+
+    ``folder``: see `Rehearsal`. ``asked``: the script and its rank.
 
     Attributes:
-        found: the plan, after that.
-        steps: the steps that were taken.
+        found: the plan; None until the last step has ended.
+        steps: how many steps the engine has taken.
     """
 
-    def __init__(self, folder: Path, asked: ScriptRank, books: Books) -> None:
+    def __init__(self, folder: Path, asked: ScriptRank, recorder: DryRunRecorder) -> None:
         super().__init__(folder)
         self.found: RankPlan | None = None
         self.steps = 0
         self._asked = asked
-        self._books = books
+        self._recorder = recorder
         self._followed: Engine | None = None
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return the configuration for the script's engine; see `Rehearsal.config`."""
-        self._books.watch.begin_engine()
-        found = filled(self._asked.script.config, _plain(given))
+        """Return the configuration for the script's engine: the one asked for, with ``given`` where it says "auto",
+        changed as by `Rehearsal.config`.
+        """
+        self._recorder.watch.begin_engine()
+        found = fill_auto(self._asked.script.config, _as_dict(given))
         if self._asked.ranks_per_node is not None:
             found["comm"] = {**found.get("comm", {}), "ranks_per_node": self._asked.ranks_per_node}
         return super().config(found, world_size)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return the one who follows the engine. Raises `PlanError` for a second one that trains."""
+        """Start measuring ``engine`` and return its observer; an engine without an optimizer is not measured.
+
+        Raises `PlanError` for a second engine with an optimizer.
+        """
         super().observer(engine)
         if engine.optimizer is None:
             return Unobserved()
         if self._followed is not None:
             raise PlanError("a dry run follows one engine that trains, and the script makes a second")
         self._followed = engine
-        engine.register_forward_pre_hook(self._forward, with_kwargs=True)
-        self._books.watch.follow(engine)
-        self._books.begin_step(engine)
-        return _Phases(engine, self)
+        engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._recorder.watch.follow(engine)
+        self._recorder.begin_step(engine)
+        return _PhaseObserver(engine, self)
 
-    def begin(self, phase: str) -> None:
-        """The engine begins another phase."""
-        self._books.watch.phase = phase
+    def begin_phase(self, phase: str) -> None:
+        """Set the engine's phase ("forward", "backward" or "step"), which names the place of peaks."""
+        self._recorder.watch.phase = phase
 
     def after_step(self, engine: Engine) -> None:
-        """A step is over; after the last, keep the plan and end the script."""
+        """Count a finished step and begin to measure the next; after the last, keep the plan and raise `StepsTaken`."""
         self.steps += 1
         if self.steps == STEPS:
-            self.found = self._books.plan(engine)
+            self.found = self._recorder.plan(engine)
             if self._asked.checkpoint:
-                self.found = replace(self.found, saved=rehearse_save(engine, self._books.watch, self.folder))
+                self.found = replace(self.found, saved=rehearse_save(engine, self._recorder.watch, self.folder))
             raise StepsTaken
-        self._books.begin_step(engine)
+        self._recorder.begin_step(engine)
 
     def close(self) -> None:
-        """Have the engine leave its process groups."""
+        """Destroy the engine, if the script made one, so that it leaves its process groups."""
         if self._followed is not None:
             self._followed.destroy(unshard=False)
 
-    def _forward(self, _engine: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        self.begin("forward")
-        return tree_map(_on_device, (args, kwargs))
+    def _before_forward(self, _engine: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        """Begin the phase "forward", and return the arguments of forward without floating-point values."""
+        self.begin_phase("forward")
+        return tree_map(_without_float_values, (args, kwargs))
 
 
-class _Phases:
-    """Tells a rehearsal of the phases of its engine; a `zero_core.training.Observer`."""
+class _PhaseObserver:
+    """A `zero_core.training.Observer` that passes the phases and steps of ``engine`` on to ``rehearsal``."""
 
     def __init__(self, engine: Engine, rehearsal: ScriptRehearsal) -> None:
         self._engine = engine
         self._rehearsal = rehearsal
 
     def loss(self, _loss: torch.Tensor) -> None:
-        """A backward pass begins."""
-        self._rehearsal.begin("backward")
+        """Begin the phase "backward"; called before each backward pass."""
+        self._rehearsal.begin_phase("backward")
 
     def before_step(self) -> None:
-        """A step begins."""
-        self._rehearsal.begin("step")
+        """Begin the phase "step"; called before each optimizer step."""
+        self._rehearsal.begin_phase("step")
 
     def after_step(self, _result: StepResult) -> None:
-        """A step is over."""
+        """Count the step that has ended; may raise `StepsTaken`, which ends the script."""
         self._rehearsal.after_step(self._engine)
 
 
 def rehearse_script(given: ScriptRank) -> tuple[RankPlan, list[str]]:
-    """Return the plan of one rank that runs a script, and the lines that asked for values and were answered.
+    """Run a script as one rank, until its engine has taken `STEPS` steps; return the rank's plan, and the lines of code
+    that read values and got guesses.
 
-    Raises `PlanError` for a script that fails, naming its line, and for one that does not take the steps.
+    Raises `PlanError` for a script that fails, naming its line, and for one that ends before those steps.
     """
-    books = Books()
-    guesses = Guesses(lambda: books.watch.computing)
+    recorder = DryRunRecorder()
+    guesses = Guesses(lambda: recorder.watch.computing)
     with TemporaryDirectory(prefix="zero-plan-") as folder:
-        rehearsal = ScriptRehearsal(Path(folder), given, books)
+        rehearsal = ScriptRehearsal(Path(folder), given, recorder)
         with (
-            _environment(given),
-            dry(rehearsal, given.rank, given.world_size, books),
-            PlanMode(books.watch.memory, books.operations, guesses),
+            _launcher_environment(given),
+            dry_run_context(rehearsal, given.rank, given.world_size, recorder),
+            PlanMode(recorder.watch.memory, recorder.operations, guesses),
             ScriptReads(guesses),
-            only_without_memory(),
+            refuse_real_parameters(),
         ):
             try:
                 _run(given.script)
@@ -143,15 +152,17 @@ def rehearse_script(given: ScriptRank) -> tuple[RankPlan, list[str]]:
     return rehearsal.found, list(guesses.lines)
 
 
-def filled(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what the script gives in the place of "auto"; without one, what the script gives."""
+def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with the script's values (``given``) in place of "auto", at any depth; ``given`` if ``config``
+    is None. An "auto" for which the script has no value stays.
+    """
     if config is None:
         return given
     found: dict[str, Any] = {}
     for key, value in config.items():
         other = given.get(key)
         if isinstance(value, dict):
-            found[key] = filled(value, other if isinstance(other, dict) else {})
+            found[key] = fill_auto(value, other if isinstance(other, dict) else {})
         elif value != "auto" or other is None:
             found[key] = value
         else:
@@ -159,23 +170,26 @@ def filled(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, An
     return found
 
 
-def _plain(given: Any) -> dict[str, Any]:
+def _as_dict(given: Any) -> dict[str, Any]:
+    """Return the configuration that a script passes to `initialize` (a `Config`, a path or a dict) as a dict."""
     from zero_config import Config, read
 
     return dict(given.raw) if isinstance(given, Config) else read(given)
 
 
 def _run(script: Script) -> None:
+    """Run the script in this process. Raises `PlanError` for its errors and for a nonzero exit status."""
     try:
         run_as_main(script.target, script.arguments, module=script.module)
     except SystemExit as end:
         if end.code:
             raise PlanError(f"{script.target} ended with status {end.code} before its first steps") from end
     except Exception as error:
-        raise PlanError(sentence(error, script.target)) from error
+        raise PlanError(describe_error(error, script.target)) from error
 
 
 def _too_few(target: str, steps: int) -> str:
+    """Return the error message for a script that ended after ``steps`` optimizer steps, fewer than `STEPS`."""
     expected = "expected a script that calls zero_core.initialize with an optimizer, engine.backward and engine.step"
     if not steps:
         return f"{target} took no optimizer step: {expected}"
@@ -185,15 +199,17 @@ def _too_few(target: str, steps: int) -> str:
     )
 
 
-def _on_device(value: Any) -> Any:
-    """Have what the model is called with count as memory of the device, but for numbers that are read."""
+def _without_float_values(value: Any) -> Any:
+    """Return a fake tensor for a real floating-point one, so that the model's inputs count as device memory; integers
+    keep their values, which the model may read.
+    """
     plain = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
     return without_values(value) if plain and value.is_floating_point() else value
 
 
 @contextmanager
-def _environment(given: ScriptRank) -> Iterator[None]:
-    """Set what a launcher sets for a rank."""
+def _launcher_environment(given: ScriptRank) -> Iterator[None]:
+    """Inside the block, set the environment variables that a launcher sets for a rank."""
     per_node = given.ranks_per_node or given.world_size
     numbers: Mapping[str, object] = {
         "RANK": given.rank,

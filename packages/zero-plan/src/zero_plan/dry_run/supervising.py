@@ -1,4 +1,4 @@
-"""Keep a dry run off this machine: its configuration, memory budget, host memory, and files without content."""
+"""Keep a dry run from using this machine: configuration without output, no memory limits, files without content."""
 
 from __future__ import annotations
 
@@ -37,18 +37,19 @@ _LEFT_OUT = (
 
 
 class Rehearsal(Unsupervised):
-    """Supervises the engines of a dry run: nothing is printed, written or saved, and this machine's memory is no
-    limit.
+    """Supervises the engines of a dry run, so that they print, log and save nothing, and this machine's memory does not
+    limit them.
 
-    ``folder``: where files without content stand in for those on NVMe, and may for others.
+    ``folder``: for files without content in place of those on NVMe.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return the configuration given, without its monitors, records and checkpoints, and with folders of this
-        machine in the place of those on NVMe."""
+        """Return ``given`` without the settings of monitors, logs, records and checkpoints, and with folders below
+        ``folder`` in place of the NVMe paths.
+        """
         raw = read(given.raw if isinstance(given, Config) else given)
         plain: dict[str, Any] = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
         zero: Any = plain.get("zero_optimization")
@@ -56,8 +57,8 @@ class Rehearsal(Unsupervised):
             section = zero.get(name) if isinstance(zero, dict) else None
             if isinstance(section, dict) and section.get("device") == "nvme" and section.get("nvme_path"):
                 paths = section["nvme_path"]
-                stands_in = {**section, "nvme_path": self._folders([paths] if isinstance(paths, str) else paths)}
-                zero = plain["zero_optimization"] = {**zero, name: stands_in}
+                folders = self._stand_in_folders([paths] if isinstance(paths, str) else paths)
+                zero = plain["zero_optimization"] = {**zero, name: {**section, "nvme_path": folders}}
         return {**plain, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
@@ -65,11 +66,12 @@ class Rehearsal(Unsupervised):
         return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return one that takes no notice. Raises `PlanError` for a configuration that cannot be planned."""
-        _refuse(engine.resolved_config)
+        """Return the observer that does nothing. Raises `PlanError` for a configuration that cannot be planned."""
+        _refuse_unplannable(engine.resolved_config)
         return Unobserved()
 
-    def _folders(self, paths: Sequence[str]) -> list[str]:
+    def _stand_in_folders(self, paths: Sequence[str]) -> list[str]:
+        """Make one folder below ``folder`` for each of ``paths``, and return their paths."""
         found = [self.folder / str(number) for number in range(len(paths))]
         for path in found:
             path.mkdir(exist_ok=True)
@@ -77,52 +79,52 @@ class Rehearsal(Unsupervised):
 
 
 class PlannedEnds:
-    """Stands in for the system under the tiers (see `zero_offload.ends.TierEnds`): host memory is followed by
-    ``memory`` and files have lengths only."""
+    """Provides the tiers with host memory that ``memory`` tracks, and with files that have a length and no content; a
+    `zero_offload.ends.TierEnds`.
+    """
 
     def __init__(self, memory: LiveMemory) -> None:
         self._memory = memory
         self._engine: RehearsedEngine | None = None
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        """Return host memory that is followed; fake where torch makes fake tensors."""
-        with self._memory.taking(tier_of(use), rows_of(use)):
+        """Return ``nbytes`` of tracked host memory as uint8, a fake tensor inside a `PlanMode`."""
+        with self._memory.assigning(memory_tier_of(use), owner_rows(use)):
             return torch.zeros(nbytes, dtype=torch.uint8)
 
     def io_engine(self, given: Any) -> RehearsedEngine:
-        """Return the one engine of all stores of this dry run."""
+        """Return the engine of files without content that all stores of this dry run share; ``given`` is ignored."""
         from zero_nvme_aio.rehearsal import RehearsedEngine
 
         self._engine = self._engine or RehearsedEngine()
         return self._engine
 
     def files(self) -> tuple[FileRow, ...]:
-        """Return the files that there are now."""
+        """Return the names and lengths of the tiers' files, sorted by name."""
         lengths = {} if self._engine is None else self._engine.lengths()
         return tuple(sorted(FileRow(Path(path).name, nbytes) for path, nbytes in lengths.items()))
 
-    def moved(self) -> tuple[int, int]:
-        """Return the bytes read from files and written to them so far."""
+    def bytes_moved(self) -> tuple[int, int]:
+        """Return the bytes (read from files, written to files) since the start of the dry run."""
         counters = {"bytes_read": 0, "bytes_written": 0} if self._engine is None else self._engine.counters()
         return counters["bytes_read"], counters["bytes_written"]
 
 
-def tier_of(use: HostUse) -> str:
-    """Return the tier that a block of host memory counts to."""
+def memory_tier_of(use: HostUse) -> str:
+    """Return the tier, as a key of `LiveMemory.now`, of a block of host memory with this use."""
     if use.on_device:
         return "device"
     return "pinned host" if use.pin else "pageable host"
 
 
-def rows_of(use: HostUse) -> tuple[LiveRow, ...]:
-    """Return the owners of a block of host memory."""
+def owner_rows(use: HostUse) -> tuple[LiveRow, ...]:
+    """Return the owners of a block of host memory with this use, and the bytes of each."""
     return tuple(LiveRow(use.purpose, *part) for part in use.parts) or (LiveRow(use.purpose, "", 0),)
 
 
-def _refuse(config: Config) -> None:
+def _refuse_unplannable(config: Config) -> None:
+    """Raise `PlanError` for a setting that a dry run does not support."""
     if config.offload.activations.device != "none":
-        raise PlanError('offload.activations.device: expected "none" for a dry run; their traffic is not followed yet')
+        raise PlanError('offload.activations.device: expected "none" for a dry run; their traffic is not tracked')
     if config.offload.delayed_update:
-        raise PlanError(
-            "offload.delayed_update: expected false for a dry run; a thread beside it would use real memory"
-        )
+        raise PlanError("offload.delayed_update: expected false for a dry run; its thread would use real memory")

@@ -13,7 +13,7 @@ from ..errors import PlanError
 
 
 class AlikeStore(Store):
-    """A store in which every other rank does what this one does: what it counts comes ``world_size`` times."""
+    """A store for a world in which every rank does what this one does, so counters grow ``world_size`` times as fast."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class AlikeStore(Store):
         self._values: dict[str, bytes] = {}
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` for each rank, and return the sum."""
+        """Add ``amount`` once per rank to a counter, and return its new value."""
         self._counts[key] = self._counts.get(key, 0) + amount * self._world_size
         return self._counts[key]
 
@@ -31,14 +31,16 @@ class AlikeStore(Store):
         self._values[key] = value if isinstance(value, bytes) else value.encode()
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Keep ``desired`` where the value is ``expected`` (empty: none), and return what is kept."""
+        """Set the value to ``desired`` if it is ``expected`` (empty: if there is no value); return the value
+        afterwards, or ``expected`` if there is none.
+        """
         before = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, b"") == before:
             self.set(key, desired)
         return self._values.get(key, before)
 
     def get(self, key: str) -> bytes:
-        """Return a value; KeyError where there is none."""
+        """Return a value. Raises KeyError if there is none."""
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
@@ -46,7 +48,7 @@ class AlikeStore(Store):
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value; return whether there was one."""
+        """Delete a value; return whether there was one."""
         return self._values.pop(key, None) is not None
 
     deleteKey = delete_key  # the name by which torch calls it from C++
@@ -54,9 +56,10 @@ class AlikeStore(Store):
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Have torch.distributed be rank ``rank`` of ``world_size``, whose collectives send nothing, inside the block.
+    """Inside the block, initialise torch.distributed as rank ``rank`` of ``world_size``, with collectives that send
+    nothing.
 
-    Raises `PlanError` where torch.distributed is initialised already.
+    Raises `PlanError` if torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise PlanError(

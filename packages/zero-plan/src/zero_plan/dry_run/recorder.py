@@ -1,4 +1,4 @@
-"""The record of one rank of a dry run."""
+"""The measurements of one rank of a dry run: memory, traffic, operations, bytes of files."""
 
 from __future__ import annotations
 
@@ -13,30 +13,33 @@ from .peak_watch import PeakWatch
 from .supervising import PlannedEnds
 
 
-class Books:
-    """Records one rank: call `begin_step` before each step, `plan` after the last.
+class DryRunRecorder:
+    """Measures one rank: call `begin_step` before each step, `plan` after the last.
 
     Attributes:
-        watch: the live memory. ends: the stand-in for host memory and files of tiers. operations: those of the step.
+        watch: the live memory. ends: the source of the tiers' host memory and files, which stand in for real ones.
+        operations: the operations since the step began.
     """
 
     def __init__(self) -> None:
         self.watch = PeakWatch()
         self.ends = PlannedEnds(self.watch.memory)
         self.operations = Operations()
-        self._before = (0, 0)
+        self._moved_before = (0, 0)  # bytes of files read and written before the step
 
     def begin_step(self, engine: Engine) -> None:
-        """Reset the counts of traffic, operations and file bytes."""
+        """Start the counts of traffic, operations and file bytes at 0."""
         engine.ledger.reset()
         self.operations.clear()
-        self._before = self.ends.moved()
+        self._moved_before = self.ends.bytes_moved()
 
     def plan(self, engine: Engine) -> RankPlan:
-        """Return what an engine holds now, and what it has sent, moved and computed since the step began."""
+        """Return the plan of this rank: the state that ``engine`` holds now, the peaks so far, and the traffic,
+        operations and file bytes since `begin_step`.
+        """
         held = [HeldRow(*row) for row in memory_rows(engine.partition, engine.sharded_optimizer)]
         sent = [SentRow(phase, name, r.calls, r.sent_bytes, r.across_bytes) for phase, name, r in engine.ledger]
-        read, written = (now - then for now, then in zip(self.ends.moved(), self._before, strict=True))
+        read, written = (now - then for now, then in zip(self.ends.bytes_moved(), self._moved_before, strict=True))
         return RankPlan(
             dist.get_rank(),
             tuple(held),
@@ -45,5 +48,5 @@ class Books:
             self.ends.files(),
             read,
             written,
-            dict(self.operations.counted),
+            dict(self.operations.flops_by_dtype),
         )
