@@ -69,8 +69,8 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     values: from `ANSWERS`, else from ``values`` (by default `NoValues`).
 
     In a forked process (a worker of a data loader) tensors are real, and fake tensors made before the fork are zeros.
-    Raises `PlanError` for any other read of values, naming the line in the user's file, and for a tensor that is neither
-    on the CPU nor on the meta device.
+    Raises `PlanError` for any other read of values, naming the line in the user's file, and for a tensor that is on
+    neither the CPU nor the meta device.
     """
 
     def __init__(self, memory: LiveMemory, operations: Operations, values: ValueSource | None = None) -> None:

@@ -13,7 +13,7 @@ from ..errors import PlanError
 
 
 class AlikeStore(Store):
-    """A store for a world in which every rank does what this one does, so counters grow ``world_size`` times as fast."""
+    """A store for a world in which every rank does what this one does; each addition counts ``world_size`` times."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
