@@ -1,4 +1,4 @@
-"""Models of six families, and the highest moment of a real run of them."""
+"""Models of six families, and the peak of a real run of them."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class MeasuredEnds:
 
 
 def measure(cases: list[PeakCase], steps: int = 3) -> list[tuple[Peak, ...]]:
-    """Train each case on this job's ranks; return the highest moments of each, by live storages."""
+    """Train each case on this job's ranks; return the peaks of each, by live storages."""
     import zero_core
     from zero_plan.dry_run.peak_watch import PeakWatch
 

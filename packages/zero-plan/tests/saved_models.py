@@ -1,4 +1,4 @@
-"""Checkpoints of real runs, whose files and highest moments are compared with planned ones."""
+"""Checkpoints of real runs, whose files and peaks of memory are compared with planned ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero_plan.dry_run.memory import LiveMemory
 
 
 class MeasuredSave(NamedTuple):
-    """The lengths of the files that a rank put into a checkpoint, the highest moments of the save, and the most memory
+    """The lengths of the files that a rank put into a checkpoint, the peaks of the save, and the most memory
     that messages took."""
 
     files: dict[str, int]

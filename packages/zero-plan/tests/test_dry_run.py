@@ -44,7 +44,7 @@ def assert_equal(case: Case, planned: RankPlan, measured: Measured) -> None:
     assert planned.needs().get("pageable host", 0) == measured.host, (case, planned.rank)
     assert (planned.read, planned.written) == measured.moved, (case, planned.rank)
     data = [row for row in measured.sent if row[0] != "control"]
-    across, links = sum(row[4] for row in data), planned.links()
+    across, links = sum(row[4] for row in data), planned.bytes_by_link()
     assert (links["inside a node"], links["between nodes"]) == (sum(row[3] for row in data) - across, across)
 
 
@@ -104,7 +104,7 @@ def test_operations_and_the_least_time_of_each_resource() -> None:
     values = {"device.fp32": "1 kFLOP/s", "network.per_node": "10 B/s", "node.devices": 2, "disk.read": "1 B/s"}
     rows = {row.resource: row for row in step_bounds(rank, load_machine("dgx-2").with_values(values), world_size=4)}
     assert rows["matrix products, float32"].seconds == rank.flops["float32"] / 1000
-    assert rows["network between nodes"].seconds == rank.links()["between nodes"] / 10
+    assert rows["network between nodes"].seconds == rank.bytes_by_link()["between nodes"] / 10
     states = sum(row.nbytes for row in rank.held if row.kind in ("masters", "optimizer states"))
     assert rows["device memory, update"].amount == 2 * states
     assert "disk read" not in rows

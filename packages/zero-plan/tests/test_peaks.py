@@ -1,4 +1,4 @@
-"""The highest moment of a dry run is that of a real run."""
+"""The peak of a dry run is that of a real run."""
 
 from __future__ import annotations
 

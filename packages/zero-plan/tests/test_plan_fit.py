@@ -9,7 +9,7 @@ import pytest
 
 from zero_plan import Machine, PlanError, Setup, configuration, estimate_step, load_machine, search
 from zero_plan.cli import main
-from zero_plan.fitting import judge
+from zero_plan.fitting import judge_fit
 from zero_plan.planned import FileRow, Peak, Plan, RankPlan
 from zero_plan.shapes import load_shape
 
@@ -108,7 +108,7 @@ def test_the_verdict_is_of_the_rank_that_needs_most_and_of_all_ranks_of_a_node()
         )
         for rank in (0, 15)
     )
-    found = judge(Plan(16, ranks), machine(node__host_memory="700 GB", disk__capacity="8 TB"))
+    found = judge_fit(Plan(16, ranks), machine(node__host_memory="700 GB", disk__capacity="8 TB"))
     assert [(row.tier, row.needed) for row in found.rows] == [
         ("device", 70 * 10**9 + 15),
         ("host", 8 * 10**11),
@@ -116,11 +116,11 @@ def test_the_verdict_is_of_the_rank_that_needs_most_and_of_all_ranks_of_a_node()
     ]
     assert not found
     assert str(found).split("; ")[1] == "host of a node does not fit, 100 GB too many: 800 GB of 700 GB"
-    assert judge(Plan(16, ranks), machine(node__host_memory="800 GB", disk__capacity="8 TB"))
-    unknown = judge(Plan(16, ranks), load_machine("h100-sxm-80gb-x8"))
+    assert judge_fit(Plan(16, ranks), machine(node__host_memory="800 GB", disk__capacity="8 TB"))
+    unknown = judge_fit(Plan(16, ranks), load_machine("h100-sxm-80gb-x8"))
     assert unknown.unknown == ("nvme",) and not unknown
     with pytest.raises(PlanError, match="expected at least one"):
-        judge(Plan(16, ()), machine())
+        judge_fit(Plan(16, ()), machine())
 
 
 def _keys(section: object) -> list[str]:

@@ -87,7 +87,7 @@ def test_a_file_says_where_its_values_are_from_and_every_one_can_be_replaced() -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[device", "mine.toml: no TOML"),
+        ("[device", "mine.toml: not valid TOML"),
         ('[devices]\nmemory = "1 GB"', "got 'devices'; did you mean 'device'?"),
         ('[device]\nmemry = "1 GB"', "no key 'device.memry'; did you mean 'device.memory'?"),
         ('[device]\nmemory = "1 GB/s"', "device.memory: expected bytes such as '80 GB', got '1 GB/s'"),
@@ -167,8 +167,8 @@ def test_probe_measures_this_machine(capsys: Any, tmp_path: Path, monkeypatch: p
     pytest.importorskip("zero_nvme_aio")
     from zero_plan import probe
 
-    monkeypatch.setattr(probe, "SIDE", {"cpu": 128, "other": 1024})
-    monkeypatch.setattr(probe, "COPIED", 1 << 20)
+    monkeypatch.setattr(probe, "MATRIX_SIDE", {"cpu": 128, "other": 1024})
+    monkeypatch.setattr(probe, "COPIED_BYTES", 1 << 20)
     target = tmp_path / "here.toml"
     assert main(["probe", "--out", str(target), "--disk", str(tmp_path), "--disk-size", "64 MiB"]) == 0
     machine = load_machine(str(target))

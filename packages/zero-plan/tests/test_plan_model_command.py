@@ -52,7 +52,7 @@ def test_a_model_of_images_and_the_tables(tmp_path: Path, capsys: pytest.Capture
     assert main([*command, "--batch", "2", "--world-size", "2", "--checkpoint"]) == 0
     printed = capsys.readouterr().out
     saved = "rank 1 of 2: a save, which writes"
-    for title in ("rank 0 of 2: between two steps", "at the highest moment", "rank 1 of 2: sent in a step", saved):
+    for title in ("rank 0 of 2: between two steps", "at the peak", "rank 1 of 2: sent in a step", saved):
         assert title in printed
 
 

@@ -78,7 +78,7 @@ def test_the_name_deepspeed_and_the_command(
     [expected] = plan(dry_models.decoder, given, batch=dry_models.tokens(), world_size=64, ranks=[9]).ranks
     assert found.held == expected.held
     assert found.sent_bytes() == expected.sent_bytes()
-    links = found.links()
+    links = found.bytes_by_link()
     assert found.saved is not None and found.saved.written > 0
     assert links["inside a node"] > 0 and links["between nodes"] > 0
     assert links["inside a node"] + links["between nodes"] == found.sent_bytes()

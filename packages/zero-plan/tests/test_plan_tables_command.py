@@ -120,4 +120,4 @@ def test_wrong_numbers_are_refused_by_name(refused: Any) -> None:
     assert "--nodes: expected an integer >= 1, got '0'" in refused("--params", "1B", "--nodes", "0")
     assert "--world-sizes: expected an integer >= 1, got 'x'" in refused("--params", "1B", "--world-sizes", "1,x")
     assert "additional_buffer_factor" in refused("--params", "1B", "--buffer-factor", "-1")
-    assert "are the two exchanged?" in refused("--params", "1M", "--largest-layer", "1B")
+    assert "are the two swapped?" in refused("--params", "1M", "--largest-layer", "1B")

@@ -1,4 +1,4 @@
-"""Say what a training run needs, before it runs: memory by tier, bytes by link, operations, and what binds.
+"""Say what a training run needs, before it runs: memory by tier, bytes by link, operations, the resource that binds.
 
 Nothing here imports torch, except `count_parameters` when it is given a model, `plan` and `fits`. Read `states.py`
 first.

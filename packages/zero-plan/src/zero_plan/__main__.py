@@ -1,4 +1,4 @@
-"""`python -m zero_plan`: the command."""
+"""`python -m zero_plan`: the command `zero-plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes of residual states: activations that wait for backward, and working memory that comes and goes."""
+"""Bytes of residual states: activations that wait for backward, and working memory that is freed within a pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from .errors import at_least_one, one_of
 from .setup import Setup, unit_sizes
 from .transformer import CHECKPOINTING, Transformer, matrix_products
 
-MASK = 1
-LOG_SUM = 4
-LOGIT_COPIES = 4 + 4 + 4
+MASK_BYTES = 1
+"""Bytes per element of a dropout mask."""
+LOG_SUM_BYTES = 4
+"""Bytes per token and head of the log-sum-exp that fused attention keeps for backward."""
+LOGIT_COPY_BYTES = 4 + 4 + 4
+"""Bytes per logit of its float32 copy, log-probability and gradient."""
 
 
 def block_activation_bytes(
@@ -25,8 +28,8 @@ def block_activation_bytes(
     at_least_one(micro_batch=micro_batch, itemsize=itemsize)
     one_of("checkpointing", checkpointing, CHECKPOINTING)
     tokens = micro_batch * shape.sequence
-    hidden, mask = shape.hidden, MASK if shape.dropout else 0
-    statistics = LOG_SUM * shape.heads * tokens if shape.fused_attention else 0
+    hidden, mask = shape.hidden, MASK_BYTES if shape.dropout else 0
+    statistics = LOG_SUM_BYTES * shape.heads * tokens if shape.fused_attention else 0
     if checkpointing == "full":
         return itemsize * tokens * hidden
     if checkpointing == "operators":
@@ -38,14 +41,15 @@ def block_activation_bytes(
     stored = 0
     if checkpointing == "none" and not shape.fused_attention:
         scores = tokens * shape.sequence * shape.heads
-        stored = scores * (2 * itemsize + MASK if shape.dropout else itemsize)
+        stored = scores * (2 * itemsize + MASK_BYTES if shape.dropout else itemsize)
     return tokens * (norms + attention + mlp) + statistics + stored
 
 
 def activation_bytes(shape: Transformer, micro_batch: int, *, checkpointing: str = "none", itemsize: int = 2) -> int:
     """Return the bytes of activations that the whole model keeps for backward, at the end of forward.
 
-    All blocks (`block_activation_bytes`), and the inputs of the last norm and of the head (ibid., section 4.3).
+    All blocks (`block_activation_bytes`), and the inputs of the last norm and of the head (Korthikanti et al. 2022,
+    section 4.3).
     """
     block = block_activation_bytes(shape, micro_batch, checkpointing=checkpointing, itemsize=itemsize)
     return shape.layers * block + 2 * itemsize * micro_batch * shape.sequence * shape.hidden
@@ -55,18 +59,19 @@ def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> in
     """Return the bytes of the logits while the loss is computed.
 
     The head's output, its float32 copy, the log-probabilities that backward reads and the gradient, as eager
-    `torch.nn.functional.cross_entropy` on float32 logits makes them; ibid., section 4.3 counts only the float32 copy.
-    A fused or chunked loss needs less.
+    `torch.nn.functional.cross_entropy` on float32 logits makes them. (Korthikanti et al. 2022, section 4.3, count only
+    the float32 copy.) A fused or chunked loss needs less.
     """
     at_least_one(micro_batch=micro_batch)
-    return micro_batch * shape.sequence * shape.vocabulary * (itemsize + LOGIT_COPIES)
+    return micro_batch * shape.sequence * shape.vocabulary * (itemsize + LOGIT_COPY_BYTES)
 
 
 def working_bytes(units: int | tuple[int, ...] | list[int], setup: Setup, *, ahead: int = 1) -> int:
-    """Return the bytes of units that are gathered at a moment, and of the full gradients of one unit.
+    """Return the bytes of the units that are gathered at the same time, and of the full gradients of one unit.
 
-    At stage 3 the largest unit and ``ahead`` of its size are gathered while the largest unit's gradients are full; at
-    stage 2 only gradients come and go; below, nothing. The smallest model that fits is bound by this, not by its size
+    At stage 3 the largest unit and ``ahead`` prefetched units of its size are gathered while the largest unit's
+    gradients are full; at stage 2 only the full gradients count; below stage 2 the result is 0. This bounds the device
+    memory from below when everything else is offloaded
     (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state working memory).
     """
     largest = max(unit_sizes(units))

@@ -8,23 +8,23 @@ from .planned import RankPlan
 
 _RATES = {"float32": ("tf32", "fp32"), "float16": ("fp16",), "bfloat16": ("bf16",), "float64": ()}
 _UPDATED = ("masters", "optimizer states")
-_PASSES = 2  # read and written
+_READ_AND_WRITE = 2  # an update reads and writes its states once
 
 
 def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[Bound, ...]:
     """Return the bound of every resource that a planned step of one rank uses; no rate is lowered by an assumed
     efficiency.
 
-    The ranks of a node (``node.devices``) share its memory and drives, and are taken to do alike. What leaves a node is
-    at least what one of its ranks sends to others. float32 counts at the rate of tf32 where the machine gives one, for
-    torch may use that. float8 and float64 have no bound.
+    The ranks of a node (``node.devices``) share its memory and drives, and are assumed to move as many bytes each. The
+    bytes that leave a node are at least those that this rank sends to other nodes. float32 counts at the rate of tf32
+    if the machine gives one, as torch may use that. Operations in float8 and float64 have no bound.
     """
     per_node = min(int(machine.need("node.devices")), world_size)
-    links = rank.links()
-    held = {tier: _PASSES * nbytes for tier, nbytes in _states(rank).items()}
+    links = rank.bytes_by_link()
+    held = {tier: _READ_AND_WRITE * nbytes for tier, nbytes in _updated_bytes(rank).items()}
     on_host = per_node * (held.get("host", 0) + held.get("nvme", 0))
     table: list[tuple[str, float, str]] = [
-        (f"matrix products, {dtype}", flops, _rate(dtype, machine)) for dtype, flops in sorted(rank.flops.items())
+        (f"matrix products, {dtype}", flops, _rate_key(dtype, machine)) for dtype, flops in sorted(rank.flops.items())
     ]
     table += [
         ("links of a rank", links["inside a node"] + links["between nodes"], "node.link"),
@@ -35,10 +35,11 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
         ("disk write", per_node * rank.written, "disk.write"),
     ]
     rows = (Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount)
-    return tuple(_with_network(row, machine, per_node, world_size) for row in rows)
+    return tuple(_with_network_rate(row, machine, per_node, world_size) for row in rows)
 
 
-def _states(rank: RankPlan) -> dict[str, int]:
+def _updated_bytes(rank: RankPlan) -> dict[str, int]:
+    """Return the bytes of masters and optimizer states, which a step updates, by tier."""
     found: dict[str, int] = {}
     for row in rank.held:
         if row.kind in _UPDATED:
@@ -46,14 +47,19 @@ def _states(rank: RankPlan) -> dict[str, int]:
     return found
 
 
-def _rate(dtype: str, machine: Machine) -> str:
-    """Return the key of the fastest rate at which a dtype may be computed."""
+def _rate_key(dtype: str, machine: Machine) -> str:
+    """Return the machine's key of the fastest rate at which products in ``dtype`` may run; an unknown key if there is
+    none.
+    """
     known = [f"device.{name}" for name in _RATES.get(dtype, ()) if machine.get(f"device.{name}") is not None]
     return known[0] if known else f"device.{dtype}"
 
 
-def _with_network(row: Bound, machine: Machine, per_node: int, world_size: int) -> Bound:
-    """With several nodes, a rank also sends over its share of the network."""
+def _with_network_rate(row: Bound, machine: Machine, per_node: int, world_size: int) -> Bound:
+    """Return ``row`` with the network's rate added to that of a rank's links, if there are several nodes: the rank
+    sends over both. Other rows are returned unchanged. The whole network of a node counts, which keeps the time a lower
+    bound.
+    """
     if row.key != "node.link" or per_node == world_size or row.rate is None:
         return row
     network = machine.get("network.per_node")

@@ -1,4 +1,4 @@
-"""Plan a run by running the engine itself over tensors without memory."""
+"""`plan`: a dry run of the engine itself, over tensors without memory."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def plan(
     loss: Callable[[Any], torch.Tensor] | None = None,
     checkpoint: bool = False,
 ) -> Plan:
-    """Return what a run needs, as the engine itself asks for it: `zero_core.initialize`, forward, backward and step run
-    in this process as one rank after the other, over tensors that have shapes and no memory.
+    """Return what a run needs, measured by a dry run: `zero_core.initialize`, forward, backward and step run in this
+    process as one rank after the other, over tensors that have shapes and no memory.
 
-    ``model_fn``: makes the model; ``config``: as for `zero_core.initialize`, with an optimizer. ``batch``: one
-    micro-batch, of which only shapes and dtypes count: what the model is called with, a mapping of keyword arguments, a
-    tuple of arguments, or one argument. ``ranks``: by default the first and the last. ``loss``: of the model's output;
-    by default its ``loss``, the first of a tuple, or itself. ``checkpoint``: plan a save after the steps too. Needs
+    ``model_fn``: returns the model. ``config``: as for `zero_core.initialize`, with an optimizer. ``batch``: one
+    micro-batch, of which only shapes and dtypes matter: a mapping of the model's keyword arguments, a tuple of its
+    arguments, or its one argument. ``ranks``: by default the first and the last. ``loss``: returns the loss of the
+    model's output; by default see `loss_of`. ``checkpoint``: plan a save after the steps too. Needs
     `pip install zero-plan[dry-run]`.
 
-    The compute device is the CPU; offload of activations is refused. Raises `PlanError` for what cannot be
-    planned, naming the line where code asks for a value, and what `zero_core.initialize` raises.
+    The compute device is the CPU; offload of activations is refused. Raises `PlanError` for a run that cannot be
+    planned, naming the line if code reads a tensor's values, and the errors of `zero_core.initialize`.
     """
     chosen = chosen_ranks(world_size, ranks)
     try:
@@ -48,7 +48,9 @@ def plan(
 
 
 def loss_of(output: Any) -> Any:
-    """Return the loss in a model's output: its ``loss``, the first of a tuple, or the output itself."""
+    """Return the loss in a model's output: its ``loss`` (key or attribute), else the first item of a tuple or list,
+    else the output itself.
+    """
     if isinstance(output, Mapping) and "loss" in output:
         return output["loss"]
     found = getattr(output, "loss", None)

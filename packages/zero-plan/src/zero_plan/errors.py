@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class PlanError(ValueError):
-    """An argument, a machine file or a preset that cannot be planned with; the message says what was expected."""
+    """Raised for arguments, files and runs that cannot be planned; the message says what was expected."""
 
 
 def at_least_one(**values: int) -> None:
@@ -24,6 +24,6 @@ def one_of(name: str, value: object, allowed: Collection[object]) -> None:
 
 
 def nearest(word: str, known: Collection[object]) -> str:
-    """Return "; did you mean 'X'?" for the known word that is spelled most alike, or nothing."""
+    """Return "; did you mean 'X'?" for the known word with the most similar spelling; empty if none is similar."""
     found = get_close_matches(word, [str(each) for each in known], n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""

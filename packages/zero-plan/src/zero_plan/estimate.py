@@ -1,4 +1,4 @@
-"""One answer from all formulas: memory by tier, bytes by link, operations, and what bounds the step."""
+"""All formulas together: memory by tier, bytes by link, operations, and bounds on the time of one step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,16 @@ from .traffic import Collective, LinkBytes, TierBytes, collectives, link_bytes, 
 from .transformer import Transformer, step_flops
 
 CAPACITY = {"device": "device.memory", "host": "node.host_memory", "nvme": "disk.capacity"}
+"""Tier -> key of its capacity in a machine file."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """``needed``: bytes on a tier: of one device, or of all ranks of a node; ``capacity``: None where not known."""
+    """The bytes that are needed and available on one tier: of one device, or of a node's host memory or drives.
+
+    ``needed``: by one rank on the device, by all ranks of a node on the other tiers. ``capacity``: None if the machine
+    does not give it.
+    """
 
     tier: Tier
     needed: int
@@ -33,7 +38,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """The needs of one rank's step: bytes, floating-point operations, seconds."""
+    """The needs of one rank's step: bytes, floating-point operations, seconds.
+
+    ``states``: model states. ``residual``: activations and working memory. ``time``, ``bounds``: lower bounds.
+    ``wear``: None if the step writes nothing to drives.
+    """
 
     params: int
     setup: Setup
@@ -49,7 +58,7 @@ class StepEstimate:
     wear: Wear | None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return everything as plain data for JSON."""
         return {
             "params": self.params,
             "setup": asdict(self.setup),
@@ -107,7 +116,7 @@ def estimate_step(
         setup=setup,
         states=states,
         residual=tuple(row for row in residual if row.nbytes),
-        fits=_fits((*states, *residual), setup, machine),
+        fits=_fits_by_tier((*states, *residual), setup, machine),
         collectives=rows,
         links=links,
         tiers=tiers,
@@ -118,10 +127,11 @@ def estimate_step(
     )
 
 
-def _fits(rows: tuple[StateRow, ...], setup: Setup, machine: Machine) -> tuple[Fit, ...]:
-    """Per tier: a device holds one rank's rows, a node's memory and drives those of its ranks.
+def _fits_by_tier(rows: tuple[StateRow, ...], setup: Setup, machine: Machine) -> tuple[Fit, ...]:
+    """Return the needed and available bytes of each tier in use: a device holds the rows of one rank, a node's memory
+    and drives those of all its ranks.
 
-    The recomputed block and the loss are not alive at one time with each other; the larger counts.
+    The recomputed block and the loss are never alive at the same time; the larger one counts.
     """
     transient = [row.nbytes for row in rows if row.kind in {"a block, recomputed", "logits and loss"}]
     found = by_tier(row for row in rows if row.kind not in {"a block, recomputed", "logits and loss"})

@@ -1,4 +1,4 @@
-"""The planning table: memory per node's CPU and per GPU for every choice of offload."""
+"""DeepSpeed's memory estimators: host memory per node and device memory per GPU for every choice of offload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EstimateRow:
 
     @property
     def options(self) -> str:
-        """The choice, in the words of the configuration, padded so that rows align."""
+        """The choice as text, by the configuration's names, padded so that rows align."""
         param = [] if self.offload_param is None else [f"offload_param={self.offload_param:4}"]
         init = [] if self.zero_init is None else [f"zero_init={int(self.zero_init)}"]
         return ", ".join([*param, f"offload_optimizer={self.offload_optimizer:4}", *init])
@@ -35,7 +35,10 @@ class EstimateRow:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of parameters, optimizer states and gradients; its text is the table, in GB of 2**30 bytes."""
+    """The memory of parameters, optimizer states and gradients, one row per choice of offload.
+
+    ``str()`` is DeepSpeed's table, in GB of 2**30 bytes.
+    """
 
     stage: int
     total_params: int
@@ -64,7 +67,7 @@ class Estimate:
 def estimate_zero1(
     total_params: int, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return the needs of stage 1: as `estimate_zero2`, with the 16-bit gradients whole on every device.
+    """Return the needs of stage 1: as `estimate_zero2`, with full 16-bit gradients on every device.
 
     For P parameters on G devices of N nodes, f the buffer factor: offloaded 4P on the device and P * max(4G, 16) * f on
     the host; otherwise 4P + 16P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts below 1.
@@ -84,20 +87,21 @@ def estimate_zero2(
 
 
 def _below_stage_3(stage: int, total_params: int, gpus_per_node: int, nodes: int, factor: float) -> Estimate:
+    """Return the estimate of stage 1 or 2; ``factor``: the buffer factor."""
     at_least_one(total_params=total_params, gpus_per_node=gpus_per_node, nodes=nodes)
-    _positive(factor)
+    _check_factor(factor)
     devices = gpus_per_node * nodes
-    # Per parameter, besides its own 16 bits: float32 gradient, master and two moments, which are sharded, and the
-    # 16-bit gradient, which is sharded from stage 2.
-    whole, sharded = (4, 16) if stage == 1 else (2, 18)
+    # Bytes per parameter: its own 16 bits are full; float32 gradient, master and two moments are sharded; the 16-bit
+    # gradient is full at stage 1 and sharded at stage 2.
+    full, sharded = (4, 16) if stage == 1 else (2, 18)
     offloaded = EstimateRow(
         cpu_bytes=int(total_params * max(4 * devices, 16) * factor),
-        gpu_bytes=whole * total_params,
+        gpu_bytes=full * total_params,
         offload_optimizer="cpu",
     )
     on_device = EstimateRow(
         cpu_bytes=int(total_params * 4 * gpus_per_node * factor),
-        gpu_bytes=whole * total_params + int(sharded * total_params / devices),
+        gpu_bytes=full * total_params + int(sharded * total_params / devices),
         offload_optimizer="none",
     )
     return Estimate(stage, total_params, None, gpus_per_node, nodes, (offloaded, on_device))
@@ -115,24 +119,25 @@ def estimate_zero3(
 
     For P parameters, l of them in the largest layer, on G devices of N nodes, f the buffer factor: with everything
     offloaded 4l on the device and 18P/N * f on the host; with the optimizer offloaded 4l + 2P/G and 16P/N * f; without
-    offload 4l + 18P/G and l * 4 * (G/N) * f. Without `Init` every process of a node holds the whole float32 model for a
-    moment, so its host needs at least P * 4 * (G/N) * f. Raises `PlanError` for counts below 1, or a largest layer
+    offload 4l + 18P/G and l * 4 * (G/N) * f. Without `Init` every process of a node builds the full float32 model on
+    the host, which needs at least P * 4 * (G/N) * f then. Raises `PlanError` for counts below 1, or a largest layer
     larger than the model.
     """
     at_least_one(
         total_params=total_params, largest_layer_params=largest_layer_params, gpus_per_node=gpus_per_node, nodes=nodes
     )
-    _positive(additional_buffer_factor)
+    _check_factor(additional_buffer_factor)
     if largest_layer_params > total_params:
         raise PlanError(
             f"largest_layer_params: expected at most total_params ({total_params}), got {largest_layer_params}; "
-            "are the two exchanged?"
+            "are the two swapped?"
         )
     rows = tuple(_zero3_rows(total_params, largest_layer_params, gpus_per_node, nodes, additional_buffer_factor))
     return Estimate(3, total_params, largest_layer_params, gpus_per_node, nodes, rows)
 
 
 def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor: float) -> Iterator[EstimateRow]:
+    """Yield the rows of stage 3, the most offload first; arguments as for `estimate_zero3`."""
     devices = gpus_per_node * nodes
     per_node = 1 / nodes
     layer = 4 * largest
@@ -149,6 +154,6 @@ def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor
     yield EstimateRow(int(total * 4 * gpus_per_node * factor), gpu_bytes, "none", "none", False)
 
 
-def _positive(factor: float) -> None:
+def _check_factor(factor: float) -> None:
     if not factor > 0:
         raise PlanError(f"additional_buffer_factor: expected a number > 0, got {factor!r}")

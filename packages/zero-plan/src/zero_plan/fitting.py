@@ -1,4 +1,4 @@
-"""One call, one answer: does a run fit on a machine, and by how much."""
+"""`fits`: whether a run fits on a machine, by a dry run, and with how many bytes to spare."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TIER_OF: dict[str, Tier] = {"device": "device", "pinned host": "host", "pageabl
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The answer of `fits`; true where everything fits.
+    """The answer of `fits`; true if everything fits on every tier.
 
-    ``rows``: one per tier, of the rank that needs most: of one device, and of all ranks of a node for its host memory
-    and drives. ``plan``: the dry run that says so.
+    ``rows``: one per tier, for the rank that needs most: the bytes of one device, and of a node's host memory and
+    drives if all its ranks need as much. ``plan``: the result of the dry run.
     """
 
     rows: tuple[Fit, ...]
@@ -41,7 +41,7 @@ class FitAnswer:
         return all(row.fits for row in self.rows)
 
     def __str__(self) -> str:
-        return "; ".join(map(_sentence, self.rows))
+        return "; ".join(map(_verdict_text, self.rows))
 
 
 def fits(
@@ -54,18 +54,18 @@ def fits(
     ranks: Iterable[int] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> FitAnswer:
-    """Return whether a run fits on a machine, and by how many bytes on each tier.
+    """Return whether a run fits on a machine, and the needed and available bytes of each tier.
 
-    ``machine``: a `Machine`, the name of a preset, or a machine file. All else is as for `zero_plan.plan`, and so are
-    the errors; `PlanError` also for an unknown machine. A tier whose capacity the machine does not give counts as one
-    that does not fit; see `FitAnswer.unknown`.
+    ``machine``: a `Machine`, the name of a preset, or the path of a machine file. The other arguments and the errors
+    are those of `zero_plan.plan`; also raises `PlanError` for an unknown machine. A tier whose capacity the machine
+    does not give counts as one that does not fit; see `FitAnswer.unknown`.
     """
     given = load_machine(machine) if isinstance(machine, str) else machine
     found = plan(model_fn, config, batch=batch, world_size=world_size, ranks=ranks, loss=loss)
-    return judge(found, given)
+    return judge_fit(found, given)
 
 
-def judge(found: Plan, machine: Machine) -> FitAnswer:
+def judge_fit(found: Plan, machine: Machine) -> FitAnswer:
     """Return whether a plan fits on a machine. Raises `PlanError` for a plan without ranks."""
     if not found.ranks:
         raise PlanError("ranks: expected at least one, got none")
@@ -81,7 +81,8 @@ def judge(found: Plan, machine: Machine) -> FitAnswer:
     return FitAnswer(tuple(rows), found)
 
 
-def _sentence(row: Fit) -> str:
+def _verdict_text(row: Fit) -> str:
+    """Return a clause that says whether one tier fits, and with how many bytes."""
     where = "the device" if row.tier == "device" else f"{row.tier} of a node"
     if row.capacity is None:
         return f"{where} needs {show(row.needed, 'B')}, and the machine does not give {CAPACITY[row.tier]}"

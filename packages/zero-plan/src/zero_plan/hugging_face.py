@@ -1,4 +1,4 @@
-"""A model of Transformers from its `config.json` alone, and a micro-batch for it: no weights are read."""
+"""A Transformers model and a micro-batch for it, from its `config.json` alone, without weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 def model_and_batch(
     path: str, rows: int, length: int | None = None
 ) -> tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]:
-    """Return a function that builds the model which a `config.json` describes, and a micro-batch with labels for it.
+    """Return a function that builds the model of the `config.json` at ``path``, and a micro-batch with labels for it.
 
-    ``rows``: samples; ``length``: tokens of each, for models of text. The class is the first of the configuration's
-    ``architectures``. Raises `PlanError` for a file that does not describe such a model, and without Transformers.
+    ``rows``: samples of the micro-batch; ``length``: tokens of each, None for models of images. The model's class is
+    the first of the configuration's ``architectures``. Raises `PlanError` if the file describes no model that
+    Transformers knows, if ``length`` does not go with the model, or if Transformers is not installed.
     """
     try:
         import torch
         import transformers
     except ModuleNotFoundError as error:
         raise PlanError(f"a model from its configuration needs {error.name}: pip install {error.name}") from error
-    given = _read(path)
+    given = _read_config(path)
     try:
         config = transformers.AutoConfig.for_model(**given)
     except (TypeError, ValueError, AttributeError) as error:
@@ -44,10 +45,11 @@ def model_and_batch(
         model: nn.Module = kind(config)
         return model
 
-    return build, _batch(torch, path, config, rows, length)
+    return build, _micro_batch(torch, path, config, rows, length)
 
 
-def _read(path: str) -> dict[str, Any]:
+def _read_config(path: str) -> dict[str, Any]:
+    """Return the content of a `config.json`. Raises `PlanError` unless it is an object with a "model_type"."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -57,7 +59,8 @@ def _read(path: str) -> dict[str, Any]:
     return found
 
 
-def _batch(torch: Any, path: str, config: Any, rows: int, length: int | None) -> dict[str, torch.Tensor]:
+def _micro_batch(torch: Any, path: str, config: Any, rows: int, length: int | None) -> dict[str, torch.Tensor]:
+    """Return keyword arguments for the model: images or tokens, and labels. ``path``: names the file in errors."""
     size = getattr(config, "image_size", None)
     if size is not None:
         if length is not None:

@@ -1,8 +1,8 @@
 """The formulas of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, sections 3 and 4), as printed there.
 
 They describe a GPT of ``layers`` blocks of width ``hidden``, Adam in mixed precision with float32 gradients as well (20
-bytes per parameter), and full checkpointing every ``interval`` blocks. `states.py` and `activations.py` have the finer
-ones; these are here to be compared with the paper's tables, and for a first look.
+bytes per parameter), and full checkpointing every ``interval`` blocks. `states.py` and `activations.py` are more exact;
+these formulas reproduce the paper's tables and give a first estimate.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .errors import PlanError, at_least_one
 
 
 def params(layers: int, hidden: int) -> int:
-    """Return the parameters: 12·nl·hd² (section 3, equation 1)."""
+    """Return the number of parameters: 12·nl·hd² (section 3, equation 1)."""
     at_least_one(layers=layers, hidden=hidden)
     return 12 * layers * hidden**2
 

@@ -1,4 +1,4 @@
-"""Bounds on the time of a step: each resource alone, the one that binds, and the wear of drives."""
+"""Lower bounds on the time of a step by each resource alone, the resource that binds, and the wear of drives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ read."""
 
 
 class Bound(NamedTuple):
-    """The least seconds per step that one resource takes: ``amount`` / ``rate``; None where the rate is not known.
+    """The least time per step that one resource takes: ``amount`` / ``rate``.
 
-    ``amount``: bytes or floating-point operations of what shares the resource. ``key``: the machine's key of ``rate``.
+    ``amount``: bytes or floating-point operations in a step, of all ranks that share the resource. ``rate``: per
+    second; None if the machine does not give it. ``key``: the machine's key of ``rate``.
     """
 
     resource: str
@@ -27,7 +28,7 @@ class Bound(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """The bound, or None where the machine does not say the rate."""
+        """The bound in seconds; None if the rate is not known."""
         return None if self.rate is None else self.amount / self.rate
 
 
@@ -36,8 +37,8 @@ def bounds(
 ) -> tuple[Bound, ...]:
     """Return the bound of every resource that the step uses; no rate is lowered by an assumed efficiency.
 
-    ``flops``: of one rank per step, in ``dtype``. ``links``, ``tiers``: what `link_bytes` and `tier_bytes` count.
-    ``shard``: elements that one rank updates. Links count one direction, both directions at once; drives likewise. The
+    ``flops``: of one rank per step, in ``dtype``. ``links``, ``tiers``: results of `link_bytes` and `tier_bytes`.
+    ``shard``: elements that one rank updates. Sending and receiving overlap, and so do reads and writes of drives. The
     ranks of a node share its network, main memory and drives.
     """
     ranks = setup.per_node
@@ -55,11 +56,13 @@ def bounds(
         ("disk write", ranks * tiers.disk_write, "disk.write"),
     ]
     rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
-    return tuple(_with_network(row, machine, setup) if row.key == "node.link" else row for row in rows)
+    return tuple(_with_network_rate(row, machine, setup) if row.key == "node.link" else row for row in rows)
 
 
-def _with_network(row: Bound, machine: Machine, setup: Setup) -> Bound:
-    """With several nodes, a rank also sends over its share of the network."""
+def _with_network_rate(row: Bound, machine: Machine, setup: Setup) -> Bound:
+    """Return the bound of a rank's links with the rank's share of the network added to their rate, if there are several
+    nodes; without a rate if the machine does not give the network's.
+    """
     if setup.nodes == 1 or row.rate is None:
         return row
     network = machine.get("network.per_node")
@@ -69,8 +72,12 @@ def _with_network(row: Bound, machine: Machine, setup: Setup) -> Bound:
 
 
 class StepTime(NamedTuple):
-    """``least``: seconds of the resource that binds, when all others overlap with it; ``most``: of all one after
-    another, still at full rate; ``binding``: the resource; ``unknown``: keys that the machine lacks."""
+    """Bounds on the seconds of a step.
+
+    ``least``: of the resource that binds, if all others overlap with it. ``most``: of all resources one after another,
+    each at its full rate. ``binding``: the resource that binds. ``unknown``: keys of rates that the machine does not
+    give; these resources are left out.
+    """
 
     least: float
     most: float
@@ -84,25 +91,28 @@ class StepTime(NamedTuple):
 
 
 def step_time(rows: tuple[Bound, ...]) -> StepTime:
-    """Return the bound of the step from those of its resources. Raises `PlanError` where no rate is known."""
+    """Return the bounds on a step from those of its resources. Raises `PlanError` if no rate is known."""
     known = [(row.seconds, row.resource) for row in rows if row.seconds is not None]
     unknown = tuple(row.key for row in rows if row.seconds is None)
     if not known:
-        raise PlanError(f"nothing bounds the step: the machine has none of {', '.join(unknown) or 'the rates'}")
+        raise PlanError(f"nothing bounds the step: the machine gives none of {', '.join(unknown) or 'the rates'}")
     least, binding = max(known)
     return StepTime(least, sum(seconds for seconds, _ in known), binding, unknown)
 
 
 class Wear(NamedTuple):
-    """``terabytes_per_1000_steps``: written to the drives of one node (1e12 bytes); ``steps``: until their rated
-    endurance is used up, None where it is not known."""
+    """The wear of one node's drives.
+
+    ``terabytes_per_1000_steps``: written to them, in 1e12 bytes. ``steps``: how many use up their rated endurance; None
+    if that is not known.
+    """
 
     terabytes_per_1000_steps: float
     steps: float | None
 
 
 def wear(machine: Machine, setup: Setup, tiers: TierBytes) -> Wear | None:
-    """Return how fast the step wears the drives of a node, or None where it writes nothing."""
+    """Return how fast steps wear the drives of a node; None if a step writes nothing to them."""
     written = setup.per_node * tiers.disk_write
     if not written:
         return None

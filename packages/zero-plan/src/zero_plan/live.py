@@ -1,4 +1,4 @@
-"""The same estimates for a model that exists, on any device or on none."""
+"""DeepSpeed's estimates (`estimators.py`) for a torch model, on any device or on meta."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 
 class ParameterCount(NamedTuple):
-    """Elements in all parameters, and in those that the largest single module owns itself."""
+    """Parameter elements of the model (``total``), and of the largest module without its submodules."""
 
     total: int
     largest_layer: int
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count parameter elements: memory that several parameters share once, meta tensors by identity.
+    """Count the parameter elements of a model. Memory that several parameters share counts once; meta tensors share
+    memory only if they are the same tensor.
 
-    Raises `PlanError` when the model has no parameter elements, or a lazy module that has not seen data.
+    Raises `PlanError` if the model has no parameter elements, or an uninitialised lazy module.
     """
     from torch.nn.parameter import is_lazy
 
@@ -30,7 +31,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise PlanError(f"model: {name} has no shape yet; run the model once on an example before counting")
-        key = _memory(parameter)
+        key = _memory_key(parameter)
         unique[key] = max(unique.get(key, 0), parameter.numel())
     total = sum(unique.values())
     if not total:
@@ -39,8 +40,10 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     return ParameterCount(total, largest)
 
 
-def _memory(parameter: Tensor) -> Hashable:
-    """Name the memory of a parameter; one without memory of its own (meta, fake, a wrapper) is only itself."""
+def _memory_key(parameter: Tensor) -> Hashable:
+    """Return a key that is equal for parameters that share memory; for a tensor without an address of its own (meta,
+    fake, a wrapper) its identity.
+    """
     import torch
 
     if parameter.device.type == "meta" or type(parameter.data) is not torch.Tensor:
@@ -51,7 +54,7 @@ def _memory(parameter: Tensor) -> Hashable:
 def estimate_zero1_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero1` of a model."""
+    """Return `estimate_zero1` for the parameters of ``model``; errors as of `count_parameters` too."""
     total = count_parameters(model).total
     return estimate_zero1(
         total, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor
@@ -61,7 +64,7 @@ def estimate_zero1_live(
 def estimate_zero2_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero2` of a model."""
+    """Return `estimate_zero2` for the parameters of ``model``; errors as of `count_parameters` too."""
     total = count_parameters(model).total
     return estimate_zero2(
         total, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor
@@ -71,7 +74,7 @@ def estimate_zero2_live(
 def estimate_zero3_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero3` of a model."""
+    """Return `estimate_zero3` for the parameters of ``model``; errors as of `count_parameters` too."""
     total, largest = count_parameters(model)
     return estimate_zero3(
         total, largest, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor

@@ -1,4 +1,4 @@
-"""The machine as a file: TOML in which every value says where it comes from, presets, overrides."""
+"""Machine files: TOML in which every value has a source; presets and overrides."""
 
 from __future__ import annotations
 
@@ -37,13 +37,17 @@ KEYS: dict[str, tuple[str, str]] = {
     "disk.write": ("bytes/s", "of a node's drives together"),
     "disk.endurance": ("bytes", "rated writes to a node's drives together (TBW)"),
 }
-"""Every key of a machine file: its unit and what it is."""
+"""Every key of a machine file -> its unit and its meaning."""
 REQUIRED = ("device.memory", "node.devices")
+"""Keys that every machine file must give."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a machine in bytes, bytes/s, FLOP/s or a count; ``text`` as written, ``source`` where it is from."""
+    """One value of a machine.
+
+    ``number``: in bytes, bytes/s, FLOP/s or a count. ``text``: as written in the file. ``source``: where it comes from.
+    """
 
     number: float
     text: str
@@ -52,18 +56,18 @@ class Value:
 
 @dataclass(frozen=True)
 class Machine:
-    """Accelerators, nodes, network and drives. ``values``: by the keys of `KEYS`; what is unknown is absent."""
+    """Accelerators, nodes, network and drives. ``values``: by the keys of `KEYS`; unknown values are absent."""
 
     name: str
     values: Mapping[str, Value]
 
     def get(self, key: str) -> float | None:
-        """Return a value in the unit of `KEYS`, or None where the machine does not say."""
+        """Return the value of ``key`` in the unit of `KEYS`; None if the machine does not give it."""
         found = self.values.get(key)
         return None if found is None else found.number
 
     def need(self, key: str) -> float:
-        """Return a value. Raises `PlanError` that says how to give it where the machine does not."""
+        """Return the value of ``key``. Raises `PlanError`, which says how to give it, if the machine does not."""
         found = self.get(key)
         if found is None:
             unit, what = KEYS[key]
@@ -73,8 +77,10 @@ class Machine:
         return found
 
     def with_values(self, overrides: Mapping[str, object], source: str = "given") -> Machine:
-        """Return this machine with some values replaced. Raises `PlanError` for unknown keys and bad units."""
-        changed = {key: _value(key, value, source, self.name) for key, value in overrides.items()}
+        """Return a copy with some values replaced, from ``source``. Raises `PlanError` for unknown keys and bad
+        units.
+        """
+        changed = {key: _parse_value(key, value, source, self.name) for key, value in overrides.items()}
         return Machine(self.name, {**self.values, **changed})
 
     def rows(self) -> Iterator[tuple[str, Value]]:
@@ -84,15 +90,15 @@ class Machine:
                 yield key, self.values[key]
 
     def as_toml(self) -> str:
-        """Return the file that `load_machine` reads."""
-        lines = [f"name = {_quoted(self.name)}"]
+        """Return the text of a machine file with these values."""
+        lines = [f"name = {_toml_string(self.name)}"]
         section = ""
         for key, value in self.rows():
             head, _, tail = key.partition(".")
             if head != section:
                 lines += ["", f"[{head}]"]
                 section = head
-            lines.append(f"{tail} = {{ value = {_quoted(value.text)}, source = {_quoted(value.source)} }}")
+            lines.append(f"{tail} = {{ value = {_toml_string(value.text)}, source = {_toml_string(value.source)} }}")
         return "\n".join(lines) + "\n"
 
 
@@ -133,18 +139,19 @@ def parse_machine(text: str, origin: str) -> Machine:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{origin}: no TOML: {error}") from error
+        raise PlanError(f"{origin}: not valid TOML: {error}") from error
     name = document.pop("name", origin)
     if not isinstance(name, str):
         raise PlanError(f"{origin}: name: expected text, got {name!r}")
-    values = {key: _value(key, value, origin, origin) for key, value in _flat(document, origin)}
+    values = {key: _parse_value(key, value, origin, origin) for key, value in _flat_values(document, origin)}
     machine = Machine(name, values)
     for key in REQUIRED:
         machine.need(key)
     return machine
 
 
-def _flat(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str, object]]:
+def _flat_values(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str, object]]:
+    """Yield ("section.key", value) for every value of a TOML document. Raises `PlanError` for an unknown section."""
     sections = sorted({key.partition(".")[0] for key in KEYS})
     for section, content in document.items():
         if section not in sections or not isinstance(content, dict):
@@ -156,7 +163,11 @@ def _flat(document: Mapping[str, Any], origin: str) -> Iterator[tuple[str, objec
             yield f"{section}.{key}", value
 
 
-def _value(key: str, value: object, source: str, origin: str) -> Value:
+def _parse_value(key: str, value: object, source: str, origin: str) -> Value:
+    """Return a value of a machine file, text or a table of value and source; ``source``: of values without one.
+
+    Raises `PlanError`, naming ``origin``, for an unknown key or a value that cannot be read.
+    """
     if key not in KEYS:
         raise PlanError(f"{origin}: no key {key!r}{nearest(key, KEYS)}; keys: {', '.join(KEYS)}")
     if isinstance(value, dict):
@@ -170,12 +181,12 @@ def _value(key: str, value: object, source: str, origin: str) -> Value:
     return Value(number, str(value), source)
 
 
-def measured(number: float, key: str, source: str) -> dict[str, object]:
-    """Return a value of a machine file for a measured number, with three digits."""
+def measured_value(number: float, key: str, source: str) -> dict[str, object]:
+    """Return a measured number as a value of a machine file: text with three digits, and its source."""
     unit = KEYS[key][0]
     text = {"count": f"{number:.0f}", "bytes": show(number, "B"), "bytes/s": show(number, "B/s")}
     return {"value": text.get(unit) or show(number, "FLOP/s"), "source": source}
 
 
-def _quoted(text: str) -> str:
+def _toml_string(text: str) -> str:
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'

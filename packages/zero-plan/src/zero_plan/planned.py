@@ -94,18 +94,18 @@ class SavedPlan:
     def from_dict(cls, data: dict[str, Any]) -> SavedPlan:
         """Return the plan that `as_dict` converted."""
         files = tuple(FileRow(**row) for row in data["files"])
-        return cls(_peaks(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
+        return cls(_peaks_from_dicts(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """What one rank needs: memory, files, traffic and operations.
 
-    ``held``: model states between two steps. ``sent``: the collectives of a step once the engine has learned its
-    orders; the phase "control" is its messages, whose size may depend on values. ``peaks``: the peaks during the steps,
-    by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``: bytes of files that
-    a step reads and writes. ``flops``: floating-point operations of a step by the dtype that they compute in.
-    ``saved``: saving a checkpoint after the steps, if that was asked for.
+    ``held``: model states between two steps. ``sent``: the collectives of a step, once the engine has learned the order
+    of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``: the peaks
+    during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``:
+    bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by the dtype that
+    they compute in. ``saved``: what saving a checkpoint after the steps needs; None if it was not asked for.
     """
 
     rank: int
@@ -138,7 +138,7 @@ class RankPlan:
         """Return the bytes that a step sends, without control messages."""
         return sum(row.sent_bytes for row in self.sent if row.phase != "control")
 
-    def links(self) -> dict[str, int]:
+    def bytes_by_link(self) -> dict[str, int]:
         """Return the bytes that a step of this rank moves over each link: "inside a node" and "between nodes" (sent,
         without control messages), "disk read", "disk write".
         """
@@ -167,7 +167,7 @@ class RankPlan:
             data["rank"],
             tuple(HeldRow(**row) for row in data["held"]),
             tuple(SentRow(**row) for row in data["sent"]),
-            _peaks(data["peaks"]),
+            _peaks_from_dicts(data["peaks"]),
             tuple(FileRow(**row) for row in data["files"]),
             data["read"],
             data["written"],
@@ -197,5 +197,5 @@ def _peaks_as_dicts(peaks: tuple[Peak, ...]) -> list[dict[str, Any]]:
     return [{**peak._asdict(), "owners": [row._asdict() for row in peak.owners]} for peak in peaks]
 
 
-def _peaks(rows: list[dict[str, Any]]) -> tuple[Peak, ...]:
+def _peaks_from_dicts(rows: list[dict[str, Any]]) -> tuple[Peak, ...]:
     return tuple(Peak(**{**row, "owners": tuple(LiveRow(**owner) for owner in row["owners"])}) for row in rows)

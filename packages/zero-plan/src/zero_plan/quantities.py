@@ -18,22 +18,24 @@ EXAMPLES = {"bytes": "80 GB", "bytes/s": "3.35 TB/s", "FLOP/s": "989.4 TFLOP/s",
 
 
 def parse_quantity(text: object, unit: str, name: str) -> float:
-    """Return ``text`` in ``unit``: "bytes", "bytes/s", "FLOP/s" or "count".
+    """Return the number that ``text`` gives, in ``unit``: "bytes", "bytes/s", "FLOP/s" or "count".
 
-    "GB" is 10**9 bytes, "GiB" 2**30, "Gb/s" 10**9 bits per second. Raises `PlanError` naming ``name`` for what cannot
-    be read, has another unit, or is not above 0.
+    "GB" is 10**9 bytes, "GiB" 2**30, "Gb/s" 10**9 bits per second. Raises `PlanError`, naming ``name``, for a text that
+    cannot be read, has another unit, or is not above 0.
     """
     if unit == "count" and isinstance(text, int) and not isinstance(text, bool) and text >= 1:
         return text
     match = _PATTERN.fullmatch(text.strip()) if isinstance(text, str) else None
-    value = _value(match) if match else None
-    if match is None or value is None or _unit(match) != unit or value <= 0:
-        raise PlanError(f"{name}: expected {_words(unit)} such as {EXAMPLES[unit]!r}, got {text!r}")
+    value = _in_base_unit(match) if match else None
+    if match is None or value is None or _unit_of(match) != unit or value <= 0:
+        raise PlanError(f"{name}: expected {_describe_unit(unit)} such as {EXAMPLES[unit]!r}, got {text!r}")
     return value
 
 
 def parse_count(text: str) -> int:
-    """Return a count such as 2783959040, 2.78B, 7.5e9 or 65M. Raises `PlanError` for what is no whole number >= 1."""
+    """Return the count that a text such as 2783959040, 2.78B, 7.5e9 or 65M gives. Raises `PlanError` unless it is a
+    whole number >= 1.
+    """
     digits, factor = text.strip().replace("_", "").replace(",", ""), 1
     if digits and digits[-1].upper() in _COUNT:
         digits, factor = digits[:-1], _COUNT[digits[-1].upper()]
@@ -50,15 +52,16 @@ def show(value: float, unit: str) -> str:
     """Return ``value`` with three digits and a decimal prefix: show(80e9, "B") is "80 GB"."""
     for prefix in ("P", "T", "G", "M", "k"):
         if abs(value) >= 0.9995 * _DECIMAL[prefix]:
-            return f"{_three(value / _DECIMAL[prefix])} {prefix}{unit}"
-    return f"{_three(value)} {unit}"
+            return f"{_three_digits(value / _DECIMAL[prefix])} {prefix}{unit}"
+    return f"{_three_digits(value)} {unit}"
 
 
-def _three(value: float) -> str:
+def _three_digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
-def _value(match: re.Match[str]) -> float | None:
+def _in_base_unit(match: re.Match[str]) -> float | None:
+    """Return the matched number without its prefix, and bits as bytes; None if it is no number."""
     prefix = match["prefix"] or ""
     try:
         value = float(match["number"]) * (_BINARY[prefix] if prefix in _BINARY else _DECIMAL[prefix])
@@ -67,7 +70,8 @@ def _value(match: re.Match[str]) -> float | None:
     return value / 8 if match["unit"] == "b" else value
 
 
-def _unit(match: re.Match[str]) -> str:
+def _unit_of(match: re.Match[str]) -> str:
+    """Return the unit of a matched quantity, as `parse_quantity` names it; empty if there is no such unit."""
     if match["unit"] == "FLOP":
         return "FLOP/s" if match["rate"] else ""
     if match["unit"] is None:
@@ -77,5 +81,5 @@ def _unit(match: re.Match[str]) -> str:
     return "bytes/s" if match["rate"] else "bytes"
 
 
-def _words(unit: str) -> str:
+def _describe_unit(unit: str) -> str:
     return {"bytes": "bytes", "bytes/s": "a rate in bytes", "FLOP/s": "operations per second", "count": "a count"}[unit]

@@ -8,7 +8,10 @@ from .errors import PlanError, at_least_one
 
 
 def chosen_ranks(world_size: int, ranks: Iterable[int] | None) -> tuple[int, ...]:
-    """Return the ranks to plan for, by default the first and the last. Raises `PlanError` for one that is none."""
+    """Return the ranks to plan for without duplicates, by default (``ranks`` None) the first and the last.
+
+    Raises `PlanError` for a rank that is not below ``world_size``.
+    """
     at_least_one(world_size=world_size)
     chosen = tuple(dict.fromkeys((0, world_size - 1) if ranks is None else ranks))
     for rank in chosen:

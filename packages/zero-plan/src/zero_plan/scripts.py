@@ -1,4 +1,4 @@
-"""Plan the user's own script: it runs dry once per rank, each time in a process of its own."""
+"""`plan_script`: a dry run of the user's own script, once per rank, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True)
 class Script:
-    """A script (with ``module``, a module by name), its arguments, and the configuration that its engine gets.
+    """A training script: its path (with ``module``: the name of a module), its arguments and its engine's
+    configuration.
 
-    Where that says "auto", the script's own value counts; None takes all of what the script gives to `initialize`.
+    ``config``: replaces the configuration that the script passes to `initialize`; a value "auto" keeps the script's.
+    None keeps the script's configuration.
     """
 
     target: str
@@ -34,9 +36,9 @@ class Script:
 
 @dataclass(frozen=True)
 class ScriptRank:
-    """A script, and the rank that it is.
+    """A script and the rank to run it as.
 
-    ``ranks_per_node``: None leaves them to the configuration. ``checkpoint``: plan a save too.
+    ``ranks_per_node``: None leaves it to the configuration. ``checkpoint``: plan a save too.
     """
 
     script: Script
@@ -46,19 +48,19 @@ class ScriptRank:
     checkpoint: bool = False
 
     def write(self, path: Path) -> None:
-        """Store it for the process that runs it."""
+        """Write it to the file ``path``, for the process that runs the script."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ScriptRank:
-        """Return what `write` stored."""
+        """Return the one that `write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         script = {**values["script"], "arguments": tuple(values["script"]["arguments"])}
         return cls(**{**values, "script": Script(**script)})
 
 
 class ScriptPlan(NamedTuple):
-    """The plan of a script; ``lines``: those that asked for values beside the model, and got 1 or False."""
+    """The plan of a script; ``lines``: the lines of code outside the model that read values, and got 1 or False."""
 
     plan: Plan
     lines: tuple[str, ...]
@@ -72,23 +74,27 @@ def plan_script(
     ranks: Iterable[int] | None = None,
     checkpoint: bool = False,
 ) -> ScriptPlan:
-    """Return what a training script needs; see `zero_plan.plan`. It runs until its engine has taken three steps.
+    """Return what a training script needs, by running it dry until its engine has taken three steps.
 
-    ``ranks_per_node``: by default what the configuration says, else all. What the script writes before its third step,
-    it writes; what it prints is not shown. Raises `PlanError`, naming the line in the user's file.
+    ``ranks_per_node``: by default that of the configuration, else all ranks. ``ranks``, ``checkpoint``: see
+    `zero_plan.plan`. Files that the script writes before its third step ends are written; its output is not shown.
+    Raises `PlanError` for a script that cannot be planned, naming the line in the user's file.
     """
     if ranks_per_node is not None:
         at_least_one(ranks_per_node=ranks_per_node)
     if not script.module and not Path(script.target).is_file():
         raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
     chosen = chosen_ranks(world_size, ranks)
-    found = [_planned(ScriptRank(script, rank, world_size, ranks_per_node, checkpoint)) for rank in chosen]
+    found = [_plan_rank(ScriptRank(script, rank, world_size, ranks_per_node, checkpoint)) for rank in chosen]
     lines = dict.fromkeys(line for answer in found for line in answer["lines"])
     return ScriptPlan(Plan(world_size, tuple(RankPlan.from_dict(answer["plan"]) for answer in found)), tuple(lines))
 
 
-def _planned(given: ScriptRank) -> dict[str, Any]:
-    """Return the answer of one process."""
+def _plan_rank(given: ScriptRank) -> dict[str, Any]:
+    """Run the script as one rank in a new process; return the answer of `zero_plan.dry_run.__main__`: plan and lines.
+
+    Raises `PlanError` for an error that the process answers, or if it ends without an answer.
+    """
     with TemporaryDirectory(prefix="zero-plan-") as folder:
         asked, answered, printed = (Path(folder) / name for name in ("asked", "answered", "printed"))
         given.write(asked)
@@ -101,7 +107,7 @@ def _planned(given: ScriptRank) -> dict[str, Any]:
             last = "\n".join(printed.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
             raise PlanError(
                 f"rank {given.rank}: the process that ran {given.script.target} ended with status {done.returncode} "
-                f"and no answer. The last that it printed:{os.linesep}{last}"
+                f"and no answer. The end of its output:{os.linesep}{last}"
             ) from error
     if "error" in found:
         raise PlanError(f"rank {given.rank}: {found['error']}")

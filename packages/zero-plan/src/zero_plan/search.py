@@ -1,4 +1,4 @@
-"""Search for the setups of a transformer that fit on a machine, the fastest bound first."""
+"""Search for the setups of a transformer that fit on a machine, the lowest bound on the step's time first."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class EstimatedChoice:
         """Return the lower bound on the step's time, in seconds."""
         return self.estimate.time.least
 
-    def over(self) -> str:
-        """Return the reason why it does not fit; empty if it fits. An unknown capacity counts as not fitting."""
+    def unfit_reason(self) -> str:
+        """Return the reason why the choice does not fit on the machine; empty if it fits. A tier of unknown capacity
+        does not fit.
+        """
         for row in self.estimate.fits:
             if row.capacity is None:
                 return f"{CAPACITY[row.tier]} is not given"
@@ -68,8 +70,10 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Search:
-    """``fitting``: the choices that fit, the fastest bound first. ``rejected``: neighbours of the first. ``tried``: the
-    number of choices.
+    """The result of `search`.
+
+    ``fitting``: the choices that fit, the lowest bound on the step's time first. ``rejected``: neighbours of the first,
+    with reasons. ``tried``: the number of choices.
     """
 
     fitting: tuple[EstimatedChoice, ...]
@@ -86,11 +90,13 @@ def search(
     dtype: str = "bf16",
     gradient: str | None = None,
 ) -> Search:
-    """Estimate every choice of stage, offload, micro-batch, checkpointing and ZeRO++ for a model on a machine.
+    """Estimate every choice of stage, offload, micro-batch, checkpointing and ZeRO++ for a model on a machine, and
+    return those that fit.
 
     ``train_batch``: sequences of a step on all ranks; micro-batches divide it. ``world_size``: default one node.
-    Of two with one bound, the one with fewer changes to plain training comes first: less offload, no compression, less
-    recomputation, a lower stage. Raises `PlanError` for a batch that does not divide, and as `estimate_step` does.
+    ``gradient``: dtype of gradients, default ``dtype``. Of two choices with the same bound, the one that changes less
+    about plain training comes first: less offload, no compression, less recomputation, a lower stage. Raises
+    `PlanError` for a batch that is no multiple of the ranks, and as `estimate_step` does.
     """
     per_node = int(machine.need("node.devices"))
     ranks = world_size or per_node
@@ -100,18 +106,20 @@ def search(
     base = Setup(world_size=ranks, ranks_per_node=min(per_node, ranks), bytes=StateBytes.of(dtype, gradient=gradient))
     found: dict[Choice, EstimatedChoice] = {}
     for choice in _choices(train_batch // ranks, base.nodes):
-        setup = replace(base, accumulation=train_batch // ranks // choice.micro_batch, **_setup_of(choice))
+        setup = replace(base, accumulation=train_batch // ranks // choice.micro_batch, **_setup_fields(choice))
         options: dict[str, Any] = {"micro_batch": choice.micro_batch, "checkpointing": choice.checkpointing}
         found[choice] = EstimatedChoice(choice, estimate_step(shape, setup, machine, dtype=dtype, **options))
-    fitting = sorted((c for c in found.values() if not c.over()), key=lambda c: (c.seconds, _plainness(c.choice)))
-    return Search(tuple(fitting), tuple(_rejected(fitting, found)), len(found))
+    fitting = sorted(
+        (c for c in found.values() if not c.unfit_reason()), key=lambda c: (c.seconds, _plainness(c.choice))
+    )
+    return Search(tuple(fitting), tuple(_rejected_neighbours(fitting, found)), len(found))
 
 
 def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path: str | None = None) -> dict[str, Any]:
-    """Return a candidate as a configuration that `zero_core.initialize` and DeepSpeed take.
+    """Return a candidate as a configuration for `zero_core.initialize` and DeepSpeed.
 
-    ``nvme_path``: the folder of offload to NVMe. It names no learning rate. The model's own switch turns on activation
-    checkpointing. Raises `PlanError` where a folder is needed and not given.
+    ``nvme_path``: the folder for offload to NVMe. The configuration has no learning rate, and does not turn on
+    activation checkpointing, which is up to the model. Raises `PlanError` if a folder is needed and not given.
     """
     choice, setup = candidate.choice, candidate.estimate.setup
     zero: dict[str, Any] = {"stage": choice.stage}
@@ -140,7 +148,10 @@ def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path:
 
 
 def _choices(samples: int, nodes: int) -> Iterator[Choice]:
-    """Yield all choices; the micro-batches are the divisors of a rank's samples that are powers of two."""
+    """Yield all choices; micro-batches are the powers of two that divide ``samples``, those of one rank in a step.
+
+    ``nodes``: ZeRO++ is a choice only if there are several.
+    """
     micro_batches = [2**power for power in range(samples.bit_length()) if samples % 2**power == 0]
     compressions = list(product((False, True), repeat=3)) if nodes > 1 else [(False, False, False)]
     for stage, micro_batch, checkpointing in product(STAGES, micro_batches, CHECKPOINTING):
@@ -150,8 +161,8 @@ def _choices(samples: int, nodes: int) -> Iterator[Choice]:
                     yield Choice(stage, micro_batch, checkpointing, optimizer, parameters, *compression)
 
 
-def _setup_of(choice: Choice) -> dict[str, Any]:
-    """Return the choice's fields that `Setup` has."""
+def _setup_fields(choice: Choice) -> dict[str, Any]:
+    """Return the fields of a choice that are fields of `Setup` too, by name."""
     names = ("stage", "offload_optimizer", "offload_parameters", "hpz", "qwz", "qgz")
     return {name: getattr(choice, name) for name in names}
 
@@ -163,8 +174,8 @@ def _plainness(choice: Choice) -> tuple[int, ...]:
     return tiers, compressed, CHECKPOINTING.index(choice.checkpointing), choice.stage, -choice.micro_batch
 
 
-def _rejected(fitting: list[EstimatedChoice], found: dict[Choice, EstimatedChoice]) -> Iterator[Rejected]:
-    """Yield the neighbours of the fastest that do not fit or are not faster."""
+def _rejected_neighbours(fitting: list[EstimatedChoice], found: dict[Choice, EstimatedChoice]) -> Iterator[Rejected]:
+    """Yield the neighbours of the fastest choice, each with the reason why it was not chosen."""
     if not fitting:
         return
     best = fitting[0]
@@ -174,7 +185,7 @@ def _rejected(fitting: list[EstimatedChoice], found: dict[Choice, EstimatedChoic
             other = found.get(replace(best.choice, **{name: value}))
             if other is not None:
                 slower = other.seconds / best.seconds
-                reason = other.over() or (
+                reason = other.unfit_reason() or (
                     f"its bound is {slower:.2f} times as long, by {other.estimate.time.binding}"
                     if slower > 1
                     else "its bound is the same, and it changes more"

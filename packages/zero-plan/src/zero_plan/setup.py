@@ -1,4 +1,4 @@
-"""A run's setup: stage, ranks, dtypes and tiers. Every formula of the engine's states and traffic takes one."""
+"""A run's setup: stage, ranks, dtypes and tiers. The argument of every formula for states and traffic."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 class StateBytes:
     """Bytes per parameter element of each kind of model state.
 
-    ``moments``: of all moments together. ``master``: 0 where forward reads the master itself. The default is Adam in
-    mixed precision: 16 bytes per parameter (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 3.1).
+    ``moments``: of all moments together. ``master``: 0 if there are no masters apart from the parameters. The default
+    is Adam in mixed precision: 16 bytes per parameter (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 3.1).
     """
 
     parameter: int = 2
@@ -36,8 +36,8 @@ class StateBytes:
     def of(cls, dtype: str, *, gradient: str | None = None, master: str = "fp32", moments: int = 2) -> StateBytes:
         """Return the bytes for parameters of ``dtype`` and ``moments`` moments in the master's dtype.
 
-        ``gradient``: the dtype in which gradients are kept; default: that of the parameters. A master is kept where
-        its dtype is not the parameters'. Raises `PlanError` for an unknown dtype.
+        ``gradient``: dtype of the gradients; default: that of the parameters. There are masters only if their dtype
+        differs from the parameters'. Raises `PlanError` for an unknown dtype.
         """
         for name, value in (("dtype", dtype), ("gradient", gradient or dtype), ("master", master)):
             one_of(name, value, ITEMSIZE)
@@ -57,15 +57,15 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Setup:
-    """The way a model is trained.
+    """The setup of a run: stage, ranks, bytes per element, tiers and ZeRO++.
 
     ``stage``: 0 to 3. ``ranks_per_node``: default all ranks on one node. ``accumulation``: micro-batches per step.
-    ``offload_optimizer``, ``offload_parameters``: the tier where the shards of these states live. ``hpz``: a secondary
-    shard of the parameters per node, read by the backward gather. ``qwz``: gathers carry 8 bits per element. ``qgz``:
-    gradients travel as 4 bits per element, first inside the node, then between nodes. ``codec_block``: elements per
-    float32 scale of these two. ``alignment``: shards are multiples of so many elements. ``averaged_bytes``: bytes per
-    element of the averaged gradients that stage 0 gathers, default those of gradients. Raises `PlanError` for what does
-    not go together.
+    ``offload_optimizer``, ``offload_parameters``: the tier that keeps the shards of these states. ``hpz``: a secondary
+    shard of the parameters per node, which the backward gather reads. ``qwz``: gathers carry 8 bits per element.
+    ``qgz``: reductions carry 4 bits per element, first inside the node, then between nodes. ``codec_block``: elements
+    per float32 scale of ``qwz`` and ``qgz``. ``alignment``: the length of a shard is a multiple of this many elements.
+    ``averaged_bytes``: bytes per element of the averaged gradients that stage 0 gathers, default those of gradients.
+    Raises `PlanError` for a combination that is not possible.
     """
 
     stage: int = 0
@@ -119,12 +119,14 @@ class Setup:
         return self.world_size // self.per_node
 
     def shard(self, elements: int, ranks: int | None = None) -> int:
-        """Return the elements of one rank's shard of a unit, padding included; ``ranks``: default all."""
+        """Return the elements of one rank's shard of a unit with ``elements`` elements, padding included; ``ranks``:
+        number of ranks that share the unit, default all.
+        """
         block = (self.world_size if ranks is None else ranks) * self.alignment
         return -(-elements // block) * self.alignment
 
     def owned(self, elements: int, rank: int) -> int:
-        """Return the elements of a unit that lie in ``rank``'s shard, without padding."""
+        """Return the elements of a unit with ``elements`` elements in ``rank``'s shard, without padding."""
         shard = self.shard(elements)
         return min(max(elements - rank * shard, 0), shard)
 

@@ -1,4 +1,4 @@
-"""Shapes of models by name, and from the `config.json` of a Transformers model."""
+"""Shapes of transformers by name, and from the `config.json` of a Transformers model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ SHAPES = {
 
 
 def load_shape(name: str, given: Mapping[str, Any] | None = None) -> Transformer:
-    """Return a shape of `SHAPES`, or that of a Transformers `config.json`; ``given`` replaces some of its numbers.
+    """Return the shape ``name`` of `SHAPES`, or that of the `config.json` at the path ``name``; ``given`` replaces some
+    of its fields.
 
-    Raises `PlanError` for an unknown name with the nearest one, and for a file that describes another kind of model.
+    Raises `PlanError` for an unknown name, with the nearest one, and for a file that describes another kind of model.
     """
     if name in SHAPES:
         return replace(SHAPES[name], **(given or {}))
@@ -37,10 +38,11 @@ def load_shape(name: str, given: Mapping[str, Any] | None = None) -> Transformer
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"{name}: cannot be read as JSON: {error}") from error
-    return replace(_from_config(config, name), **(given or {}))
+    return replace(_shape_from_config(config, name), **(given or {}))
 
 
-def _from_config(config: Any, name: str) -> Transformer:
+def _shape_from_config(config: Any, name: str) -> Transformer:
+    """Return the shape that the content of a `config.json` describes; ``name``: of the file, for errors."""
     kind = config.get("model_type") if isinstance(config, dict) else None
     try:
         if kind == "gpt2":

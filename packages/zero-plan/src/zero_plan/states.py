@@ -47,9 +47,11 @@ def model_states_per_rank(
 
 
 def largest_model(memory: float, *, stage: int, world_size: int) -> float:
-    """Return how many parameters' model states fit into ``memory`` bytes per rank (ibid., table 2, left half).
+    """Return the parameters of the largest model whose states fit into ``memory`` bytes per rank (Rajbhandari et al.
+    2020, arXiv 1910.02054v3, table 2, left half).
 
-    The inverse of `model_states_per_rank` for Adam in mixed precision; with model parallelism of degree M, times M.
+    The inverse of `model_states_per_rank` for Adam in mixed precision. With model parallelism of degree M the model may
+    be M times as large.
     """
     return memory * 2**40 / model_states_per_rank(2**40, stage=stage, world_size=world_size)
 
@@ -57,12 +59,13 @@ def largest_model(memory: float, *, stage: int, world_size: int) -> float:
 def model_states(units: int | tuple[int, ...] | list[int], setup: Setup, rank: int = 0) -> tuple[StateRow, ...]:
     """Return the bytes of every kind of model state that one rank holds, by tier; kinds in the order of `KINDS`.
 
-    ``units``: elements of each unit, since every unit is padded to equal shards; or the parameters of the model, as one
-    unit. ``rank``: padding ends a unit and has no moments, so no rank holds more than rank 0. What is sharded at which
-    stage: ibid., section 5. Offload: the optimizer's states and, from stage 2, the gradients that wait for them leave
-    the device (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1); gradients wait on the host also when the
-    states are on NVMe. A secondary shard holds the parameters once per node (Wang et al. 2023, ZeRO++, arXiv
-    2306.10209, section 3.2). Units that are gathered at a moment come on top: `zero_plan.working_bytes`.
+    ``units``: elements of each unit, as every unit is padded to equal shards; or the parameters of the model, as one
+    unit. ``rank``: the padding at a unit's end has no moments, so later ranks may hold fewer than rank 0. The stages
+    shard as in Rajbhandari et al. 2020 (arXiv 1910.02054v3, section 5). With an offloaded optimizer its states and,
+    from stage 2, the gradients leave the device (Ren et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1);
+    gradients are on the host also if the states are on NVMe. The secondary shards of a node's ranks hold the parameters
+    once per node (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3.2). Gathered units come on top:
+    `zero_plan.working_bytes`.
     """
     sizes = unit_sizes(units)
     kept = setup.bytes
@@ -84,7 +87,7 @@ def model_states(units: int | tuple[int, ...] | list[int], setup: Setup, rank: i
 
 
 def by_tier(rows: Iterable[StateRow]) -> dict[Tier, int]:
-    """Return the sum of rows per tier."""
+    """Return the bytes of all rows together, by tier."""
     found: dict[Tier, int] = {}
     for row in rows:
         found[row.tier] = found.get(row.tier, 0) + row.nbytes

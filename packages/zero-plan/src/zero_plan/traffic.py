@@ -9,7 +9,8 @@ from typing import Literal, NamedTuple
 from .setup import Setup, unit_sizes
 
 Group = Literal["all", "node", "across"]
-SCALE = 4
+SCALE_BYTES = 4
+"""Bytes of the scale of one quantized block."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def tier_bytes(
 
 def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
     """Return the bytes of a quantized unit: ``bits`` bits per element and one float32 scale per block."""
-    return -(-elements * bits // 8) + SCALE * -(-elements // setup.codec_block)
+    return -(-elements * bits // 8) + SCALE_BYTES * -(-elements // setup.codec_block)
 
 
 def _ranks_in(group: Group, setup: Setup) -> int:

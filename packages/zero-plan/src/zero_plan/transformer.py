@@ -87,7 +87,7 @@ class Transformer:
 
     @property
     def head_params(self) -> int:
-        """Parameters of the last norm and of the head, which has none of its own where it is tied."""
+        """Parameters of the last norm and of the head; a tied head has none of its own."""
         norm = self.hidden * (2 if self.bias else 1)
         return norm + (0 if self.tied else self.vocabulary * self.hidden)
 
@@ -103,7 +103,7 @@ class Transformer:
 
 
 def forward_flops(shape: Transformer, micro_batch: int) -> tuple[int, int, int]:
-    """Return the floating-point operations of one forward: (matrices of the blocks, attention scores, head).
+    """Return the floating-point operations of one rank's forward: (matrices of the blocks, attention scores, head).
 
     A product of an m × k and a k × n matrix is 2mkn operations. Scores and their product with the values are
     4 · batch · sequence² · hidden per block, without the half that a causal mask could save (Narayanan et al. 2021,
@@ -129,19 +129,24 @@ def step_flops(shape: Transformer, micro_batch: int, *, accumulation: int = 1, c
     again = {
         "none": 0,
         "attention": scores,
-        "operators": 2 * micro_batch * shape.sequence * shape.layers * (shape.block_matrices - _kept_matrices(shape)),
+        "operators": 2
+        * micro_batch
+        * shape.sequence
+        * shape.layers
+        * (shape.block_matrices - _kept_matrix_elements(shape)),
         "full": matrices + scores,
     }[checkpointing]
     return accumulation * (3 * (matrices + scores + head) + again)
 
 
 def matrix_products(shape: Transformer) -> tuple[tuple[int, int], ...]:
-    """Return (inputs, outputs) of one token for every matrix product of a block, in the order of forward."""
+    """Return (input features, output features) of every matrix product of a block, in the order of forward."""
     hidden, width = shape.hidden, shape.width
     attention = ((hidden, hidden), (hidden, shape.kv), (hidden, shape.kv), (hidden, hidden))
     up = ((hidden, width), (hidden, width)) if shape.gated else ((hidden, width),)
     return (*attention, *up, (width, hidden))
 
 
-def _kept_matrices(shape: Transformer) -> int:
+def _kept_matrix_elements(shape: Transformer) -> int:
+    """Return the weight elements of every second matrix product of a block, which "operators" does not recompute."""
     return sum(inputs * outputs for inputs, outputs in matrix_products(shape)[::2])

@@ -1,4 +1,4 @@
-"""The configuration file of a command."""
+"""Reading the file of `--config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import PlanError
 
 
 def read_configuration(path: str) -> dict[str, Any]:
-    """Return what a configuration file says. Raises `PlanError` for one that is not a JSON object."""
+    """Return the content of the configuration file ``path``. Raises `PlanError` unless it is a JSON object."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

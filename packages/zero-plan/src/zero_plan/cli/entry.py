@@ -1,4 +1,4 @@
-"""The commands and how they are called."""
+"""The parser of `zero-plan` and the call of the chosen command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .table_command import add_table_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 done, 1 it does not fit, 2 a wrong call.
+    """Run one command and return the exit status: 0 done, 1 the run does not fit, 2 wrong arguments.
 
-    ``arguments``: the words after the program's name; by default those of the process.
+    ``arguments``: the arguments after the program's name; by default those of this process.
     """
     parser = argparse.ArgumentParser(
         prog="zero-plan", description="Say what a training run needs, before it runs.", allow_abbrev=False
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"zero-plan {options.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough; nothing is left to flush at exit
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe; at exit nothing is flushed into it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return status

@@ -13,13 +13,13 @@ from ..quantities import parse_count, show
 from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
 from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
-from .machine_command import add_set, overrides
+from .machine_command import add_set_option, parse_overrides
 from .machine_printing import print_bounds, print_fits
 from .printing import print_table
 
 _ESTIMATE = """\
 Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
-that each resource takes, which one binds, wear of the drives. Exit status 1: it does not fit.
+that each resource takes, the resource that binds, wear of the drives. Exit status 1: it does not fit.
 
   zero-plan estimate --shape llama-3-8b --machine h100-sxm-80gb-x8 --world-size 64 --stage 3
   zero-plan estimate --layers 48 --hidden 1600 --heads 25 --vocabulary 50257 --sequence 1024 \\
@@ -28,7 +28,7 @@ that each resource takes, which one binds, wear of the drives. Exit status 1: it
 
 
 def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `estimate` to the commands of a parser."""
+    """Add the command `estimate` to a parser."""
     parser = subparsers.add_parser(
         "estimate",
         help="one step: memory, traffic, operations, time bounds",
@@ -38,14 +38,16 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
     model = parser.add_argument_group("model")
     model.add_argument("--shape", metavar="NAME", help="llama-3-8b, gpt2-xl, …, or a config.json of Transformers")
     for name in ("layers", "hidden", "heads", "kv-heads", "ffn", "vocabulary", "sequence"):
-        model.add_argument(f"--{name}", type=_count, metavar="N")
-    model.add_argument("--micro-batch", type=_count, default=1, metavar="N", help="sequences per rank (default: 1)")
+        model.add_argument(f"--{name}", type=_count_argument, metavar="N")
+    model.add_argument(
+        "--micro-batch", type=_count_argument, default=1, metavar="N", help="sequences per rank (default: 1)"
+    )
     model.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="what backward recomputes")
     run = parser.add_argument_group("run")
     run.add_argument("--machine", required=True, metavar="NAME", help="a preset or a .toml file: zero-plan machine")
-    run.add_argument("--world-size", type=_count, metavar="N", help="ranks (default: one node of the machine)")
+    run.add_argument("--world-size", type=_count_argument, metavar="N", help="ranks (default: one node of the machine)")
     run.add_argument("--stage", type=int, choices=STAGES, default=3)
-    run.add_argument("--accumulation", type=_count, default=1, metavar="N", help="micro-batches per step")
+    run.add_argument("--accumulation", type=_count_argument, default=1, metavar="N", help="micro-batches per step")
     run.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="bf16", help="of parameters and compute")
     run.add_argument("--gradient-dtype", choices=tuple(ITEMSIZE), help="in which gradients are kept and sent")
     run.add_argument("--offload-optimizer", choices=TIERS, default="device")
@@ -53,13 +55,14 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
     run.add_argument("--offload-activations", action="store_true")
     for name in ("hpz", "qwz", "qgz"):
         run.add_argument(f"--{name}", action="store_true", help="ZeRO++")
-    add_set(parser)
+    add_set_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes, operations, seconds")
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    machine = load_machine(options.machine).with_values(overrides(options.set), "--set")
+    """Print the estimate; return the exit status, 1 if the step does not fit."""
+    machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     per_node = int(machine.need("node.devices"))
     ranks = options.world_size or per_node
     setup = Setup(
@@ -75,7 +78,7 @@ def _estimate(options: argparse.Namespace) -> int:
         qgz=options.qgz,
     )
     found = estimate_step(
-        _shape(options),
+        _shape_from_options(options),
         setup,
         machine,
         micro_batch=options.micro_batch,
@@ -86,11 +89,12 @@ def _estimate(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        _print(found, machine.name)
+        _print_estimate(found, machine.name)
     return 1 if any(row.fits is False for row in found.fits) else 0
 
 
-def _shape(options: argparse.Namespace) -> Transformer:
+def _shape_from_options(options: argparse.Namespace) -> Transformer:
+    """Return the model of ``--shape``, with its numbers replaced by options such as ``--layers``, or of these alone."""
     given: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence")
@@ -104,7 +108,7 @@ def _shape(options: argparse.Namespace) -> Transformer:
     return Transformer(**given)
 
 
-def _print(found: StepEstimate, machine: str) -> None:
+def _print_estimate(found: StepEstimate, machine: str) -> None:
     setup = found.setup
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
     memory = [(row.kind, row.tier, show(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes]
@@ -120,7 +124,8 @@ def _print(found: StepEstimate, machine: str) -> None:
         print(f"{found.wear.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}.")
 
 
-def _count(text: str) -> int:
+def _count_argument(text: str) -> int:
+    """Return the value of `parse_count`, with its error as one of argparse."""
     try:
         return parse_count(text)
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""`zero-plan fit`: which setups fit on a machine, the fastest bound first."""
+"""`zero-plan fit`: the setups that fit on a machine, those with the lowest bound on the step's time first."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..machine import load_machine
 from ..quantities import show
 from ..search import EstimatedChoice, Search, configuration, search
 from ..shapes import load_shape
-from .machine_command import add_set, overrides
-from .printing import print_table, seconds
+from .machine_command import add_set_option, parse_overrides
+from .printing import print_table, show_seconds
 
 _FIT = """\
 Estimate every choice of stage, offload tiers, micro-batch, activation checkpointing and ZeRO++ for a transformer on a
@@ -25,7 +25,7 @@ nothing fits.
 
 
 def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `fit` to the commands of a parser."""
+    """Add the command `fit` to a parser."""
     parser = subparsers.add_parser(
         "fit",
         help="search for setups that fit on a machine",
@@ -41,27 +41,28 @@ def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("--show", type=int, default=10, metavar="N", help="setups to print (default: 10)")
     parser.add_argument("--write", metavar="FILE", help="write the first as a configuration")
     parser.add_argument("--nvme-path", metavar="FOLDER", help="of offload to NVMe in that configuration")
-    add_set(parser)
+    add_set_option(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object: bytes and seconds")
     parser.set_defaults(run=_fit)
 
 
 def _fit(options: argparse.Namespace) -> int:
-    machine = load_machine(options.machine).with_values(overrides(options.set), "--set")
+    """Print the search's result and write the first setup to ``--write``; return the exit status, 1 if none fits."""
+    machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     shape = load_shape(options.shape, {"sequence": options.sequence} if options.sequence else None)
     found = search(shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype)
     if options.json:
         print(json.dumps(_as_dict(found, options.show), indent=2))
     else:
-        _print(found, options.show)
+        _print_search(found, options.show)
     if not found.fitting:
         return 1
     if options.write is not None:
-        _write(options.write, found.fitting[0], options.dtype, options.nvme_path)
+        _write_configuration(options.write, found.fitting[0], options.dtype, options.nvme_path)
     return 0
 
 
-def _write(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
+def _write_configuration(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
     text = json.dumps(configuration(first, dtype=dtype, nvme_path=nvme_path), indent=2)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")
@@ -69,10 +70,11 @@ def _write(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None)
         raise PlanError(f"--write {path}: cannot be written: {error}") from error
 
 
-def _print(found: Search, count: int) -> None:
+def _print_search(found: Search, count: int) -> None:
+    """Print the first ``count`` setups that fit, and why the neighbours of the first were rejected."""
     print(f"{len(found.fitting):,} of {found.tried:,} setups fit")
     rows = [
-        (str(c.choice), seconds(c.seconds), c.estimate.time.binding, ", ".join(_shares(c)))
+        (str(c.choice), show_seconds(c.seconds), c.estimate.time.binding, ", ".join(_need_texts(c)))
         for c in found.fitting[:count]
     ]
     if rows:
@@ -81,11 +83,13 @@ def _print(found: Search, count: int) -> None:
         print_table("one change to the first, and why not", ("change", "reason"), reasons)
 
 
-def _shares(candidate: EstimatedChoice) -> list[str]:
+def _need_texts(candidate: EstimatedChoice) -> list[str]:
+    """Return "TIER NEEDED of CAPACITY" for each tier that the setup uses."""
     return [f"{row.tier} {show(row.needed, 'B')} of {show(row.capacity or 0, 'B')}" for row in candidate.estimate.fits]
 
 
 def _as_dict(found: Search, count: int) -> dict[str, object]:
+    """Return the first ``count`` setups that fit, and the rejected neighbours, as plain data for JSON."""
     fitting = [
         {
             **asdict(c.choice),

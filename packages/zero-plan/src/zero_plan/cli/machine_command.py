@@ -1,4 +1,4 @@
-"""`zero-plan machine`: what a machine file says. `zero-plan probe`: write one for this machine."""
+"""`zero-plan machine`: print a machine file. `zero-plan probe`: write one for this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ left out; add it by hand or with --set.
 
 
 def add_machine_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `machine` to the commands of a parser."""
+    """Add the command `machine` to a parser."""
     parser = subparsers.add_parser(
         "machine",
         help="print a preset or a machine file",
@@ -33,15 +33,15 @@ def add_machine_command(subparsers: argparse._SubParsersAction[argparse.Argument
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="?", help="a preset, or a .toml file")
-    add_set(parser)
+    add_set_option(parser)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--toml", action="store_true", help="print the file instead of a table")
     form.add_argument("--json", action="store_true", help="print one JSON object; numbers in bytes, bytes/s, FLOP/s")
-    parser.set_defaults(run=_show)
+    parser.set_defaults(run=_machine)
 
 
 def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `probe` to the commands of a parser."""
+    """Add the command `probe` to a parser."""
     parser = subparsers.add_parser(
         "probe",
         help="measure this machine into a machine file",
@@ -51,12 +51,12 @@ def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument("--out", metavar="FILE", help="write there; default: standard output")
     parser.add_argument("--disk", metavar="FOLDER", help="a folder on the drives to measure; default: no drives")
     parser.add_argument("--disk-size", default="1 GiB", metavar="SIZE", help="of the file that is written and read")
-    add_set(parser)
+    add_set_option(parser)
     parser.set_defaults(run=_probe)
 
 
-def add_set(parser: argparse.ArgumentParser) -> None:
-    """Add `--set KEY=VALUE`."""
+def add_set_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--set KEY=VALUE`, which replaces a value of the machine, to a parser; for `parse_overrides`."""
     parser.add_argument(
         "--set",
         action="append",
@@ -66,8 +66,8 @@ def add_set(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def overrides(words: list[str]) -> dict[str, object]:
-    """Return the values that `--set` gives. Raises `PlanError` for a word without `=`."""
+def parse_overrides(words: list[str]) -> dict[str, object]:
+    """Return the values of `--set` by key, from its arguments KEY=VALUE. Raises `PlanError` for one without `=`."""
     found: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -77,7 +77,8 @@ def overrides(words: list[str]) -> dict[str, object]:
     return found
 
 
-def _show(options: argparse.Namespace) -> int:
+def _machine(options: argparse.Namespace) -> int:
+    """Print the machine that is named, or the presets if none is; return the exit status."""
     if options.name is None:
         machines = {name: load_machine(name) for name in presets()}
         if options.json:
@@ -85,7 +86,7 @@ def _show(options: argparse.Namespace) -> int:
         else:
             print_table("presets", ("name", "machine"), [(name, machine.name) for name, machine in machines.items()])
         return 0
-    machine = load_machine(options.name).with_values(overrides(options.set), "--set")
+    machine = load_machine(options.name).with_values(parse_overrides(options.set), "--set")
     if options.toml:
         print(machine.as_toml(), end="")
     elif options.json:
@@ -97,9 +98,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
+    """Measure this machine, and print or write the machine file; return the exit status."""
     from ..probe import probe
 
-    machine = probe(disk=options.disk, disk_size=options.disk_size).with_values(overrides(options.set), "--set")
+    machine = probe(disk=options.disk, disk_size=options.disk_size).with_values(parse_overrides(options.set), "--set")
     if options.out is None:
         print(machine.as_toml(), end="")
         return 0

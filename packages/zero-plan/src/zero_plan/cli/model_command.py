@@ -9,19 +9,19 @@ from ..dry import plan
 from ..errors import PlanError
 from ..hugging_face import model_and_batch
 from .configuration import read_configuration
-from .plan_printing import add_plan_arguments, machine_of, print_plan
+from .plan_printing import add_plan_arguments, machine_from_options, print_plan
 
 _MODEL = """\
 Run the engine dry, as chosen ranks, with a model of Transformers built from its config.json, and say what each rank
-holds, what is alive at the highest moment of a step, and what it sends. No weights are read, no memory is taken.
+holds, its peaks of memory in a step, and what it sends. No weights are read, no memory is allocated.
 
   zero-plan model --hf-config config.json --config ds.json --batch 1x4096 --world-size 64 --ranks-per-node 8
 """
-_AUTO = "train_micro_batch_size_per_gpu"
+_MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
 
 def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `model` to the commands of a parser."""
+    """Add the command `model` to a parser."""
     parser = subparsers.add_parser(
         "model",
         help="a dry run of the engine with a model of Transformers",
@@ -31,17 +31,22 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     parser.add_argument("--hf-config", required=True, metavar="FILE", help="the config.json of the model")
     parser.add_argument("--config", required=True, metavar="FILE", help="the engine's configuration")
     parser.add_argument(
-        "--batch", required=True, type=_batch, metavar="NxM", help="a micro-batch: samples x tokens, or samples"
+        "--batch",
+        required=True,
+        type=_batch_argument,
+        metavar="NxM",
+        help="a micro-batch: samples x tokens, or samples",
     )
     add_plan_arguments(parser)
     parser.set_defaults(run=_model)
 
 
 def _model(options: argparse.Namespace) -> int:
-    machine = machine_of(options)
+    """Print the plan of a Transformers model; return the exit status, 1 if it does not fit on ``--machine``."""
+    machine = machine_from_options(options)
     rows, length = options.batch
     build, batch = model_and_batch(options.hf_config, rows, length)
-    config = _configuration(options.config, rows, options.ranks_per_node)
+    config = _read_configuration(options.config, rows, options.ranks_per_node)
     from zero_config import ConfigError
     from zero_core import UsageError
     from zero_partition import PartitionError
@@ -54,19 +59,24 @@ def _model(options: argparse.Namespace) -> int:
     return print_plan(found, machine, as_json=options.json)
 
 
-def _configuration(path: str, rows: int, ranks_per_node: int | None) -> dict[str, Any]:
-    """Return what a configuration file says, with the micro-batch in the place of "auto"."""
+def _read_configuration(path: str, rows: int, ranks_per_node: int | None) -> dict[str, Any]:
+    """Return a configuration with ``rows``, the samples of ``--batch``, in place of an "auto" micro-batch size, and
+    with ``ranks_per_node`` unless that is None. Raises `PlanError` if the file gives another micro-batch size.
+    """
     found = read_configuration(path)
-    if found.get(_AUTO, "auto") == "auto" and found.get("train_batch_size", "auto") == "auto":
-        found[_AUTO] = rows
-    elif found.get(_AUTO, rows) not in ("auto", rows):
-        raise PlanError(f"--batch: expected {found[_AUTO]} samples, {_AUTO} of {path}, got {rows}")
+    if found.get(_MICRO_BATCH_KEY, "auto") == "auto" and found.get("train_batch_size", "auto") == "auto":
+        found[_MICRO_BATCH_KEY] = rows
+    elif found.get(_MICRO_BATCH_KEY, rows) not in ("auto", rows):
+        raise PlanError(
+            f"--batch: expected {found[_MICRO_BATCH_KEY]} samples, {_MICRO_BATCH_KEY} of {path}, got {rows}"
+        )
     if ranks_per_node is not None:
         found["comm"] = {**found.get("comm", {}), "ranks_per_node": ranks_per_node}
     return found
 
 
-def _batch(text: str) -> tuple[int, int | None]:
+def _batch_argument(text: str) -> tuple[int, int | None]:
+    """Return samples and tokens of "NxM", or (N, None) of "N"; with an error of argparse for any other text."""
     rows, times, length = text.partition("x")
     try:
         found = int(rows), int(length) if times else None

@@ -1,4 +1,4 @@
-"""The tables of a dry run."""
+"""The options and the output that the commands with a dry run share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from ..bounding import step_bounds
-from ..fitting import judge
+from ..fitting import judge_fit
 from ..limits import step_time
 from ..machine import Machine, load_machine
 from ..planned import Peak, Plan, RankPlan, SavedPlan
@@ -19,7 +19,7 @@ from .printing import print_table
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say for which ranks a plan is, on which machine, and how it is printed."""
+    """Add the options of a plan to a parser: ranks, machine, output as JSON."""
     parser.add_argument("--world-size", required=True, type=int, metavar="N", help="ranks")
     parser.add_argument(
         "--ranks-per-node", type=int, metavar="N", help="default: what the configuration says, else all"
@@ -34,16 +34,22 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
 
 
-def machine_of(options: argparse.Namespace) -> Machine | None:
-    """Return the machine asked for. Raises `PlanError` for an unknown one."""
+def machine_from_options(options: argparse.Namespace) -> Machine | None:
+    """Return the machine that ``--machine`` names; None without the option. Raises `PlanError` as `load_machine`
+    does.
+    """
     return None if options.machine is None else load_machine(options.machine)
 
 
 def print_plan(found: Plan, machine: Machine | None, *, as_json: bool) -> int:
-    """Print what each rank holds, keeps alive at most, sends and stores; return 1 where it does not fit a machine."""
-    fits = None if machine is None else judge(found, machine)
+    """Print the needs of each rank, and with ``machine`` the least times and whether they fit; return the exit status,
+    1 if they do not fit.
+    """
+    fits = None if machine is None else judge_fit(found, machine)
     if as_json:
-        print(json.dumps({**found.as_dict(), **({} if machine is None else _on(found, machine))}, indent=2))
+        print(
+            json.dumps({**found.as_dict(), **({} if machine is None else _verdict_as_dict(found, machine))}, indent=2)
+        )
     else:
         for rank in found.ranks:
             _print_rank(rank, f"rank {rank.rank} of {found.world_size}: ")
@@ -55,15 +61,15 @@ def print_plan(found: Plan, machine: Machine | None, *, as_json: bool) -> int:
     return 1 if fits is not None and any(row.fits is False for row in fits.rows) else 0
 
 
-def _on(found: Plan, machine: Machine) -> dict[str, object]:
-    """Return the verdict about a machine as plain data."""
+def _verdict_as_dict(found: Plan, machine: Machine) -> dict[str, object]:
+    """Return whether the plan fits on a machine, and the least times of each rank's step, as plain data for JSON."""
     times = []
     for rank in found.ranks:
         rows = step_bounds(rank, machine, world_size=found.world_size)
         time = step_time(rows)
         bounds = [{**row._asdict(), "seconds": row.seconds} for row in rows]
         times.append({"rank": rank.rank, "bounds": bounds, "time": {**time._asdict(), "hidden": time.hidden}})
-    fits = [{**asdict(row), "fits": row.fits} for row in judge(found, machine).rows]
+    fits = [{**asdict(row), "fits": row.fits} for row in judge_fit(found, machine).rows]
     return {"machine": machine.name, "fits": fits, "times": times}
 
 
@@ -80,8 +86,8 @@ def _print_rank(rank: RankPlan, title: str) -> None:
     if rank.files:
         rows = [(row.name, show(row.nbytes, "B")) for row in rank.files]
         print_table(title + "files", ("file", "bytes"), rows)
-    print_table(title + "sent in a step", ("phase", "calls", "bytes", "of which leave the node"), _sent(rank))
-    links = [(link, show(nbytes, "B")) for link, nbytes in rank.links().items()]
+    print_table(title + "sent in a step", ("phase", "calls", "bytes", "of which leave the node"), _sent_rows(rank))
+    links = [(link, show(nbytes, "B")) for link, nbytes in rank.bytes_by_link().items()]
     flops = [(f"operations in {dtype}", show(count, "FLOP")) for dtype, count in sorted(rank.flops.items())]
     print_table(title + "moved and computed in a step", ("link", "amount"), [*links, *flops])
     if rank.saved is not None:
@@ -91,13 +97,14 @@ def _print_rank(rank: RankPlan, title: str) -> None:
 def _print_peaks(peaks: Iterable[Peak], title: str) -> None:
     for peak in peaks:
         print_table(
-            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the highest moment, {peak.phase}, {peak.place}",
+            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",
             ("what", "of", "bytes"),
             [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
         )
 
 
 def _print_save(saved: SavedPlan, title: str) -> None:
+    """Print the peaks and files of a checkpoint's save; ``title``: text before the title of each table."""
     _print_peaks(saved.peaks, title)
     rows = [
         (row.name, show(row.nbytes, "B"), "linked" if row.name in saved.linked else "written") for row in saved.files
@@ -106,7 +113,8 @@ def _print_save(saved: SavedPlan, title: str) -> None:
     print_table(title + f"a save, which writes {show(saved.written, 'B')}", ("file", "bytes", "how"), rows)
 
 
-def _sent(rank: RankPlan) -> list[tuple[str, str, str, str]]:
+def _sent_rows(rank: RankPlan) -> list[tuple[str, str, str, str]]:
+    """Return per phase of a step the cells: phase, calls, sent bytes, bytes that leave the node."""
     sums: dict[str, list[int]] = {}
     for row in rank.sent:
         phase = sums.setdefault(row.phase, [0, 0, 0])

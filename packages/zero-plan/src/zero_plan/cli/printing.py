@@ -1,4 +1,4 @@
-"""Tables on a terminal, and whole lines in a file or a pipe."""
+"""Tables on the terminal, or with lines of any length in a file or a pipe."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns of numbers are aligned right, but for the first."""
+    """Print a table; columns of numbers are aligned right, except the first. Only a terminal's width wraps lines."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -25,8 +25,8 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     console.print(table)
 
 
-def seconds(value: float) -> str:
-    """Return a time with three digits: "12.3 ms"."""
+def show_seconds(value: float) -> str:
+    """Return a number of seconds as text with three digits in s, ms or µs: "12.3 ms"."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if value * factor >= 1 or unit == "µs":
             return f"{value * factor:,.3g} {unit}" if value * factor < 1000 else f"{value * factor:,.0f} {unit}"

@@ -7,20 +7,20 @@ import sys
 
 from ..scripts import Script, plan_script
 from .configuration import read_configuration
-from .plan_printing import add_plan_arguments, machine_of, print_plan
+from .plan_printing import add_plan_arguments, machine_from_options, print_plan
 
 _RUN = """\
-Run your training script dry, as chosen ranks of any number, until its engine has taken three steps, and say what each
-rank holds, what is alive at the highest moment of a step, and what it sends. No memory is taken for tensors, and no
-other rank is needed. What the script itself writes, it writes. Where it asks for a number beside its model, such as the
-loss, it gets 1; the lines are printed. Arguments after -- are the script's.
+Run your training script dry, as chosen ranks of any world size, until its engine has taken three steps, and say what
+each rank holds, its peaks of memory in a step, and what it sends. No memory is allocated for tensors, and no other rank
+is needed. Files that the script itself writes are written. Where it reads a number outside its model, such as the loss,
+it gets 1; these lines are printed. Arguments after -- are the script's.
 
   zero-plan run train.py --config ds.json --world-size 64 --ranks-per-node 8
 """
 
 
 def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `run` to the commands of a parser. The caller sets ``script_arguments``, what the line holds after ``--``."""
+    """Add the command `run` to a parser. The caller sets ``script_arguments``, the arguments after ``--``."""
     parser = subparsers.add_parser(
         "run",
         help="a dry run of the engine with your training script",
@@ -38,8 +38,9 @@ def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Print the plan of a script; return the exit status, 1 if it does not fit on ``--machine``."""
     config = None if options.config is None else read_configuration(options.config)
-    machine = machine_of(options)
+    machine = machine_from_options(options)
     script = Script(options.target, tuple(options.script_arguments), options.module, config)
     found, lines = plan_script(
         script,
@@ -49,5 +50,5 @@ def _run(options: argparse.Namespace) -> int:
         checkpoint=options.checkpoint,
     )
     for line in lines:
-        print(f"zero-plan run: {line} asks for a value, which a dry run has not; it got 1 or False", file=sys.stderr)
+        print(f"zero-plan run: {line} reads a value, which a dry run does not have; it got 1 or False", file=sys.stderr)
     return print_plan(found, machine, as_json=options.json)

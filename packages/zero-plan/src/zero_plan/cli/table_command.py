@@ -1,4 +1,4 @@
-"""`zero-plan table`: the published tables, for a model that need not exist."""
+"""`zero-plan table`: the published memory tables, for a model or a number of parameters."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ Counts may be written as 2783959040, 2.78B, 7.5e9 or 65M.
 
 
 def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `table` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
+    """Add the command `table` to a parser and return its subparser.
 
-    `run` prints to standard output. Wrong arguments end the program with status 2, as argparse does.
+    The parsed namespace's `run(namespace)` prints to standard output and returns the exit status. Wrong arguments end
+    the program with status 2, as argparse does.
     """
     parser = subparsers.add_parser(
         "table",
@@ -47,7 +48,7 @@ def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--params", type=_count, metavar="N", help="parameters of the model")
+    source.add_argument("--params", type=_count_argument, metavar="N", help="parameters of the model")
     source.add_argument(
         "--model",
         metavar="MODULE:NAME",
@@ -55,32 +56,33 @@ def add_table_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
     )
     parser.add_argument(
         "--largest-layer",
-        type=_count,
+        type=_count_argument,
         metavar="N",
         help="parameters of the largest single layer (stage 3, with --params)",
     )
     parser.add_argument(
         "--stage", type=int, choices=_STAGES, action="append", help="may be repeated; default: all that can be told"
     )
-    parser.add_argument("--gpus-per-node", type=_positive, default=1, metavar="N")
-    parser.add_argument("--nodes", type=_positive, default=1, metavar="N")
+    parser.add_argument("--gpus-per-node", type=_positive_argument, default=1, metavar="N")
+    parser.add_argument("--nodes", type=_positive_argument, default=1, metavar="N")
     parser.add_argument(
         "--buffer-factor", type=float, default=1.5, metavar="F", help="allowance for buffers on the CPU"
     )
     parser.add_argument(
         "--world-sizes",
-        type=_positives,
+        type=_positives_argument,
         metavar="N,N,...",
         help="print instead the published formula for these numbers of ranks",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
-    parser.set_defaults(run=partial(_run, parser))
+    parser.set_defaults(run=partial(_run_table, parser))
     return parser
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Print the tables and return the exit status; a `PlanError` ends the program with ``parser``'s error."""
     try:
-        total, largest = _counts(arguments)
+        total, largest = _parameter_counts(arguments)
         if arguments.world_sizes:
             _print_model_states(total, arguments.world_sizes, as_json=arguments.json)
         else:
@@ -90,16 +92,18 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
+def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
+    """Return the parameters of the model, and of its largest layer (None if that is not known)."""
     if arguments.model is None:
         return arguments.params, arguments.largest_layer
     if arguments.largest_layer is not None:
         raise PlanError("--largest-layer goes with --params; with --model it is counted")
-    counted: ParameterCount = count_parameters(_model(arguments.model))
+    counted: ParameterCount = count_parameters(_build_model(arguments.model))
     return counted
 
 
 def _estimates(total: int, largest: int | None, arguments: argparse.Namespace) -> list[Estimate]:
+    """Return the estimates of the stages asked for; by default all, without stage 3 if ``largest`` is None."""
     stages = sorted(set(arguments.stage or (stage for stage in _STAGES if stage < 3 or largest is not None)))
     setup: dict[str, Any] = {
         "gpus_per_node": arguments.gpus_per_node,
@@ -131,19 +135,22 @@ def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool
         print(json.dumps({"total_params": total, "model_states_per_rank": rows}))
         return
     cells = [
-        (str(stage), *(_gigabytes(sizes[stage, ranks]) for ranks in world_sizes))
+        (str(stage), *(_show_gigabytes(sizes[stage, ranks]) for ranks in world_sizes))
         for stage in sorted({stage for stage, _ in sizes})
     ]
     columns = ("stage", *(f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in world_sizes))
     print_table(f"GB (1e9 bytes) of model states per rank, {total:,} parameters, Adam, 16-bit weights", columns, cells)
 
 
-def _gigabytes(nbytes: int) -> str:
+def _show_gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3g}" if nbytes < 100e9 else f"{nbytes / 1e9:,.0f}"
 
 
-def _model(path: str) -> nn.Module:
-    """Build the model that `module:name` names, without memory for its parameters."""
+def _build_model(path: str) -> nn.Module:
+    """Return the model that ``path``, "MODULE:NAME", names or whose function it names, built on the meta device.
+
+    Raises `PlanError` if there is no such module or name, or if it gives no torch module.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise PlanError(f"--model: expected MODULE:NAME, got {path!r}")
@@ -166,18 +173,19 @@ def _model(path: str) -> nn.Module:
     return model
 
 
-def _count(text: str) -> int:
+def _count_argument(text: str) -> int:
+    """Return the value of `parse_count`, with its error as one of argparse."""
     try:
         return parse_count(text)
     except PlanError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _positive(text: str) -> int:
+def _positive_argument(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
-def _positives(text: str) -> list[int]:
-    return [_positive(part.strip()) for part in text.split(",")]
+def _positives_argument(text: str) -> list[int]:
+    return [_positive_argument(part.strip()) for part in text.split(",")]
