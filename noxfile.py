@@ -2,51 +2,39 @@
 
 `python3 tools/dev.py` is the front door; it makes an environment that holds nox and calls the sessions here.
 `test(<package>)` installs the dependency closure of one package and nothing else; every other session that needs
-the packages shares one environment, `.nox/shared`, which is only rebuilt where sources changed.
+the packages shares one environment, `.nox/shared`, which is only rebuilt where sources changed. What is installed is
+said in tools/package_needs.py, and how in tools/environments.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nox
-import nox.project
 from nox.command import CommandFailed
 
-ROOT = Path(__file__).resolve().parent
-PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-PROJECTS = {name: nox.project.load_toml(path / "pyproject.toml") for name, path in PACKAGES.items()}
-NATIVE = [name for name in PACKAGES if "scikit-build-core" in str(PROJECTS[name]["build-system"]["requires"])]
-GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")
-CONSTRAINTS = ROOT / "constraints.txt"
-SHARED = ROOT / ".nox" / "shared"
-TORCH_PYTHON = (3, 11)
+sys.path.append(str(Path(__file__).resolve().parent / "tools"))
+from environments import (
+    check_aside,
+    install_packages,
+    install_peers,
+    install_tools,
+    pip_install,
+    run,
+    shared,
+)
+from package_needs import CONSTRAINTS, NATIVE, PACKAGES, ROOT, base_requirements, closure, group, requirement_name
+
 OLDEST_TORCH = "2.8"
 TORCHES = {OLDEST_TORCH: f"torch=={OLDEST_TORCH}.*", "2.11": "torch==2.11.*", "2.15": "torch==2.15.*"}
 """The versions of torch that have a session, besides the one of `constraints.txt`."""
 TORCHES |= dict.fromkeys(("newest", "pre"), f"torch>={OLDEST_TORCH}")
 TORCH_SUITES = ["comm", "precision", "partition", "core", "offload", "ckpt", "launch"]
-# Extras that bring an accelerator's own libraries, gigabytes of them; no session here can use them.
-ACCELERATOR_EXTRAS = {"gds"}
-# Extras that have a session of their own, for what they bring is large and only its tests need it.
-OWN_SESSION_EXTRAS = {"ray"}
-# Extras that bring what stands above a package; its own tests do without it.
-UPWARD_EXTRAS = {"deepspeed"}
-NOT_TESTED_EXTRAS = ACCELERATOR_EXTRAS | OWN_SESSION_EXTRAS | UPWARD_EXTRAS
-ENVIRONMENT = {
-    "PYTHONFAULTHANDLER": "1",
-    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-    "PYTHONDONTWRITEBYTECODE": "",  # what the first process compiles, the hundreds after it read
-}
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
@@ -56,175 +44,12 @@ nox.options.sessions = ["check"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a package needs
-
-
-def group(name: str) -> list[str]:
-    return list(nox.project.dependency_groups(GROUPS, name))
-
-
-def requirement_name(requirement: str) -> str:
-    """The bare distribution name of a requirement string: `zero-ckpt[nvme]~=0.1.0` is `zero-ckpt`."""
-    for index, letter in enumerate(requirement):
-        if not (letter.isalnum() or letter in "-_."):
-            return requirement[:index].strip()
-    return requirement
-
-
-def base_requirements(name: str) -> list[str]:
-    """What a package requires without any extra, siblings included."""
-    return list(PROJECTS[name]["project"].get("dependencies", []))
-
-
-def requirements(name: str) -> list[str]:
-    """Every requirement of a package with the extras that its tests can use here, siblings included."""
-    extras = PROJECTS[name]["project"].get("optional-dependencies", {})
-    chosen = [lines for extra, lines in extras.items() if extra not in NOT_TESTED_EXTRAS]
-    return [*base_requirements(name), *(line for lines in chosen for line in lines)]
-
-
-def closure(name: str) -> list[str]:
-    """The package and the siblings that it reaches, extras included: what its tests may import."""
-    found: list[str] = []
-    waiting = [name]
-    while waiting:
-        current = waiting.pop()
-        if current in found:
-            continue
-        found.append(current)
-        waiting += [sibling for sibling in map(requirement_name, requirements(current)) if sibling in PACKAGES]
-    return sorted(found)
-
-
-def third_party(names: Iterable[str]) -> list[str]:
-    """What the packages and their extras require besides each other.
-
-    On another Python than the one torch is tested with, packages that only want torch in an extra do without it.
-    """
-    lines = {line for name in names for line in requirements(name) if requirement_name(line) not in PACKAGES}
-    must = {requirement_name(line) for name in names for line in base_requirements(name)}
-    skip_torch = sys.version_info[:2] != TORCH_PYTHON and "torch" not in must
-    return sorted(line for line in lines if not (skip_torch and requirement_name(line) == "torch"))
-
-
-def test_requirements(names: Iterable[str]) -> list[str]:
-    """The common test group and the `test` groups of the packages themselves."""
-    lines = group("test")
-    for name in names:
-        lines += PROJECTS[name].get("dependency-groups", {}).get("test", [])
-    return sorted(set(lines))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Environments
-
-
-def run(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> None:
-    session.run(*command, external=True, env={**ENVIRONMENT, **(env or {})})
-
-
-def pip_install(session: nox.Session, python: str, *args: str, constraints: Path = CONSTRAINTS) -> None:
-    """Install what is not ours. Python compiles of it what it imports: the frameworks have thousands of other files."""
-    run(session, python, "-m", "pip", "install", "-q", "--no-compile", "-c", str(constraints), *args)
-
-
-def install_tools(
-    session: nox.Session, python: str, names: Sequence[str], *more: str, constraints: Path = CONSTRAINTS
-) -> None:
-    """Install everything but the packages themselves; torch comes first, so that nothing else chooses its build."""
-    if "torch" in map(requirement_name, third_party(names)):
-        pip_install(session, python, "-r", str(constraints), constraints=constraints)
-    wanted = [*group("build"), *test_requirements(names), *third_party(names), *more]
-    pip_install(session, python, *wanted, constraints=constraints)
-
-
-def frameworks() -> list[str]:
-    """The training frameworks that the integration tests run; only where torch is tested."""
-    return group("frameworks") if sys.version_info[:2] == TORCH_PYTHON else []
-
-
-def install_packages(session: nox.Session, python: str, names: Sequence[str]) -> None:
-    """Install local packages in one pip command: siblings are on no index, and pip must not look for them there."""
-    install = [python, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
-    run(session, *install, *(str(PACKAGES[name]) for name in names))
-
-
-def install_peers(session: nox.Session, python: str, names: Sequence[str]) -> None:
-    """Install the packages beside the projects that they are compared with. A missing one is an error."""
-    install_tools(session, python, names, *frameworks())
-    # DeepSpeed's build imports torch, and builds no native code ahead of time.
-    build_env = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
-    command = [python, "-m", "pip", "install", "-q", "-c", str(CONSTRAINTS), "--no-build-isolation"]
-    run(session, *command, *group("bench"), env=build_env)
-    run(session, python, "-c", "import deepspeed; print('peer: deepspeed', deepspeed.__version__)", env=build_env)
-    install_packages(session, python, names)
-
-
-def fingerprint(path: Path) -> str:
-    """A digest of what gets installed from a package's folder; the package is installed again when it differs."""
-    digest = hashlib.sha256()
-    for file in sorted(path.rglob("*")):
-        inside = file.relative_to(path).parts
-        if file.is_file() and not {"tests", "bench", "build", "dist", "__pycache__"} & set(inside):
-            digest.update(repr(inside).encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def shared(session: nox.Session) -> str:
-    """Bring the shared environment up to date and return its interpreter.
-
-    With ZERO_PYTHON set, that interpreter is used as it is: for machines where nothing can be installed.
-    """
-    given = os.environ.get("ZERO_PYTHON")
-    if given:
-        return given
-    python = str(SHARED / "bin" / "python")
-    stamp_path = SHARED / "installed.json"
-    stamp: dict[str, str] = json.loads(stamp_path.read_text()) if stamp_path.exists() else {}
-    if not stamp:
-        run(session, sys.executable, "-m", "venv", "--clear", str(SHARED))
-    tools = repr(
-        [
-            CONSTRAINTS.read_text(),
-            group("lint"),
-            group("build"),
-            frameworks(),
-            test_requirements(PACKAGES),
-            *third_party(PACKAGES),
-        ]
-    )
-    wanted = {name: fingerprint(path) for name, path in PACKAGES.items()}
-    changed = [name for name in PACKAGES if stamp.get(name) != wanted[name]]
-    with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(1) as beside:
-        if stamp.get("tools") != tools:
-            pip_install(session, python, *group("build"))
-            building = beside.submit(build_wheels, python, changed, wheels)
-            install_tools(session, python, list(PACKAGES), *group("lint"), *frameworks())
-        else:
-            building = beside.submit(build_wheels, python, changed, wheels)
-        if not building.result():
-            session.error("a package did not build; the output above says why")
-        built = sorted(map(str, Path(wheels).glob("*.whl")))
-        if built:
-            run(session, python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *built)
-    stamp_path.write_text(json.dumps({"tools": tools, **wanted}))
-    return python
-
-
-def build_wheels(python: str, names: Sequence[str], folder: str) -> bool:
-    """Build packages' wheels into a folder and return whether they were built. It may run while pip installs."""
-    if not names:
-        return True
-    command = [python, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--wheel-dir", folder]
-    return check_aside("wheels", *command, *(str(PACKAGES[name]) for name in names))
+# Checks
 
 
 def suites(session: nox.Session, python: str, *args: str) -> None:
+    """Run test suites with the interpreter ``python``; ``args``: those of tools/suites.py."""
     run(session, python, str(ROOT / "tools" / "suites.py"), *args)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checks
 
 
 def attempt(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> bool:
@@ -234,17 +59,6 @@ def attempt(session: nox.Session, *command: str, env: dict[str, str] | None = No
     except CommandFailed:
         return False
     return True
-
-
-def check_aside(name: str, *command: str, env: dict[str, str] | None = None) -> bool:
-    """Run a command from any thread and return whether it passed; what it prints appears in one piece at its end."""
-    environment = {**os.environ, **ENVIRONMENT, **(env or {})}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    verdict = "ok" if done.returncode == 0 else f"FAILED (exit status {done.returncode}): {' '.join(command)}"
-    print(f"{done.stdout}=== {name}: {verdict}", flush=True)
-    return done.returncode == 0
 
 
 def lint_failures(python: str) -> list[str]:
