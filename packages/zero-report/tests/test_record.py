@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from zero_report import RecordError, RecordWriter, SpanKind, next_attempt, read_run
-from zero_report.record.files import merge, together
+from zero_report.record.files import merge_into, merge_rows
 from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
 
 KILLED = """
@@ -59,7 +59,7 @@ def test_a_killed_run_can_be_read_up_to_its_last_second(tmp_path: Path) -> None:
     last = record.block(100)
     assert last is not None and last.open
     assert [span.name for span in last.spans] == ["forward", "the one that hangs"]
-    assert record.last_sign() > hung - 1.0
+    assert record.last_written_at() > hung - 1.0
 
 
 def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, 
     ]
     one = dict(rows[0])
     for row in rows[1:]:
-        merge(one, row)
-    assert together(rows) == pytest.approx(one, rel=1e-12)
+        merge_into(one, row)
+    assert merge_rows(rows) == pytest.approx(one, rel=1e-12)
 
 
 def test_sent_bytes_and_collectives_are_counted_together(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_numbers_that_json_cannot_hold_are_missing_values(tmp_path: Path) -> Non
 
 def test_merging_rows_leaves_missing_values_out() -> None:
     row = {name: 1.0 for name in COLUMN_NAMES if name != "loss"}
-    merge(row, {name: 3.0 for name in COLUMN_NAMES if name != "lr"})
+    merge_into(row, {name: 3.0 for name in COLUMN_NAMES if name != "lr"})
     assert (row["loss"], row["lr"], row["seconds"], row["grad_norm"], row["steps"]) == (3.0, 1.0, 4.0, 2.5, 4.0)
     assert (row["first"], row["loss_scale"], row["process_bytes"]) == (1.0, 3.0, 3.0)
 

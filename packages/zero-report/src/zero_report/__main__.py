@@ -1,4 +1,4 @@
-"""`python -m zero_report` is `zero-report`."""
+"""`python -m zero_report`: the command `zero-report`."""
 
 import sys
 

@@ -12,21 +12,25 @@ from .record.reader import RecordError, read_run
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the options of `zero-report`."""
+    """Return the parser of `zero-report`'s arguments."""
     made = argparse.ArgumentParser(prog="zero-report", description="Turn a run's record into one page that shows it.")
     made.add_argument("record", type=Path, help='the folder of "run_record"')
     made.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the record")
     made.add_argument("--open", action="store_true", help="open the page in a browser")
     made.add_argument("--compare", type=Path, metavar="OTHER", help="the record of another run, shown beside this one")
     made.add_argument("--perfetto", type=Path, metavar="FILE", help="write the spans of all ranks for ui.perfetto.dev")
-    made.add_argument("--watch", action="store_true", help="write the page again while the run goes on")
+    made.add_argument("--watch", action="store_true", help="rewrite the page until the run ends")
     made.add_argument("--live", action="store_true", help="show the run in the terminal instead")
-    made.add_argument("--every", type=float, default=5.0, metavar="S", help="seconds between looks (default 5)")
+    made.add_argument(
+        "--every", type=float, default=5.0, metavar="S", help="seconds between reads of the record (default 5)"
+    )
     return made
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command with ``arguments``, by default those of this process; return the exit status: 0, 1 if there is no
+    record, 130 after Ctrl-C.
+    """
     args = parser().parse_args(arguments)
     try:
         return _live(args) if args.live else _page(args)
@@ -45,6 +49,7 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
+    """Write the page and print its path; with ``--watch`` rewrite it until all ranks have closed their records."""
     from .page.report import write_report
     from .perfetto import write_perfetto
 

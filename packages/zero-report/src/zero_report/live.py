@@ -1,4 +1,4 @@
-"""A run in the terminal while it goes on, from the same record."""
+"""A view of a run in the terminal, updated from its record while the run goes on."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _WIDTH = 48
 def live(
     record: str | Path, *, seconds: float = 2.0, rounds: int | None = None, console: Console | None = None
 ) -> None:
-    """Show the run until it ends, or until Ctrl-C; read the record anew every ``seconds``.
+    """Show a run in the terminal until it ends or until Ctrl-C; read its record again every ``seconds`` seconds.
 
-    ``rounds``: look so many times at most. Waits for a record that is not there yet.
+    Waits for a record that does not exist yet. ``rounds``: return after reading this many times, by default never.
     """
     shown = console or Console()
     with Live(console=shown, refresh_per_second=4) as display:
@@ -45,7 +45,9 @@ def live(
 
 
 def view(run: Run) -> RenderableType:
-    """Return what `live` shows of a run: the verdict, the figures, the loss as a line of bars."""
+    """Return the terminal view of a run: verdict, step time, loss and throughput as lines of bars, main causes of
+    waiting.
+    """
     found, drawn = totals(run), curves(run)
     judged = analyse(run)
     table = Table.grid(padding=(0, 2))
@@ -68,6 +70,7 @@ def view(run: Run) -> RenderableType:
 
 
 def _spark(values: Array) -> str:
+    """Return a line of bars for at most `_WIDTH` evenly spread values, without NaN; empty if there are none."""
     known = np.asarray(values)[~np.isnan(values)]
     if not len(known):
         return ""
@@ -78,5 +81,6 @@ def _spark(values: Array) -> str:
 
 
 def _number(values: Array) -> str:
+    """Return the last value that is not NaN, as text with four digits; a dash if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return f"{known[-1]:,.4g}" if len(known) else "–"

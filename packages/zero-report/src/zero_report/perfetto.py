@@ -1,4 +1,4 @@
-"""The steps of all ranks as one trace in the trace event format, for ui.perfetto.dev."""
+"""Writing the steps of all ranks as one trace in the trace event format, for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _TRACKS = ("passes", "collectives", "tiers", "units")
 
 
 def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write every step that all ranks kept to ``path``, a process per rank; return the number of spans.
+    """Write a trace of the last attempt to ``path``: the steps whose spans all ranks kept, one process per rank. Return
+    the number of spans.
 
-    Raises `RecordError` where there is no record.
+    Raises `RecordError` if there is no record.
     """
     run = read_run(Path(record))
     count = 0
@@ -33,6 +34,7 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
 
 
 def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of an attempt: names of processes and threads, then spans."""
     for rank in attempt.ranks:
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for number, track in enumerate(_TRACKS):
@@ -48,6 +50,9 @@ def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
 
 
 def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
+    """Yield the event of a span, and one for the part of it that was waited; ``origin``: Unix microseconds at which the
+    rank's step began.
+    """
     track = 2 * (
         1 if span.kind in COLLECTIVES else 2 if span.kind in TIERS else 3 if span.kind == SpanKind.COMPUTE else 0
     )

@@ -69,7 +69,7 @@ def how_attempt_ended(attempt: Attempt, *, over: bool = True) -> End:
 
 def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
     """Return what is known of ranks that did not end their records, and may go on."""
-    if time.time() - min(record.last_sign() for record in unfinished) >= _FRESH:
+    if time.time() - min(record.last_written_at() for record in unfinished) >= _FRESH:
         return _stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
     block, usual = last.open_block(), _usual(last)
@@ -81,7 +81,7 @@ def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
 
 def _stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
     """Return what is known of ranks that stopped writing."""
-    signs = {record.rank: record.last_sign() for record in unfinished}
+    signs = {record.rank: record.last_written_at() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
     detail = _detail(attempt)
     together = max(signs.values()) - signs[first.rank] <= _TOGETHER

@@ -182,7 +182,7 @@ def _starts(run: Run) -> list[dict[str, Any]]:
         first, began = attempt.first.table["first"], attempt.first.table["began"]
         how = how_attempt_ended(before).text
         text = f"start {before.number + 1}: {how}" if how else f"start {before.number + 1} ended"
-        last = max(record.last_sign() for record in before.ranks.values())
+        last = max(record.last_written_at() for record in before.ranks.values())
         rows.append({"kind": "end", "step": _last_step(before), "at": last, "text": text, "ranks": []})
         if len(first):
             again = max(0, _last_step(before) - int(first[0]) + 1)

@@ -61,7 +61,7 @@ def _chosen(attempt: Attempt, ranks: int) -> list[int]:
     lead = attempt.first
     took = {step: block.us for step in late[-256:] if (block := lead.block(step)) is not None}
     picked.add(max(took, key=lambda step: took[step]))
-    looked = [step for step in common if lead.looked_at_memory(step)][-2:]
+    looked = [step for step in common if lead.has_memory(step)][-2:]
     return sorted({*picked, *common[-2:], *looked, max(newest)})
 
 

@@ -1,4 +1,4 @@
-"""The spans of one step, as they are collected and as they are written."""
+"""The spans of one step and their line in the timeline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from .lines import encode_text, json_text
 from .schema import SpanKind
 
 SPAN_NUMBERS = 6
-"""Numbers that a span is collected as: kind, index into names, begin and end, waited seconds, bytes."""
+"""Numbers of a span in `StepBlock.spans`: kind, index into names, begin and end, waited seconds, bytes."""
 UnderWay = Sequence[tuple[SpanKind, str, float, int]]
-"""What has begun and is not over: kind, name, begin and bytes."""
+"""Spans that have begun and not ended: kind, name, begin and bytes."""
 _FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
 
 
 class StepBlock(NamedTuple):
-    """One step of a rank; times in seconds of the writer's clock, ``spans`` flat, `SPAN_NUMBERS` for each."""
+    """The spans of one step of a rank; times in seconds of the writer's clock.
+
+    ``spans``: a flat list, `SPAN_NUMBERS` numbers for each span. ``names``: name -> its index. ``left_out``: number of
+    spans beyond the bound. ``memory``: pairs of time and bytes by owner.
+    """
 
     step: int
     began: float
@@ -28,8 +32,8 @@ class StepBlock(NamedTuple):
     memory: Sequence[tuple[float, dict[str, int]]]
 
     def encode(self, unix: float, tail: str = "") -> bytes:
-        """Return the block as a line of the timeline; ``unix``: seconds to add for the time of day; ``tail``: further
-        JSON fields.
+        """Return the block as a line of the timeline. ``unix``: Unix seconds at 0 of the writer's clock. ``tail``: more
+        JSON fields, each with a comma before it.
         """
         began = self.began
         numbers: list[float] = []
@@ -52,18 +56,23 @@ def _names_json(names: tuple[str, ...]) -> str:
 
 
 class OpenBlock(NamedTuple):
-    """A step that is not over, and the spans under way in it."""
+    """A step that has not ended, and the spans under way in it."""
 
     block: StepBlock
     under_way: UnderWay
 
     def encode(self, unix: float) -> bytes:
-        """Return the line of the step; spans under way come last, and end at the block's end."""
-        block, running = self.block, list(self._running())
+        """Return the step as a line of the timeline: spans under way come last, written as if they ended with the
+        block.
+
+        ``unix``: see `StepBlock.encode`. Adds these spans to the block.
+        """
+        block, running = self.block, list(self._begun())
         for kind, name, begin, nbytes in running:
             number = block.names.setdefault(name, len(block.names))
             block.spans.extend((kind, number, begin, block.end, 0.0, nbytes))
         return block.encode(unix, f',"open":true,"under_way":{len(running)}')
 
-    def _running(self) -> Iterable[tuple[SpanKind, str, float, int]]:
+    def _begun(self) -> Iterable[tuple[SpanKind, str, float, int]]:
+        """Return the spans under way that began before the block's end."""
         return (item for item in self.under_way if item[2] <= self.block.end)

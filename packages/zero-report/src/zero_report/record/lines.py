@@ -1,4 +1,4 @@
-"""Lines with a checksum, by which a damaged or incomplete line is recognised."""
+"""Lines of JSON with a checksum, which reveals damaged and incomplete lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=Fa
 
 
 def encode(value: Any) -> bytes:
-    """Return ``value`` as one line. Numbers that JSON cannot hold become null."""
+    """Return ``value`` as one line with checksum and newline. Infinities and NaN become null."""
     return encode_text(json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """Return ``value`` as JSON without spaces; numbers that JSON cannot hold become null."""
+    """Return ``value`` as JSON without spaces. Infinities and NaN become null."""
     try:
         return _JSON.encode(value)
     except ValueError:
@@ -26,13 +26,13 @@ def json_text(value: Any) -> str:
 
 
 def encode_text(text: str) -> bytes:
-    """Return JSON, which holds no newline, as one line."""
+    """Return JSON text without newlines as one line with checksum and newline."""
     body = text.encode("utf-8", "backslashreplace")
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 
 class Lines(NamedTuple):
-    """The undamaged lines of a file, without checksums, and the bytes and number of the damaged ones."""
+    """The lines of a file: ``bodies``, the JSON of the undamaged ones, and the bytes and number of damaged ones."""
 
     bodies: list[bytes]
     damaged_bytes: int
@@ -40,11 +40,11 @@ class Lines(NamedTuple):
 
 
 def read(path: Path) -> Lines:
-    """Read the undamaged lines of ``path``. Raises OSError."""
+    """Read the file ``path`` and check its lines. Raises OSError if it cannot be read."""
     data = path.read_bytes()
     bodies: list[bytes] = []
     damaged = lines = 0
-    for line in _split(data):
+    for line in _split_lines(data):
         body = line[_DIGITS:-1]
         if line[-1:] == b"\n" and line[8:9] == b" " and line[:8] == b"%08x" % zlib.crc32(body):
             bodies.append(body)
@@ -54,7 +54,8 @@ def read(path: Path) -> Lines:
     return Lines(bodies, damaged, lines)
 
 
-def _split(data: bytes) -> Iterator[bytes]:
+def _split_lines(data: bytes) -> Iterator[bytes]:
+    """Yield the lines with their newlines; the last one may lack it."""
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)
@@ -63,7 +64,7 @@ def _split(data: bytes) -> Iterator[bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value for JSON in which infinities and NaN are None."""
+    """Return a copy of ``value`` with None in place of infinities and NaN, at any depth."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

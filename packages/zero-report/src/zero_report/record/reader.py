@@ -1,4 +1,4 @@
-"""The reader's side: from files, perhaps damaged, to arrays."""
+"""Reading a record: from files, perhaps damaged, to arrays."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from . import lines
 from .schema import COLUMN_NAMES, FAILURE_FILE, SCHEMA_VERSION, rank_file
 
 Array = NDArray[np.float64]
-_STEP = re.compile(rb'\{"step":(\d+)')
-_RANK = re.compile(r"rank-(\d{5,})\.(?:notes|table|timeline)$")
+_STEP_PREFIX = re.compile(rb'\{"step":(\d+)')
+_RANK_FILE = re.compile(r"rank-(\d{5,})\.(?:notes|table|timeline)$")
 
 
 class RecordError(Exception):
-    """There is no record, or none that this version reads."""
+    """Raised if there is no record, or none that this version can read."""
 
 
 class Span(NamedTuple):
-    """One span of a step; times in microseconds from the begin of the rank's step."""
+    """One span of a step; times in microseconds from the start of the rank's step. ``kind``: a `SpanKind`."""
 
     kind: int
     name: str
@@ -42,8 +42,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """The spans of one rank in one step. ``began``: Unix seconds; ``us``: microseconds of the step; ``open``: the
-    step was not over, and the last ``under_way`` spans neither; ``memory``: microseconds, and bytes by owner."""
+    """The spans of one rank in one step.
+
+    ``began``: Unix seconds. ``us``: microseconds of the step. ``left_out``: number of spans that were not recorded.
+    ``memory``: pairs of microseconds and bytes by owner. ``open``: the step had not ended, nor had its last
+    ``under_way`` spans.
+    """
 
     step: int
     began: float
@@ -59,49 +63,50 @@ class Block:
 class RankRecord:
     """The record of one rank in one attempt.
 
-    ``table``: columns by name, one number per row, NaN where there is none. ``notes``: events in the order of writing.
+    ``head``: the first note. ``table``: columns by name, one number per row, NaN if it is missing. ``notes``: the other
+    notes, in the order of writing.
     """
 
     rank: int
     head: dict[str, Any]
     table: dict[str, Array]
     notes: list[dict[str, Any]]
-    _bodies: dict[int, bytes] = field(default_factory=dict, repr=False)
+    _bodies: dict[int, bytes] = field(default_factory=dict, repr=False)  # JSON of the timeline, by step
 
     @property
     def closed(self) -> bool:
-        """Return whether the rank ended its record."""
+        """Return whether the rank closed its record, at the end of a run that was not killed."""
         return any(note["note"] == "closed" for note in self.notes)
 
     @property
     def steps(self) -> list[int]:
-        """Steps whose spans are there, in order."""
+        """The steps whose spans were kept, in order."""
         return sorted(self._bodies)
 
     def block(self, step: int) -> Block | None:
-        """Return the spans of a step; None where they were not kept."""
+        """Return the spans of a step; None if they were not kept."""
         body = self._bodies.get(step)
-        return None if body is None else _block(json.loads(body))
+        return None if body is None else _parse_block(json.loads(body))
 
     def last_block(self) -> Block | None:
-        """Return the spans of the newest step, also of one that was not over."""
+        """Return the spans of the newest step, which may not have ended; None if no spans were kept."""
         return self.block(max(self._bodies)) if self._bodies else None
 
-    def looked_at_memory(self, step: int) -> bool:
-        """Return whether the rank looked at its memory in a step."""
+    def has_memory(self, step: int) -> bool:
+        """Return whether the rank recorded its memory in a step."""
         return b'"memory":[[' in self._bodies.get(step, b"")
 
     def is_open(self, step: int) -> bool:
-        """Return whether a step was not over."""
+        """Return whether a step had not ended when the rank last wrote."""
         return b'"open":true' in self._bodies.get(step, b"")[-64:]
 
     def open_block(self) -> Block | None:
-        """Return the spans of the step that was not over when the rank last wrote; None where there is none."""
+        """Return the spans of the step that had not ended when the rank last wrote; None if there is no such step."""
         block = self.last_block()
         return block if block is not None and block.open else None
 
-    def last_sign(self) -> float:
-        """Return the Unix seconds of the last thing that the rank wrote."""
+    def last_written_at(self) -> float:
+        """Return the latest time in the rank's record, in Unix seconds; 0 if it is empty."""
         times = [float(note["at"]) for note in self.notes]
         if len(self.table["first"]):
             times.append(float(self.table["began"][-1] + self.table["seconds"][-1]))
@@ -112,7 +117,7 @@ class RankRecord:
 
 @dataclass
 class Attempt:
-    """One start of the run; ``ranks`` by number."""
+    """One start of the run; ``ranks``: the records by rank, at least one."""
 
     number: int
     ranks: dict[int, RankRecord]
@@ -124,25 +129,28 @@ class Attempt:
 
     @property
     def world_size(self) -> int:
-        """Ranks that the attempt had."""
+        """The world size of the attempt, including ranks that wrote nothing."""
         return int(self.first.head.get("world_size", len(self.ranks)))
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that the first rank gave at the start: configuration, versions, machine."""
+        """The facts in the first rank's head: configuration, versions, machine."""
         facts = self.first.head.get("facts", {})
         return facts if isinstance(facts, dict) else {}
 
     def steps(self) -> list[int]:
-        """Steps of which every rank's spans are there."""
+        """Return the steps whose spans every rank kept, in order."""
         common = set.intersection(*(set(record.steps) for record in self.ranks.values()))
         return sorted(common)
 
 
 @dataclass
 class Run:
-    """A record. ``attempts`` in order, at least one; ``problems``: what could not be read, one sentence each;
-    ``failure``: what a launcher left about the end (`failure.json`)."""
+    """A record that was read.
+
+    ``attempts``: in order, at least one. ``problems``: a sentence for each file or line that could not be read.
+    ``failure``: the launcher's report of the last attempt's end (`failure.json`); None if there is none.
+    """
 
     path: Path
     attempts: list[Attempt]
@@ -156,7 +164,7 @@ class Run:
 
     @cached_property
     def replayed(self) -> int:
-        """Steps that a later attempt did again."""
+        """The number of steps that a later attempt repeated."""
         tables = [attempt.first.table for attempt in self.attempts]
         firsts = [int(table["first"][0]) for table in tables if len(table["first"])]
         ends = [int(table["first"][-1] + table["steps"][-1]) for table in tables if len(table["first"])]
@@ -164,28 +172,29 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the record in the folder ``path`` as far as it is whole.
+    """Read the record in the folder ``path``; `Run.problems` names damaged and missing files and lines.
 
-    Raises `RecordError` where there is none, or where its schema is newer than this package.
+    Raises `RecordError` if there is none, or if its schema is newer than this package.
     """
     root = Path(path)
     problems: list[str] = []
     folders = sorted(folder for folder in root.glob("attempt-*") if folder.is_dir() and folder.name[8:].isdigit())
-    attempts = [attempt for folder in folders if (attempt := _attempt(folder, problems)) is not None]
+    attempts = [attempt for folder in folders if (attempt := _read_attempt(folder, problems)) is not None]
     if not attempts:
         detail = f": {'; '.join(problems)}" if problems else ""
         raise RecordError(
             f"{root}: expected a record, a folder with attempt-0000 and files such as rank-00000.table, found none"
             f'{detail}. Write one with "run_record": {{"path": "{root}"}} in the configuration'
         )
-    failure = _failure(root / FAILURE_FILE, problems)
+    failure = _read_failure(root / FAILURE_FILE, problems)
     began = float(attempts[-1].first.head.get("began", 0.0))
     if failure is not None and float(failure.get("at", began)) < began:
-        failure = None  # of an earlier start
+        failure = None  # the report of an earlier attempt
     return Run(root, attempts, problems, failure)
 
 
-def _failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
+def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Return the content of `failure.json`; None if it does not exist or cannot be read, which adds to ``problems``."""
     if not path.exists():
         return None
     try:
@@ -196,9 +205,10 @@ def _failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _attempt(folder: Path, problems: list[str]) -> Attempt | None:
-    found = {int(match[1]) for path in folder.iterdir() if (match := _RANK.match(path.name))}
-    ranks = {rank: _rank(folder, rank, problems) for rank in sorted(found)}
+def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
+    """Return the attempt in a folder, None without files of ranks; missing ranks are added to ``problems``."""
+    found = {int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.match(path.name))}
+    ranks = {rank: _read_rank(folder, rank, problems) for rank in sorted(found)}
     if not ranks:
         return None
     attempt = Attempt(int(folder.name[8:]), ranks)
@@ -209,21 +219,23 @@ def _attempt(folder: Path, problems: list[str]) -> Attempt | None:
     return attempt
 
 
-def _rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
-    notes = [note for body in _bodies(folder / rank_file(rank, "notes"), problems) if (note := _note(body))]
+def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
+    """Return the record of a rank from its three files. Raises `RecordError` for a newer schema."""
+    notes = [note for body in _read_lines(folder / rank_file(rank, "notes"), problems) if (note := _parse_note(body))]
     head = notes.pop(0) if notes and notes[0]["note"] == "head" else {}
     if head.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
         raise RecordError(
             f"{folder}: written in schema {head['schema']}, this zero-report reads up to {SCHEMA_VERSION}; "
             "update it: pip install -U zero-report"
         )
-    table = _table(_bodies(folder / rank_file(rank, "table"), problems))
-    bodies = _bodies(folder / rank_file(rank, "timeline"), problems)
-    by_step = {int(match[1]): body for body in bodies if (match := _STEP.match(body))}
+    table = _parse_table(_read_lines(folder / rank_file(rank, "table"), problems))
+    bodies = _read_lines(folder / rank_file(rank, "timeline"), problems)
+    by_step = {int(match[1]): body for body in bodies if (match := _STEP_PREFIX.match(body))}
     return RankRecord(rank, head, table, notes, by_step)
 
 
-def _bodies(path: Path, problems: list[str]) -> list[bytes]:
+def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
+    """Return the JSON of a file's undamaged lines; damage, or a file that cannot be read, is added to ``problems``."""
     try:
         found = lines.read(path)
     except OSError as error:
@@ -238,14 +250,17 @@ def _bodies(path: Path, problems: list[str]) -> list[bytes]:
     return found.bodies
 
 
-def _note(body: bytes) -> dict[str, Any] | None:
+def _parse_note(body: bytes) -> dict[str, Any] | None:
+    """Return a note; None unless it has a kind and a time."""
     value = json.loads(body)
     whole = isinstance(value, dict) and isinstance(value.get("note"), str) and isinstance(value.get("at"), (int, float))
     return value if whole else None
 
 
-def _table(bodies: list[bytes]) -> dict[str, Array]:
-    """Columns by name. A damaged first line leaves those of this version."""
+def _parse_table(bodies: list[bytes]) -> dict[str, Array]:
+    """Return the columns of a table by name, with NaN for missing ones. If the line with the names is damaged, they are
+    taken to be those of this version.
+    """
     names = list(COLUMN_NAMES)
     if bodies and bodies[0].startswith(b'["'):
         names = [str(name) for name in json.loads(bodies.pop(0))]
@@ -255,13 +270,13 @@ def _table(bodies: list[bytes]) -> dict[str, Array]:
     return {**{name: np.full(len(values), np.nan) for name in COLUMN_NAMES}, **columns}
 
 
-def _block(value: dict[str, Any]) -> Block:
+def _parse_block(value: dict[str, Any]) -> Block:
     names, flat = value["names"], value["spans"]
     return Block(
         step=value["step"],
         began=value["began"],
         us=value["us"],
-        spans=tuple(_spans(names, flat)),
+        spans=tuple(_parse_spans(names, flat)),
         left_out=value["left_out"],
         memory=tuple((at, owners) for at, owners in value["memory"]),
         open=value.get("open", False),
@@ -269,7 +284,8 @@ def _block(value: dict[str, Any]) -> Block:
     )
 
 
-def _spans(names: list[str], flat: list[int]) -> Iterator[Span]:
+def _parse_spans(names: list[str], flat: list[int]) -> Iterator[Span]:
+    """Yield the spans of a block; ``flat``: six integers for each, see `schema.py`."""
     for at in range(0, len(flat), 6):
         kind, name, begin, duration, waited, nbytes = flat[at : at + 6]
         yield Span(kind, names[name], begin, duration, waited, nbytes)

@@ -2,31 +2,32 @@
 
 [Note: record format 1] A record is a folder. Every start of the run adds a folder `attempt-0000`, `attempt-0001`, ...
 In it each rank writes three files of lines, `rank-00000.notes`, `.table` and `.timeline`. A line is the CRC-32 of the
-rest as eight hexadecimal digits, a space, JSON in UTF-8, a newline. A line whose checksum is wrong is left out by
-readers, which say so.
+rest as eight hexadecimal digits, a space, JSON in UTF-8, a newline. Readers leave out lines with a wrong checksum and
+report them.
 
 `notes`: objects. The first has `"note": "head"`: `schema`, `rank`, `world_size`, `attempt`, `host`, `pid`, `began`
-(Unix seconds) and the writer's `facts`. Each other one is an event with `note` (its kind), `at` (Unix seconds) and
-facts of its own; `"note": "closed"` is the last one of a rank that ended its record. `checkpoint` has `path`,
-`of_step`, `bytes` or null, `seconds` until it was on disk, and `blocked_s`; `failure`, `warning`, `error` and
-`degraded` (what runs in place of something faster) have `text`; a `failure` with `follows` is what the end of another
-rank led to; `plan` has `bytes`, what was planned for one rank's device; `peak` has `link` (one of the page's links, or
-`drive in`, `drive out` for all drives), `bytes_per_second` of one rank, and `source`.
+(Unix seconds) and the writer's `facts`. Every other note is an event with `note` (its kind), `at` (Unix seconds) and
+facts of its own. The last note of a rank that closed its record is `"note": "closed"`. `checkpoint` has `path`,
+`of_step`, `bytes` or null, `seconds` until it was on disk, and `blocked_s`. `failure`, `warning`, `error` and
+`degraded` (something slower runs instead of something faster) have `text`; a `failure` with `follows` is a consequence
+of another rank's failure. `plan` has `bytes`, the planned peak of one rank's device. `peak`, a link's peak rate, has
+`link` (one of the page's links, or `drive in`, `drive out` for all drives), `bytes_per_second` of one rank, and
+`source`.
 
-`table`: arrays of numbers or null. The first line is the names of the columns (see `COLUMNS`); each other one is a row,
-which covers `steps` steps from step `first` on. When a table is full, neighbouring rows are merged and from then on a
-row covers twice the steps. The last row may still grow; it is rewritten in place.
+`table`: arrays of numbers or null. The first line has the names of the columns (see `COLUMNS`). Every other line is a
+row, which covers `steps` steps from step `first` on. When a table is full, neighbouring rows are merged, and from then
+on a row covers twice as many steps. The last row may still grow; it is rewritten in place.
 
 `timeline`: one object per step: `step`, `began` (Unix seconds), `us` (microseconds of the step), `names`, `spans` (six
 integers for each span: kind, index into names, begin, duration and waited microseconds, bytes; times from `began`),
-`left_out` (spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file is full,
-steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with `"open": true`
-is a step that was not over; its last `under_way` spans had begun and were not over either, and are written as if they
-ended with the block. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
+`left_out` (number of spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file
+is full, steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with
+`"open": true` is a step that had not ended. Its last `under_way` spans had begun and not ended either; they are written
+as if they ended with the block. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
 
-`failure.json`, beside the attempts, is a launcher's word about how the last attempt ended: `at` (Unix seconds), `text`,
-one line with the first cause, `detail`, lines about all ranks, `interrupted`, whether a signal to the launcher ended
-it, and `flight`: one object per rank with `rank`, `waits` (the collective in which it waited, or null) and `last` (its
+`failure.json`, beside the attempts, is a launcher's report of how the last attempt ended: `at` (Unix seconds); `text`,
+one line with the first cause; `detail`, lines about all ranks; `interrupted`, true if a signal to the launcher ended
+it; and `flight`, one object per rank with `rank`, `waits` (the collective in which it waited, or null) and `last` (its
 last collectives, as lines).
 """
 
@@ -45,9 +46,9 @@ MAX_BYTES = 256 << 20
 
 
 class SpanKind(IntEnum):
-    """Kinds of spans. `waited` of a span is the part at its end in which the rank did nothing but wait for it."""
+    """Kinds of spans. The `waited` time of a span is the part at its end in which the rank did nothing but wait."""
 
-    DATA = 0  # between the end of a step's work and the next forward: the data loader, and the script's own code
+    DATA = 0  # from the end of a step's work to the next forward: the data loader, and the script's own code
     FORWARD = 1
     BACKWARD = 2
     UPDATE = 3
@@ -59,8 +60,8 @@ class SpanKind(IntEnum):
     CHECKPOINT = 9  # collectives of checkpointing
     TIER_READ = 10
     TIER_WRITE = 11
-    COMPUTE = 12  # one unit in a forward or a backward pass, or the part of an update that is one unit's
-    SAVE = 13  # training was blocked by a checkpoint
+    COMPUTE = 12  # one unit in a forward pass, a backward pass or an update
+    SAVE = 13  # a checkpoint blocked training
 
 
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE, SpanKind.SAVE)
@@ -75,12 +76,14 @@ COLLECTIVES = (
 TIERS = (SpanKind.TIER_READ, SpanKind.TIER_WRITE)
 
 OWNERS = ("gathered", "parameters", "masters", "gradients", "states", "activations", "buffers", "other")
-"""Who holds memory; `other` is what the process holds beyond the rest."""
+"""Owners of memory; `other` is the memory of the process that has no other owner."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the table. ``merge``: how rows become one; a mean is weighted by steps. Nulls are left out."""
+    """One column of the table. ``merge``: how the values of merged rows combine, without nulls; a mean is weighted by
+    the rows' steps.
+    """
 
     name: str
     merge: Literal["first", "last", "sum", "mean", "min", "max"]
@@ -91,7 +94,7 @@ COLUMNS = (
     Column("first", "first", "number of the row's first step, from 1"),
     Column("steps", "sum", "steps in the row"),
     Column("began", "first", "Unix seconds at which the first step began"),
-    Column("seconds", "sum", "from the begin of each step to the begin of the next"),
+    Column("seconds", "sum", "from the start of each step to the start of the next"),
     Column("data_s", "sum", "seconds between steps: data loader and script"),
     Column("forward_s", "sum", "seconds in forward passes"),
     Column("backward_s", "sum", "seconds in backward passes"),
@@ -109,9 +112,9 @@ COLUMNS = (
     Column("loss_scale", "last", "loss scale"),
     Column("skipped", "sum", "steps skipped because a gradient was not finite"),
     Column("samples", "sum", "samples of all ranks"),
-    Column("tokens", "sum", "tokens of all ranks, if each had as many as this one; the mean over ranks is exact"),
+    Column("tokens", "sum", "tokens of all ranks, if each had as many as this one; exact as a mean over ranks"),
     Column("sent_bytes", "sum", "bytes that this rank sent to other ranks"),
-    Column("across_bytes", "sum", "those of them that left the node"),
+    Column("across_bytes", "sum", "bytes that this rank sent to other nodes"),
     Column("collectives", "sum", "collectives of this rank that sent something"),
     Column("read_bytes", "sum", "bytes read from host or NVMe tiers"),
     Column("written_bytes", "sum", "bytes written to host or NVMe tiers"),

@@ -1,4 +1,4 @@
-"""The writer's side: what a rank calls while it trains. Standard library only, so that importing it costs nothing."""
+"""Writing a record: the calls of a rank while it trains. Standard library only, so that importing it costs little."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .schema import (
 )
 
 _FLUSH_SECONDS = 0.5
-_LEAST_BYTES = 128 << 10  # of one rank, whatever the bound
-_MOST_BYTES = 32 << 20
+_LEAST_BYTES = 128 << 10  # of one rank, even if the record becomes larger than its bound
+_MOST_BYTES = 32 << 20  # of one rank
 _NUMBERS_PER_STEP = SPANS_PER_STEP * SPAN_NUMBERS
 _PHASES = {
     SpanKind.DATA: "data_s",
@@ -45,35 +45,40 @@ _WAITS = {
     SpanKind.TIER_WRITE: "tier_wait_s",
 }
 _MOVED = {SpanKind.TIER_READ: "read_bytes", SpanKind.TIER_WRITE: "written_bytes"}
-# By the number of a kind, which is quicker than by the kind: its hash is computed in Python.
+# Tuples by the number of a kind: a lookup by the kind itself computes its hash in Python, which is slower.
 _PHASE_COLUMN, _WAIT_COLUMN, _MOVED_COLUMN = (
     tuple(found.get(kind) for kind in SpanKind) for found in (_PHASES, _WAITS, _MOVED)
 )
 _COLUMNS = frozenset(column.name for column in COLUMNS)
 _SUMS = frozenset(column.name for column in COLUMNS if column.merge == "sum")
-_Step = tuple[int, float, float, list[float], dict[str, int], int, list[tuple[float, dict[str, int]]]]
+_StepFields = tuple[int, float, float, list[float], dict[str, int], int, list[tuple[float, dict[str, int]]]]
 """The fields of a `StepBlock`."""
-_WORK = ("forward_s", "backward_s", "update_s")
-"""Columns of a step that has begun for good; what an engine does while it closes is no step."""
-_SENT = ("sent_bytes", "across_bytes", "collectives")
+_WORK_COLUMNS = ("forward_s", "backward_s", "update_s")
+"""Columns that are filled once a step computes. At the end of the record a step without them is not written: its spans
+come from closing the engine."""
+_SENT_COLUMNS = ("sent_bytes", "across_bytes", "collectives")
 
 
 def next_attempt(path: str | os.PathLike[str]) -> int:
-    """Return the number of a new attempt in the record at ``path``; one rank asks, and tells the others."""
+    """Return the number for a new attempt in the record at ``path``: 0, or one more than the last. Let one rank call it
+    and send the number to the others.
+    """
     found = [int(folder.name[8:]) for folder in Path(path).glob("attempt-[0-9]*") if folder.name[8:].isdigit()]
     return max(found, default=-1) + 1
 
 
 class RecordWriter:
-    """Writes one rank's record in the folder ``path``; see `schema.py` for what is in it.
+    """Writes one rank's record in the folder ``path``; see `schema.py` for the format.
 
     ``facts``: plain data for the head (configuration, versions, machine). ``max_bytes``: of the whole record, all ranks
-    together; a rank takes its share of it, at least 128 KiB and at most 32 MiB. Times are those of ``clock``, in
-    seconds. `span`, `memory` and `end_step` are called by one thread each; a thread of the
-    writer's own puts them into the files every half second, also while a step lasts. `note` is written at once.
-    ``under_way``: returns what has begun and is not over, as (kind, name, begin, bytes); that thread asks for it.
+    together; a rank gets an equal share, at least 128 KiB and at most 32 MiB. ``first_step``: the number of the first
+    step. ``clock``: returns the time in seconds; all times that are passed in are its. ``under_way``: returns the spans
+    that have begun and not ended; called on the writer's thread. ``background``: start that thread; without it, `flush`
+    writes.
 
-    What was handed over half a second before the process is killed is in the files.
+    `span`, `memory` and `end_step` may each be called by one thread only. The writer's own thread writes to the files
+    every half second, also within a step; `note` writes at once. So a process that is killed loses at most the last
+    half second.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class RecordWriter:
         self._unix = time.time() - clock()
         self._process = os.getpid()
         self._lock = threading.Lock()  # of what is handed over; held for an instant
-        self._files = threading.Lock()  # held while files are written
+        self._file_lock = threading.Lock()  # held while files are written
         self._closed = False
         self._step, self._began = first_step, clock()
         self._under_way = under_way
@@ -110,25 +115,26 @@ class RecordWriter:
         self._left_out = 0
         self._sums: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        self._finished: list[tuple[Row, _Step]] = []
+        self._finished: list[tuple[Row, _StepFields]] = []
         head = {"note": "head", "schema": SCHEMA_VERSION, "rank": rank, "world_size": world_size, "attempt": attempt}
         machine = {"host": socket.gethostname(), "pid": os.getpid(), "began": self._unix + clock()}
         self._notes.add({**head, **machine, "at": machine["began"], "facts": dict(facts or {})})
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="zero-report record", daemon=True)
+        self._thread = threading.Thread(target=self._flush_loop, name="zero-report record", daemon=True)
         if background:
             self._thread.start()
         atexit.register(self.close)
 
     @property
     def step(self) -> int:
-        """The number of the step that is under way."""
+        """The number of the current step."""
         return self._step
 
     def span(self, kind: SpanKind, name: str, begin: float, end: float, waited: float = 0.0, nbytes: int = 0) -> None:
-        """Add that something lasted from ``begin`` to ``end``; in its last ``waited`` seconds the rank only waited.
+        """Add a span from ``begin`` to ``end`` to the current step; in its last ``waited`` seconds the rank only
+        waited.
 
-        Phases, waits, and bytes of tiers add up in the table; bytes of collectives are counted where they are sent.
+        Also adds to the table's columns of phases, waits and bytes of tiers. `sent` counts the bytes of collectives.
         """
         spans = self._spans
         if len(spans) < _NUMBERS_PER_STEP:
@@ -147,7 +153,7 @@ class RecordWriter:
             sums[column] = sums.get(column, 0.0) + nbytes
 
     def sent(self, nbytes: int, across: int = 0) -> None:
-        """Count a collective that sends ``nbytes`` bytes from this rank, ``across`` of them to other nodes."""
+        """Count a collective in which this rank sends ``nbytes`` bytes, ``across`` of them to other nodes."""
         sums = self._sums
         sums["collectives"] = sums.get("collectives", 0) + 1
         sums["sent_bytes"] = sums.get("sent_bytes", 0) + nbytes
@@ -155,13 +161,13 @@ class RecordWriter:
             sums["across_bytes"] = sums.get("across_bytes", 0) + across
 
     def count(self, column: str, amount: float) -> None:
-        """Add ``amount`` to a column of the step under way that is a sum. Raises ValueError where there is no such."""
+        """Add ``amount`` to a column of the current step's row. Raises ValueError unless it is a column of sums."""
         if column not in self._sums and column not in _SUMS:
             raise ValueError(f"count: expected a column of the table that is a sum, got {column!r}; see COLUMNS")
         self._sums[column] = self._sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
-        """Add what is held now: bytes by owner (see `schema.OWNERS`), of the process, and of the accelerator."""
+        """Record the memory held now: bytes by owner (see `schema.OWNERS`), of the process, and of the accelerator."""
         now = dict(owners)
         self._memory.append((self._clock(), now))
         peaks = {f"{owner}_bytes": now.get(owner, 0) for owner in OWNERS}
@@ -173,9 +179,8 @@ class RecordWriter:
             self._peaks[column] = max(self._peaks.get(column, 0.0), nbytes)
 
     def end_step(self, **values: float | None) -> None:
-        """End the step under way; ``values``: what this step's row holds besides times, waits, bytes and memory.
-
-        The next step begins now. Raises ValueError where a name is no column of the table.
+        """End the current step and begin the next one now. ``values``: further columns of the ended step's row, None
+        for a missing number. Raises ValueError for a name that is not a column of the table.
         """
         if not values.keys() <= _COLUMNS:
             unknown = sorted(values.keys() - _COLUMNS)
@@ -193,66 +198,73 @@ class RecordWriter:
             step = self._step, self._began, now, self._spans, self._names, self._left_out, self._memory
             self._finished.append((row, step))
             self._step, self._began = self._step + 1, now
-            self._forget()
+            self._clear_step()
 
     def restart(self, step: int) -> None:
-        """Begin ``step`` now: what came before belongs to no step, but for what was sent."""
+        """Begin ``step`` now and drop everything since the last step's end, except the counts of `sent`, which move to
+        this step.
+        """
         with self._lock:
             self._step, self._began = step, self._clock()
-            sent = {name: amount for name, amount in self._sums.items() if name in _SENT}
-            self._forget()
+            sent = {name: amount for name, amount in self._sums.items() if name in _SENT_COLUMNS}
+            self._clear_step()
             self._sums = sent
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write an event now: a warning, a checkpoint, a retry; ``facts`` is plain data."""
-        with self._files:
+        """Write an event (a warning, a checkpoint, a retry) to the file now; ``facts``: plain data. Does nothing once
+        the record is closed.
+        """
+        with self._file_lock:
             if not self._closed:
                 self._notes.add({"note": kind, "at": self._unix + self._clock(), "step": self._step, **facts})
 
     def flush(self) -> None:
-        """Write everything that was handed over."""
-        with self._files:
+        """Write everything that is not in the files yet, including the current step so far."""
+        with self._file_lock:
             if not self._closed:
-                self._write(self._under_way())
+                self._write_handed_over(self._under_way())
 
     def close(self) -> None:
-        """Write the rest and end the record."""
+        """Write the rest, mark the record as closed and close its files. Does nothing in a forked process."""
         if self._closed or os.getpid() != self._process:
             return
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
-        with self._files:
-            self._write((), closing=True)
+        with self._file_lock:
+            self._write_handed_over((), closing=True)
             self._closed = True
             self._table.close()
             self._timeline.close()
             self._notes.close({"note": "closed", "at": self._unix + self._clock(), "step": self._step})
         atexit.unregister(self.close)
 
-    def _forget(self) -> None:
-        """Begin a step with nothing."""
+    def _clear_step(self) -> None:
+        """Empty the collected spans, sums and memory, for a new step."""
         self._spans, self._names, self._left_out, self._sums, self._memory = [], {}, 0, {}, []
         if self._peaks:
             self._peaks = {}
 
-    def _write(self, running: UnderWay, *, closing: bool = False) -> None:
+    def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
+        """Write the ended steps, and the current one with the spans ``running`` under way; when ``closing``, the
+        current one only if it has computed. The caller holds the lock of the files.
+        """
         with self._lock:
             finished, self._finished = self._finished, []
             under_way = None
-            begun = not self._sums.keys().isdisjoint(_WORK)
+            begun = not self._sums.keys().isdisjoint(_WORK_COLUMNS)
             if begun if closing else self._spans or running:
                 spans, names, memory = list(self._spans), dict(self._names), list(self._memory)
                 block = StepBlock(self._step, self._began, self._clock(), spans, names, self._left_out, memory)
                 under_way = OpenBlock(block, running)
         if finished or under_way is not None:
             self._table.add([row for row, _ in finished])
-            places = self._timeline.kept(finished[0][1][0], len(finished)) if finished else []
+            places = self._timeline.indices_to_keep(finished[0][1][0], len(finished)) if finished else []
             kept = [StepBlock(*finished[place][1]) for place in places]
             lines = [(block.step, block.encode(self._unix)) for block in kept if block.spans or block.memory]
             self._timeline.append(lines, b"" if under_way is None else under_way.encode(self._unix))
             self._table.flush()
 
-    def _work(self) -> None:
+    def _flush_loop(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
