@@ -56,7 +56,7 @@ def test_muon_takes_matrices_that_are_no_embedding_unless_a_parameter_says_other
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "one": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
     model["other"].weight.use_muon = False
     arguments = {"lr": 0.1, "momentum": 0.9, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    optimizer = MuonWithAdam.over(model, list(model.parameters()), arguments)
+    optimizer = MuonWithAdam.from_model(model, list(model.parameters()), arguments)
     by_kind = {group["use_muon"]: group["params"] for group in optimizer.param_groups}
     assert [p is model["one"].weight for p in by_kind[True]] == [True] and len(by_kind[False]) == 4
 

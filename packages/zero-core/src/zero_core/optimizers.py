@@ -81,7 +81,7 @@ def build_optimizer(
 
 def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
     try:
-        return MuonWithAdam.over(model, parameters, arguments)
+        return MuonWithAdam.from_model(model, parameters, arguments)
     except ImportError as error:  # from torch before 2.9
         raise UsageError(f"optimizer.type: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The base of every optimizer here: the closure, and the parameters that have a gradient."""
+"""The base of every optimizer here: it runs the closure and selects the parameters that have a gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ClosureOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; return what ``closure``, run with gradients on, returns."""
+        """Run ``closure``, if given, with autograd on, then `update`; return the closure's result or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -25,10 +25,10 @@ class ClosureOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Take one step with the gradients that the parameters hold."""
+        """Update parameters in place from their ``grad``; those without one stay, unless the class says otherwise."""
 
     def groups_with_gradients(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """Yield each param group and those of its parameters that have a gradient; groups with none are left out."""
+        """Yield each param group with its parameters that have a gradient; groups without any are left out."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.grad is not None]
             if trained:
@@ -36,8 +36,7 @@ class ClosureOptimizer(Optimizer, ABC):
 
 
 class AdamHyperparameters(TypedDict, total=False):
-    """The hyperparameters that the relatives of Adam take besides the learning rate, for a constructor or a param
-    group."""
+    """Hyperparameters of Adam and optimizers like it besides the learning rate, for a constructor or a param group."""
 
     betas: tuple[float, float]
     eps: float
@@ -52,7 +51,7 @@ def adam_defaults(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> dict[str, Any]:
-    """Return the defaults of a relative of Adam, as `torch.optim.Optimizer` takes them."""
+    """Return the ``defaults`` of an optimizer like Adam, as `torch.optim.Optimizer` takes them."""
     return {
         "lr": lr,
         "betas": tuple(betas),

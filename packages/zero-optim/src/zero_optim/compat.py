@@ -1,4 +1,4 @@
-"""Things that versions of torch lack, one function each, which names the version."""
+"""Names that some versions of torch lack: one function for each, whose docstring says which version has it."""
 
 from __future__ import annotations
 

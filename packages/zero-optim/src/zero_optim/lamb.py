@@ -19,22 +19,25 @@ _DTYPES: dict[torch.dtype, Literal["f32", "f64"]] = {torch.float32: "f32", torch
 
 
 PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
-"""For each of the optimizer's tensors, the squared norms (weight, direction) of its elements."""
+"""The optimizer's tensors, each with the squared norms (weight, update direction) of its elements."""
 
 
 class ReduceNorms(Protocol):
-    """Adds up partial norms over all parts of each parameter."""
+    """Turns squared norms of fragments into those of full parameters."""
 
     def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
-        """Return the norms of full parameters in the order of ``partial``. Collective where there are ranks."""
+        """Return the squared norms of the full parameter for each entry of ``partial``, in this order: their sums over
+        all fragments of the parameter. Collective where fragments are on several ranks.
+        """
 
 
 class Lamb(ClosureOptimizer):
-    """LAMB (arXiv 1904.00962, algorithm 2) on any device, in two halves with the norms of whole parameters in between.
+    """LAMB (arXiv 1904.00962, algorithm 2) on any device, for parameters or fragments of sharded ones.
 
-    ``reduce_norms`` turns the squared norms (weight, direction) of what this process has of each parameter into those
-    of the whole parameters; on its own an optimizer has all of them. The ratio of the norms is kept between
-    ``min_coeff`` and ``max_coeff``; it is 1 where either norm is 0.
+    A step computes all update directions, then the norms of full parameters, then applies the directions.
+    ``reduce_norms`` adds up squared norms over fragments; by default every tensor counts as a full parameter. The trust
+    ratio (norm of the weight over that of the direction) is 1 where either norm is 0, then limited to
+    ``min_coeff`` ... ``max_coeff``.
     """
 
     def __init__(
@@ -46,11 +49,11 @@ class Lamb(ClosureOptimizer):
         min_coeff: float = 0.01,
         **adam: Unpack[AdamHyperparameters],
     ) -> None:
-        self.reduce_norms: ReduceNorms = _norms_of_one_process
+        self.reduce_norms: ReduceNorms = _unreduced_norms
         super().__init__(params, {**adam_defaults(lr, **adam), "max_coeff": max_coeff, "min_coeff": min_coeff})
 
     def update(self) -> None:
-        """Take one step; collective where ``reduce_norms`` is."""
+        """Update every parameter that has a gradient; collective if ``reduce_norms`` is."""
         trained = [(group, p) for group, parameters in self.groups_with_gradients() for p in parameters]
         work = [(group, p, *self._direction(group, p)) for group, p in trained]
         norms = self.reduce_norms([(p, squares) for _, p, _, squares in work])
@@ -60,7 +63,7 @@ class Lamb(ClosureOptimizer):
             self._apply(p, direction, float(group["lr"]) * ratio)
 
     def _direction(self, group: dict[str, Any], p: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
-        """Advance the moments; the direction and the squared norms of ``p`` and of it."""
+        """Advance the moments of ``p``; return its update direction and the squared norms (``p``, direction)."""
         state = self.state[p]
         if not state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -94,9 +97,10 @@ class Lamb(ClosureOptimizer):
         denominator = (state["exp_avg_sq"] / correction2).sqrt_().add_(group["eps"])
         torch.div(state["exp_avg"] / correction1, denominator, out=direction)
         direction.add_(p, alpha=group["weight_decay"])
-        return direction, (_square(p), _square(direction))
+        return direction, (_squared_norm(p), _squared_norm(direction))
 
     def _apply(self, p: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
+        """Subtract ``factor * direction`` from ``p``."""
         if _has_kernel(p, direction):
             lamb_apply(
                 p.data_ptr(),
@@ -111,14 +115,16 @@ class Lamb(ClosureOptimizer):
             p.add_(direction, alpha=-factor)
 
 
-def _norms_of_one_process(partial: PartialNorms, /) -> list[tuple[float, ...]]:
+def _unreduced_norms(partial: PartialNorms, /) -> list[tuple[float, ...]]:
+    """Return the partial norms as they are: every tensor is a full parameter."""
     return [norms for _, norms in partial]
 
 
 def _has_kernel(p: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the CPU kernels can work on ``p`` together with ``other``, its gradient or direction."""
     plain = p.device.type == "cpu" and p.dtype in _DTYPES
     return plain and other.dtype == p.dtype and p.is_contiguous() and other.is_contiguous()
 
 
-def _square(x: torch.Tensor) -> float:
+def _squared_norm(x: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())

@@ -10,7 +10,7 @@ from .base import ClosureOptimizer
 
 
 class Lion(ClosureOptimizer):
-    """Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolation of gradient and moment, decoupled decay."""
+    """Lion (arXiv 2302.06675, algorithm 2): steps by the sign of gradient and moment interpolated, decoupled decay."""
 
     elementwise = True
 
@@ -20,7 +20,7 @@ class Lion(ClosureOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def update(self) -> None:
-        """Take one step, with one launch per operation and param group where torch can."""
+        """Update every parameter that has a gradient, with torch's foreach operations per param group."""
         for group, trained in self.groups_with_gradients():
             gradients = [p.grad for p in trained if p.grad is not None]
             for p in trained:

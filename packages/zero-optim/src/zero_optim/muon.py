@@ -15,10 +15,10 @@ _FLAG = "use_muon"
 
 
 class MuonWithAdam(ClosureOptimizer):
-    """torch.optim.Muon and torch.optim.AdamW behind one list of param groups; a group's ``use_muon`` chooses.
+    """torch.optim.Muon and torch.optim.AdamW behind one list of param groups; a group's ``use_muon`` selects one.
 
-    ``groups``: dicts with ``params``, ``use_muon``, and the hyperparameters of that optimizer. Muon came with torch
-    2.9: before, groups that use it raise ImportError.
+    ``groups``: dicts with ``params``, ``use_muon``, and the hyperparameters of the optimizer that it selects. Raises
+    ImportError for a group with ``use_muon`` before torch 2.9, which brought Muon.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -31,11 +31,12 @@ class MuonWithAdam(ClosureOptimizer):
         super().__init__(made, {})
 
     @classmethod
-    def over(cls, model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> MuonWithAdam:
-        """Split ``parameters`` of ``model`` (a list, or dicts with ``params``).
+    def from_model(cls, model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> MuonWithAdam:
+        """Return an optimizer of ``parameters`` (a list, or param groups as dicts), matrices by Muon, others by AdamW.
 
-        A parameter's own attribute ``use_muon`` decides where it has one, else matrices go to Muon, except embeddings
-        and what shares a weight with one.
+        A parameter's own attribute ``use_muon``, where it has one, decides instead. Weights of ``model``'s embeddings,
+        also where another module shares them, go to AdamW. ``arguments``: ``lr``, ``momentum``, ``betas``, ``eps``,
+        ``weight_decay``, and optionally ``muon_lr`` and ``adam_lr``.
         """
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         listed = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]
@@ -56,7 +57,7 @@ class MuonWithAdam(ClosureOptimizer):
         return cls(groups)
 
     def update(self) -> None:
-        """Take one step of each group's optimizer, which keeps its states in this one's."""
+        """Update every parameter that has a gradient by its group's optimizer, with states kept in ``self.state``."""
         for group, trained in self.groups_with_gradients():
             kind = muon_class() if group[_FLAG] else torch.optim.AdamW
             part = kind([{**{k: v for k, v in group.items() if k != _FLAG}, "params": trained}])

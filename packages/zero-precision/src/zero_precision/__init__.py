@@ -1,4 +1,4 @@
-"""Say in which dtype each thing lives, and keep the loss scale honest."""
+"""Dtypes of all that training keeps or sends, loss scales, and codecs of block quantisation."""
 
 from zero_precision.blocks import BlockFormat, BlockQuantizer, TorchBlockQuantizer
 from zero_precision.codec import BlockCodec

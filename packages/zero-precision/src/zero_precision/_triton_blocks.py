@@ -1,10 +1,10 @@
-"""Triton kernels of the block codecs, with the bits of `TorchBlockQuantizer`. Imports triton.
+"""Triton kernels of the block codecs, bitwise equal to `TorchBlockQuantizer`. Imports triton.
 
-[Note: the same bits everywhere] Codes and bfloat16 are rounded in integer arithmetic on the bits of the float32 that is
-to be rounded: nothing can be fused with it, and Triton's interpreter, which truncates to bfloat16, does it too. What is
-left are divisions, which `div_rn` rounds as IEEE 754 says, and products. No denormal number decides over a code: blocks
-that small are zeros, and elements that small beside 2^-100 are rounded to zero. So it is the same whether the hardware
-flushes denormal numbers or not.
+[Note: the same bits everywhere] Rounding to codes and to bfloat16 is integer arithmetic on the bits of a float32. The
+compiler cannot fuse it with floating-point operations, and it also works in Triton's interpreter, whose own conversion
+to bfloat16 truncates. The only floating-point operations are products, and divisions by `div_rn`, which rounds as IEEE
+754 says. Denormal numbers never change a code: a block that small is encoded as zeros, and an element that small in a
+block above 2^-100 rounds to zero. So it does not matter whether the hardware flushes denormal numbers to zero.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _TILE = 4096  # elements that one program holds at a time
 
 
 class _Format(NamedTuple):
-    """``limit``: the largest magnitude of a code; ``largest``: its bits without the sign; ``mantissa``, ``bias``: of
-    fp8, zeros for integers; ``special``: the first fp8 code that is no number."""
+    """A format's codes. ``limit``: the largest magnitude; ``largest``: its code's bits without the sign; ``mantissa``
+    (bits), ``bias`` (of the exponent): 0 for integers; ``special``: the first fp8 code that is infinity or NaN.
+    """
 
     limit: float
     largest: int
@@ -40,7 +41,7 @@ _FORMATS = {
 
 @triton.jit
 def _nearest_integer(bits, power: tl.constexpr):
-    """2^power times the float32 >= 0 with these bits, as an integer, ties to even; below 2^23."""
+    """Return 2^power times the float32 >= 0 with these bits as the nearest integer, ties to even; below 2^23."""
     shift = tl.maximum(tl.minimum(149 - power - (bits >> 23), 24), 0)  # leaves one binary digit after the point
     mantissa = (bits & 0x7FFFFF) | 0x800000
     halves = mantissa >> shift
@@ -51,7 +52,7 @@ def _nearest_integer(bits, power: tl.constexpr):
 
 @triton.jit
 def _codes(scaled, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """The codes of float32 numbers that were divided by their block's scale."""
+    """Return the codes of ``scaled``: float32 elements over their block's scale. Integer codes may be negative."""
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     if MANTISSA == 0:
@@ -81,7 +82,10 @@ def _encode(
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """ROWS blocks, COLUMNS elements of each at a time: the largest magnitude first, then the codes."""
+    """Write the payload and scales of ROWS blocks, in a pass for the largest magnitudes and one for the codes.
+
+    Each pass reads COLUMNS elements of every block at a time.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     largest = tl.zeros((ROWS,), tl.int32)
@@ -132,7 +136,7 @@ def _decode(
     SPECIAL: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ):
-    """TILE elements: codes times scales. With BFLOAT16 ``out`` points to its numbers' bits, as int16."""
+    """Write TILE elements, codes times scales, to ``out``: with BFLOAT16 as int16, the bits of bfloat16."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     here = place < numel
     if NIBBLES:
@@ -164,7 +168,7 @@ def _decode(
 
 
 class TritonBlockQuantizer:
-    """`BlockQuantizer` by Triton: of tensors on a CUDA device, or on the CPU in Triton's interpreter."""
+    """`BlockQuantizer` by Triton, for tensors on a CUDA device, or on the CPU in Triton's interpreter."""
 
     def quantize_blocks(self, x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
         """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`."""

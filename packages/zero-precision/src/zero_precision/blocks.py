@@ -1,4 +1,4 @@
-"""The arithmetic of block codecs: the contract, and plain torch."""
+"""The arithmetic of block codecs: its definition, and an implementation in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BlockFormat = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2"]
 
 LARGEST_CODE: dict[str, float] = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 SMALLEST_BLOCK = 2.0**-100
-"""A block whose largest magnitude is below is zero."""
+"""A block whose largest magnitude is below this is encoded as zeros."""
 
 _FP8_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
@@ -22,20 +22,23 @@ class BlockQuantizer(Protocol):
     Codes are one byte each, for `int4` half a byte (element 2i in the low half of byte i, element 2i + 1 in the high
     half): two's complement for the integers, the bits of torch's dtype for fp8. With the largest code L (127, 7, 448,
     57344), a block of absolute maximum m has the scale m / L and the codes x * (L / m), rounded to the nearest, ties
-    to even, all in float32. A block below 2^-100 is zero: its scale and codes are 0. A block that holds a NaN or an
-    infinity has the scale infinity, the codes 1 and -1 where an infinity is, and 0 elsewhere: infinities survive with
-    their sign, all else of that block becomes NaN, and no overflow is hidden.
+    to even, all in float32. A block with m below 2^-100 has the scale 0 and the codes 0. A block that holds a NaN or an
+    infinity has the scale infinity, the codes 1 and -1 for its infinities, and 0 elsewhere: infinities survive with
+    their sign, all other elements of the block become NaN, and no overflow is hidden.
     """
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8, one byte for each code or two) and scales (float32, ceil(numel / block))."""
+        """Return the payload and the scales of the contiguous 1-D floating tensor `x`, on its device.
+
+        The payload is uint8: one byte per element, for `int4` one per two. Scales are float32, ceil(numel / block).
+        """
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write code x scale into `out` (1-D, floating, of the original length)."""
+        """Write code x scale into `out` (contiguous, 1-D, floating, of the original length)."""
 
 
 class TorchBlockQuantizer:
-    """`BlockQuantizer` in plain torch, on any device: the reference for kernels."""
+    """`BlockQuantizer` in plain torch, on any device: the reference for the kernels."""
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
         """Return payload (uint8) and scales (float32) of the 1-D tensor `x`."""
@@ -58,7 +61,10 @@ class TorchBlockQuantizer:
 
 
 def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Return x / scale as float32 rows of `block` elements (the tail padded with zeros), and the scales."""
+    """Return x / scale as float32 rows of `block` elements (the tail padded with zeros), and the scales.
+
+    ``limit``: the largest code. For a block with NaN or infinities the row has the codes themselves.
+    """
     padded = x.new_zeros(-(-x.numel() // block) * block, dtype=torch.float32)
     padded[: x.numel()].copy_(x)
     rows = padded.view(-1, block)
@@ -72,11 +78,13 @@ def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
+    """Return an even number of `int4` codes, one per byte, as two per byte: the even element in the low half."""
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] & 0x0F) | (pairs[:, 1] << 4)
 
 
 def _unpack_nibbles(payload: Tensor, numel: int) -> Tensor:
+    """Return the first `numel` codes of a payload of nibbles, one per byte, as uint8 in two's complement."""
     signed = payload.view(torch.int8)
     low = (signed << 4) >> 4
     high = signed >> 4

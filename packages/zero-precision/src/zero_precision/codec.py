@@ -1,4 +1,4 @@
-"""Block quantisation of flat tensors, for the wire and for quantised states."""
+"""The codec of block quantisation: flat tensors to payload and scales, for collectives and for quantised states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_precision.device_blocks import DeviceBlockQuantizer
 from zero_precision.dtypes import PrecisionError
 
 _HALF_STEP: dict[str, float] = {"int8": 0.5, "int4": 0.5, "fp8_e4m3": 16.0, "fp8_e5m2": 4096.0}  # at the largest code
-_FLOAT32_PRODUCTS = 2.0**-13  # what rounding x * (L / m) and code * (m / L) adds to half a step, relatively
+_FLOAT32_PRODUCTS = 2.0**-13  # relative to half a step: the float32 rounding of x * (L / m) and code * (m / L)
 
 
 class BlockCodec:
@@ -23,16 +23,16 @@ class BlockCodec:
       whichever is larger;
 
     each plus 2^-13 of itself for float32 rounding, and the rounding of `out` where its dtype is narrower than float32.
-    `error_bound` has the same for a whole block. A block below 2^-100 decodes to zeros. NaN and infinities survive,
-    and of a block that holds one nothing decodes to a finite number.
+    `error_bound` returns the largest one of each block. A block with m below 2^-100 decodes to zeros. A NaN decodes to
+    NaN, an infinity to itself, and no element of their block to a finite number.
 
-    Blocks are anchored at element 0, so an encoder is applied to whole shards, and shards whose boundaries are
-    multiples of `block` encode to the bytes of the whole.
+    Blocks are anchored at element 0. So shards are encoded one by one, and if their boundaries are multiples of
+    `block`, their payloads and scales in a row are those of the full tensor.
 
     Args:
         format: one of the four above.
         block: elements per scale; a positive even number.
-        quantizer: the implementation, `DeviceBlockQuantizer` unless given.
+        quantizer: the implementation; None: `DeviceBlockQuantizer`.
 
     Raises `PrecisionError` for a wrong argument, and on `encode` / `decode` for tensors of the wrong shape or dtype.
     """
@@ -50,11 +50,11 @@ class BlockCodec:
         self._quantizer: BlockQuantizer = DeviceBlockQuantizer() if quantizer is None else quantizer
 
     def payload_nbytes(self, numel: int) -> int:
-        """Return the bytes of the payload of `numel` elements."""
+        """Return the number of bytes in the payload of `numel` elements."""
         return (numel + 1) // 2 if self.format == "int4" else numel
 
     def scales_numel(self, numel: int) -> int:
-        """Return how many float32 scales `numel` elements have."""
+        """Return the number of float32 scales of `numel` elements."""
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,17 +64,20 @@ class BlockCodec:
         return self._quantizer.quantize_blocks(x.detach().contiguous(), self.format, self.block)
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write the elements of (`payload`, `scales`) into `out`, 1-D and floating, whose length says how many."""
+        """Decode (`payload`, `scales`) of `out.numel()` elements into `out` (contiguous, 1-D, floating)."""
         self._check_decode(payload, scales, out)
         self._quantizer.dequantize_blocks(payload, scales, out, self.format, self.block)
 
     def error_bound(self, scales: Tensor) -> Tensor:
-        """Return, for each block's scale, the largest |decoded - encoded| of its elements in float32; infinity for
-        blocks that hold a NaN or an infinity."""
+        """Return an upper bound of |decoded - original| for each block, in float32, from the blocks' scales.
+
+        It is infinite for blocks that hold a NaN or an infinity, and does not count the rounding to a narrower `out`.
+        """
         bound = scales * (_HALF_STEP[self.format] * (1.0 + _FLOAT32_PRODUCTS))
         return torch.where(scales == 0, SMALLEST_BLOCK, bound)
 
     def _check_decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+        """Raise `PrecisionError` unless `payload` and `scales` have the dtypes and sizes that `out` calls for."""
         if out.dim() != 1 or not out.is_floating_point() or not out.is_contiguous():
             raise PrecisionError(
                 f"BlockCodec.decode: expected a contiguous 1-D floating `out`, got {tuple(out.shape)} {out.dtype}"

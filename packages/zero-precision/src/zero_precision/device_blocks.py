@@ -1,4 +1,4 @@
-"""Choose the implementation of the block codecs that serves a device."""
+"""Choose the implementation of the block codecs by device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from zero_precision.blocks import BlockFormat, BlockQuantizer, TorchBlockQuantiz
 class DeviceBlockQuantizer:
     """`BlockQuantizer` for tensors on any device: Triton kernels on CUDA devices, plain torch elsewhere.
 
-    torch's CUDA builds bring triton along; it is imported when the first CUDA tensor comes. Where it cannot be, plain
-    torch serves CUDA too. The bits are the same either way, and `describe` says which it is.
+    torch's CUDA builds include triton, which is imported at the first CUDA tensor. Where the import fails, CUDA tensors
+    use plain torch too. Results are bitwise equal; `describe` says which implementation is in use.
     """
 
     def __init__(self) -> None:
@@ -22,29 +22,29 @@ class DeviceBlockQuantizer:
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
         """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`."""
-        return self._serving(x.device).quantize_blocks(x, format, block)
+        return self._for_device(x.device).quantize_blocks(x, format, block)
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
         """Write the decoded elements into the 1-D tensor `out`."""
-        self._serving(out.device).dequantize_blocks(payload, scales, out, format, block)
+        self._for_device(out.device).dequantize_blocks(payload, scales, out, format, block)
 
     def describe(self, device: torch.device) -> str:
-        """Return in words what serves tensors on `device`, and why it is not Triton on a CUDA device."""
+        """Return the name of the implementation for `device`, for people; on CUDA without Triton also the reason."""
         if device.type != "cuda":
             return "plain torch"
-        _, said = _kernels()
+        _, said = _triton_quantizer()
         return said
 
-    def _serving(self, device: torch.device) -> BlockQuantizer:
+    def _for_device(self, device: torch.device) -> BlockQuantizer:
         if device.type != "cuda":
             return self._torch
-        kernels, _ = _kernels()
+        kernels, _ = _triton_quantizer()
         return kernels or self._torch
 
 
 @functools.cache
-def _kernels() -> tuple[BlockQuantizer | None, str]:
-    """Triton's quantizer, None where triton cannot be imported, and a line for people."""
+def _triton_quantizer() -> tuple[BlockQuantizer | None, str]:
+    """Return Triton's quantizer, None where triton cannot be imported, and a description for people."""
     try:
         import triton
 

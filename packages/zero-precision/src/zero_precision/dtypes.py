@@ -17,7 +17,7 @@ TRAINING_DTYPES = tuple(_ALIASES)
 
 
 class PrecisionError(ValueError):
-    """A dtype, policy or loss scale that cannot be right; the message says what to use instead."""
+    """A dtype, policy, codec argument or loss scale is not valid; the message says what to use instead."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -28,7 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def parse_dtype(name: str | torch.dtype) -> torch.dtype:
     """Return the training dtype called `name`: `"bf16"`, `"bfloat16"`, `"torch.bfloat16"`, `"BF16"` and the like.
 
-    Raises `PrecisionError` for a name that is not a training dtype.
+    A dtype is returned as it is. Raises `PrecisionError` for anything that is not a training dtype.
     """
     if isinstance(name, torch.dtype):
         dtype: torch.dtype | None = name if name in _ALIASES else None

@@ -14,71 +14,77 @@ class LossScaleError(PrecisionError):
 
 
 class LossScale(Protocol):
-    """The calls that the engine makes of a loss scale.
+    """A loss scale, as the engine uses it.
 
     The loss is multiplied by `scale` before backward and the reduced gradient by `1 / scale` before clipping. After
     all ranks agreed whether any gradient is inf or NaN, `update(overflow)` is called once per optimizer step.
     """
 
     @property
-    def scale(self) -> float: ...
+    def scale(self) -> float:
+        """Return the factor of the next loss."""
 
     def update(self, overflow: bool) -> bool:
-        """Record the outcome; return True when the optimizer step is to be taken, False when it is to be skipped."""
+        """Adapt the scale to the outcome of a step, and return whether the optimizer is to take the step.
 
-    def state_dict(self) -> dict[str, Any]: ...
+        ``overflow``: a gradient on any rank is inf or NaN; the same on all ranks.
+        """
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data for a checkpoint; ``kind`` names the class of loss scale."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a loss scale of this kind; ignore that of another kind."""
 
 
 class NoLossScale:
-    """The null loss scale: `scale` is 1.0 for ever, and a step is skipped exactly when its gradient is not finite."""
+    """No loss scale: `scale` is always 1.0, and a step is skipped if and only if its gradient is not finite."""
 
     scale = 1.0
 
     def update(self, overflow: bool) -> bool:
-        """Return True when the step is to be taken: there was no overflow."""
+        """Return whether the optimizer is to take the step: not after an overflow."""
         return not overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data that says which loss scale this is."""
+        """Return plain data for a checkpoint: the kind of this loss scale."""
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Accept the state of any loss scale: there is nothing to restore."""
+        """Ignore the state: there is nothing to restore."""
 
 
 class StaticLossScale:
-    """A constant loss scale; a step is skipped exactly when its gradient is not finite.
+    """A constant loss scale; a step is skipped if and only if its gradient is not finite.
 
     Raises `PrecisionError` unless `scale` is a positive finite number.
     """
 
     def __init__(self, scale: float) -> None:
-        self._scale = _positive("loss_scale", scale)
+        self._scale = _positive_float("loss_scale", scale)
 
     @property
     def scale(self) -> float:
-        """The constant that the loss is multiplied by."""
+        """Return the constant factor of the loss."""
         return self._scale
 
     def update(self, overflow: bool) -> bool:
-        """Return True when the step is to be taken: there was no overflow."""
+        """Return whether the optimizer is to take the step: not after an overflow."""
         return not overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data that says which loss scale this is."""
+        """Return plain data for a checkpoint: the kind of this loss scale."""
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Accept the state of any loss scale; the configured constant stays."""
+        """Ignore the state: the configured constant stays."""
 
 
 class DynamicLossScale:
     """A loss scale that halves after overflows and doubles after a clean window, as DeepSpeed defines it.
 
-    With i counting the calls of `update` from 0, j the last call that overflowed (-1 before any) and h the hysteresis
-    that is left (it starts at `hysteresis`):
+    Let i be the number of this call of `update` (from 0), j that of the last call with an overflow (-1 before any), and
+    h the hysteresis that is left (at first `hysteresis`):
 
     - overflow: if h > 1, h becomes h - 1 and the scale stays; else scale = max(scale / 2, min_loss_scale). An overflow
       with h = 1 while the scale is at the minimum raises `LossScaleError`. Then j = i. The step is skipped.
@@ -98,22 +104,25 @@ class DynamicLossScale:
         consecutive_hysteresis: bool = False,
         min_loss_scale: float = 1.0,
     ) -> None:
-        self._window = _at_least_one("loss_scale_window", loss_scale_window)
-        self._hysteresis = _at_least_one("hysteresis", hysteresis)
-        self._minimum = _positive("min_loss_scale", min_loss_scale)
+        self._window = _positive_int("loss_scale_window", loss_scale_window)
+        self._hysteresis = _positive_int("hysteresis", hysteresis)
+        self._minimum = _positive_float("min_loss_scale", min_loss_scale)
         self._consecutive = bool(consecutive_hysteresis)
-        self._scale = _initial_scale(initial_scale_power, self._minimum)
+        self._scale = _checked_initial_scale(initial_scale_power, self._minimum)
         self._calls = 0
         self._last_overflow = -1
         self._hysteresis_left = self._hysteresis
 
     @property
     def scale(self) -> float:
-        """The number that the next loss is to be multiplied by."""
+        """Return the factor of the next loss."""
         return self._scale
 
     def update(self, overflow: bool) -> bool:
-        """Record one step; return True when it is to be taken. Raises `LossScaleError` at the minimum scale."""
+        """Adapt the scale to the outcome of a step; return whether the optimizer is to take the step.
+
+        Raises `LossScaleError` for an overflow at the minimum scale, once the hysteresis is used up.
+        """
         if overflow:
             self._shrink()
             self._last_overflow = self._calls
@@ -123,6 +132,7 @@ class DynamicLossScale:
         return not overflow
 
     def _shrink(self) -> None:
+        """Use up one unit of hysteresis, or halve the scale."""
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
             return
@@ -136,6 +146,7 @@ class DynamicLossScale:
         self._scale = max(self._scale / 2.0, self._minimum)
 
     def _grow(self) -> None:
+        """Refill the hysteresis and double the scale where the clean calls so far allow it."""
         if self._consecutive:
             self._hysteresis_left = self._hysteresis
         clean_before = self._calls - self._last_overflow - 1
@@ -144,7 +155,7 @@ class DynamicLossScale:
             self._scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its counters as plain data."""
+        """Return the scale and its counters as plain data for a checkpoint."""
         return {
             "kind": "dynamic",
             "scale": self._scale,
@@ -154,34 +165,35 @@ class DynamicLossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where another dynamic loss scale was; the state of another kind leaves the configured start.
+        """Continue with the state of a dynamic loss scale; ignore that of another kind.
 
-        The window, hysteresis and minimum are those of this object. Raises `PrecisionError` for a broken state.
+        The window, hysteresis and minimum of this object stay. Raises `PrecisionError` for missing keys or bad values.
         """
         if state.get("kind") != "dynamic":
             return
         missing = [key for key in ("scale", "calls", "last_overflow", "hysteresis_left") if key not in state]
         if missing:
             raise PrecisionError(f"loss scale state: expected the keys of state_dict(), missing {', '.join(missing)}")
-        self._scale = max(_positive("scale", state["scale"]), self._minimum)
+        self._scale = max(_positive_float("scale", state["scale"]), self._minimum)
         self._calls = int(state["calls"])
         self._last_overflow = int(state["last_overflow"])
-        self._hysteresis_left = min(_at_least_one("hysteresis_left", state["hysteresis_left"]), self._hysteresis)
+        self._hysteresis_left = min(_positive_int("hysteresis_left", state["hysteresis_left"]), self._hysteresis)
 
 
-def _positive(name: str, value: float) -> float:
+def _positive_float(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise PrecisionError(f"{name}: expected a positive finite number, got {value!r}")
     return float(value)
 
 
-def _at_least_one(name: str, value: int) -> int:
+def _positive_int(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PrecisionError(f"{name}: expected an integer of at least 1, got {value!r}")
     return value
 
 
-def _initial_scale(power: int, minimum: float) -> float:
+def _checked_initial_scale(power: int, minimum: float) -> float:
+    """Return 2**power; `PrecisionError` unless ``power`` is 0 to 127 and the result at least ``minimum``."""
     if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 127:
         raise PrecisionError(f"initial_scale_power: expected an integer from 0 to 127, got {power!r}")
     if 2.0**power < minimum:

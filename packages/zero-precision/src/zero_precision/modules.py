@@ -1,4 +1,4 @@
-"""Choose the parameters that keep float32 and those gathered in the autocast dtype, and cast inputs."""
+"""Select the parameters that stay in float32 and those to gather in the autocast dtype; cast inputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zero_precision.policy import KeepPattern, PrecisionPolicy
 T = TypeVar("T")
 
 AUTOCAST_MODULES: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
-"""Modules whose own parameters torch autocast casts at every use, by exact class."""
+"""Classes of modules whose own parameters torch autocast casts at every use; subclasses do not count."""
 
 
 def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: bool = True) -> frozenset[str]:
     """Return the names of the floating parameters and buffers that stay in float32, tied names included.
 
-    A string is compared with whole dotted parts anywhere in the name, `*` standing for any characters: `norm` selects
-    `layers.0.norm.weight` but not `layernorm.weight`, which `*norm` does. A module class selects everything inside its
-    instances. A tied tensor is kept under all of its names as soon as one is selected. With `strict` a pattern that
+    A string matches complete dotted parts anywhere in a name, and `*` any characters: `norm` selects
+    `layers.0.norm.weight` but not `layernorm.weight`, which `*norm` selects. A module class selects everything inside
+    its instances. A tied tensor with one selected name is kept under all its names. With `strict` a pattern that
     selects nothing raises `PrecisionError` with the nearest name.
     """
     tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -35,7 +35,7 @@ def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: boo
     for pattern in patterns:
         found = _select(module, names, pattern)
         if strict and not found:
-            raise PrecisionError(_nothing_selected(names, pattern))
+            raise PrecisionError(_nothing_selected_message(names, pattern))
         kept |= found
     identities = {id(names[name]) for name in kept}
     return frozenset(name for name, tensor in names.items() if id(tensor) in identities)
@@ -44,8 +44,8 @@ def keep_fp32(module: nn.Module, patterns: Iterable[KeepPattern], *, strict: boo
 def kept_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     """Return the names of all parameters and buffers of `module` that stay in float32 under `policy`.
 
-    Those that `policy.keep_fp32` selects and, with `policy.keep_declared_fp32`, those that the model declares. Empty
-    when parameters are float32 or float64 anyway. Raises `PrecisionError` for a pattern that selects nothing.
+    `policy.keep_fp32` selects them and, with `policy.keep_declared_fp32`, the model's own declarations too. Empty when
+    `policy.param_dtype` is float32 or float64. Raises `PrecisionError` for a pattern that selects nothing.
     """
     if policy.param_dtype.itemsize >= torch.float32.itemsize:
         return frozenset()
@@ -56,8 +56,9 @@ def kept_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
 def declared_keep_fp32(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     """Return the patterns for `keep_fp32` that Hugging Face models declare for themselves, sorted.
 
-    `_keep_in_fp32_modules_strict` holds for bfloat16 and float16, `_keep_in_fp32_modules` for float16 only; any other
-    `dtype` needs none. Lists of submodules apply below that submodule; entries that select nothing are left out.
+    `_keep_in_fp32_modules_strict` applies to bfloat16 and float16, `_keep_in_fp32_modules` to float16 only; for any
+    other `dtype` the result is empty. A submodule's declarations apply inside it; those that select nothing are left
+    out.
     """
     attributes = {
         torch.float16: ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"),
@@ -76,11 +77,11 @@ def autocast_dtypes(
 ) -> dict[str, torch.dtype]:
     """Return for every floating parameter name the dtype to gather it in while torch autocast runs in `dtype`.
 
-    Autocast casts the weights of matrix products at each use and autograd keeps those copies, so gathering a sharded
-    weight in its own dtype would hold it twice. Parameters owned directly by a module whose class is exactly one of
-    `eligible` (`AUTOCAST_MODULES` unless given) are gathered in `dtype`; a parameter shared with any other module, and
-    float64, which autocast never touches, keep their own. Values are the same as autocast's: its cast and the gather's
-    round once.
+    Autocast casts the weights of matrix products at each use and autograd keeps those copies, so a sharded weight that
+    is gathered in its own dtype would be in memory twice. The dtype is `dtype` for parameters owned directly by modules
+    whose class is exactly one of `eligible` (None: `AUTOCAST_MODULES`). It is the parameter's own if another module
+    shares it, and for float64, which autocast never casts. Values equal autocast's, as either cast rounds once. Raises
+    `PrecisionError` for a `dtype` other than bfloat16 and float16.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise PrecisionError(f"autocast: expected bfloat16 or float16, got {dtype}")
@@ -100,7 +101,7 @@ def autocast_dtypes(
 def cast_floating(tree: T, dtype: torch.dtype) -> T:
     """Return `tree` with every floating tensor in it cast to `dtype`; gradients flow through the cast.
 
-    Tensors inside tuples, lists, dicts, named tuples and classes registered with torch's pytree are found; integer,
+    Tensors are found inside tuples, lists, dicts, named tuples and classes registered with torch's pytree. Integer,
     boolean and complex tensors and all other objects stay as they are.
     """
 
@@ -111,6 +112,7 @@ def cast_floating(tree: T, dtype: torch.dtype) -> T:
 
 
 def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> set[str]:
+    """Return those of ``names`` that the pattern selects in ``module``, see `keep_fp32`."""
     if isinstance(pattern, str):
         expression = re.compile(rf"(^|\.){'.*'.join(map(re.escape, pattern.split('*')))}($|\.)")
         return {name for name in names if expression.search(name)}
@@ -118,7 +120,8 @@ def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> se
     return {name for name in names if any(not prefix or name.startswith(f"{prefix}.") for prefix in prefixes)}
 
 
-def _nothing_selected(names: Iterable[str], pattern: KeepPattern) -> str:
+def _nothing_selected_message(names: Iterable[str], pattern: KeepPattern) -> str:
+    """Return the text of the error for a pattern that selects none of ``names``."""
     if not isinstance(pattern, str):
         return f"keep_fp32: the model has no module of class {pattern.__name__} with floating parameters"
     parts = sorted({part for name in names for part in name.split(".")})

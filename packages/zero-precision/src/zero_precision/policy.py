@@ -1,4 +1,4 @@
-"""In which dtype each thing lives: one frozen table."""
+"""The dtypes of parameters, gradients, messages, master and states, as one frozen table."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from torch import nn
 from zero_precision.dtypes import TRAINING_DTYPES, PrecisionError, dtype_name, itemsize
 
 KeepPattern = str | type[nn.Module]
-"""A module or parameter name pattern, or a module class; see `keep_fp32`."""
+"""A pattern of names (of modules, parameters or buffers), or a module class; see `keep_fp32`."""
 
 
 class PolicyRow(NamedTuple):
-    """One row of the table: the thing, its dtype, bytes per element, and the stage from which it is sharded."""
+    """One row of the table: the thing, its dtype, bytes per element (0 if it has none of its own), and the lowest stage
+    that shards it, None if no stage does.
+    """
 
     thing: str
     dtype: str
@@ -25,20 +27,20 @@ class PolicyRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtype of every thing that training keeps or sends.
+    """The dtypes of all that training keeps or sends.
 
     Attributes:
         param_dtype: the parameters that forward and backward compute with.
-        accumulate_dtype: the reduced gradient: its local sum, its shard, and accumulation over micro-batches.
-        wire_dtype: gradients while they travel between ranks.
+        accumulate_dtype: reduced gradients: their sum over ranks, their shards, their sum over micro-batches.
+        wire_dtype: gradients in messages between ranks.
         master_dtype: the high-precision copy that the optimizer updates; None, or the parameter dtype itself, means
             that there is no copy and the optimizer updates the parameters.
         state_dtype: the optimizer's moments.
         buffer_dtype: floating module buffers; None leaves them as they are.
         keep_fp32: modules whose parameters stay in float32 when `param_dtype` is narrower (see `keep_fp32`).
-        keep_declared_fp32: keep also what a model declares for itself (see `declared_keep_fp32`).
+        keep_declared_fp32: keep in float32 also what the model itself declares (see `declared_keep_fp32`).
 
-    Raises `PrecisionError` when two dtypes cannot go together.
+    Raises `PrecisionError` for dtypes that do not fit together.
     """
 
     param_dtype: torch.dtype = torch.float32
@@ -62,7 +64,7 @@ class PrecisionPolicy:
 
     @classmethod
     def full(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> PrecisionPolicy:
-        """Everything in one dtype, float32 or float64, without a master copy; `overrides` replace single fields."""
+        """Return a policy with all in float32 or float64 (`dtype`) and no master; `overrides` replace single fields."""
         if dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"PrecisionPolicy.full: expected float32 or float64, got {dtype}; for half precision use "
@@ -73,17 +75,20 @@ class PrecisionPolicy:
 
     @classmethod
     def bf16(cls, **overrides: Any) -> PrecisionPolicy:
-        """Parameters and wire in bfloat16; accumulation, master and state in float32."""
+        """Return a policy with parameters and wire in bfloat16; accumulation, master and state in float32."""
         return cls._mixed(torch.bfloat16, overrides)
 
     @classmethod
     def fp16(cls, **overrides: Any) -> PrecisionPolicy:
-        """Parameters and wire in float16; accumulation, master and state in float32; needs a loss scale."""
+        """Return a policy with parameters and wire in float16; accumulation, master and state in float32.
+
+        It needs a loss scale.
+        """
         return cls._mixed(torch.float16, overrides)
 
     @classmethod
     def pure_bf16(cls, **overrides: Any) -> PrecisionPolicy:
-        """Everything in bfloat16 without a master copy: 8 bytes per parameter with Adam instead of 18.
+        """Return a policy with all in bfloat16 and no master: 8 bytes per parameter with Adam instead of 18.
 
         An update smaller than 2^-9 of the weight is lost to rounding; see the package's documentation.
         """
@@ -97,29 +102,29 @@ class PrecisionPolicy:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """The dtype that autograd delivers into the flat gradient buffer: always the parameter dtype."""
+        """Return the dtype of gradients as autograd writes them: always the parameter dtype."""
         return self.param_dtype
 
     @property
     def has_master(self) -> bool:
-        """True when the optimizer updates a copy instead of the parameters themselves."""
+        """Return whether the optimizer updates a master instead of the parameters themselves."""
         return self.master_dtype is not None and self.master_dtype != self.param_dtype
 
     @property
     def update_dtype(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer updates: the master's, or the parameters' without one."""
+        """Return the dtype of the weights that the optimizer updates: the master's, without one the parameters'."""
         return self.param_dtype if self.master_dtype is None else self.master_dtype
 
     @property
     def needs_loss_scale(self) -> bool:
-        """True for float16 parameters: their gradients underflow without a loss scale."""
+        """Return whether parameters are float16: their gradients underflow without a loss scale."""
         return self.param_dtype == torch.float16
 
     def bytes_per_parameter(self, stage: int, world_size: int, *, state_tensors: int = 2) -> float:
         """Return the bytes of model state that one rank holds per parameter of the model.
 
-        `p + a + K` with p the parameter's bytes, a the accumulated gradient's and K = master + `state_tensors` x state;
-        divided by `world_size`: K from stage 1, a from stage 2, p from stage 3 (ZeRO, arXiv 1910.02054, section 5).
+        It is `p + a + K`: p bytes of the parameter, a of the accumulated gradient, K = master + `state_tensors` x
+        state. `world_size` divides K from stage 1, a from stage 2, p from stage 3 (ZeRO, arXiv 1910.02054, section 5).
         The paper's 16 bytes are `PrecisionPolicy.fp16(accumulate_dtype=torch.float16)`. `state_tensors` is 2 for Adam,
         1 for SGD with momentum, Lion and Adagrad, 0 for SGD. Raises `PrecisionError` for a stage or size out of range.
         """
@@ -134,7 +139,7 @@ class PrecisionPolicy:
         return sum(nbytes / (world_size if stage >= sharded else 1) for nbytes, sharded in (*terms, (optimizer, 1)))
 
     def table(self) -> tuple[PolicyRow, ...]:
-        """Return one row per thing: its dtype, bytes per element, and the stage from which it is sharded."""
+        """Return the policy as rows, one per thing that has a dtype."""
         master = self.master_dtype if self.has_master else None
         rows = [
             PolicyRow("parameter", dtype_name(self.param_dtype), self.param_dtype.itemsize, 3),
@@ -152,6 +157,7 @@ class PrecisionPolicy:
         return tuple(rows)
 
     def __str__(self) -> str:
+        """Return `table` as text, one line per row below a header."""
         header = ("thing", "dtype", "bytes", "sharded from")
         body = [(r.thing, r.dtype, str(r.nbytes or "-"), _stage_text(r.sharded_from)) for r in self.table()]
         widths = [max(len(row[column]) for row in (header, *body)) for column in range(len(header))]
@@ -177,6 +183,7 @@ class PrecisionPolicy:
             )
 
     def _check_not_narrower(self, field: str, than: str) -> None:
+        """Raise `PrecisionError` if the dtype of ``field`` is narrower than that of the field ``than``; None passes."""
         dtype, other = getattr(self, field), getattr(self, than)
         if dtype is not None and dtype.itemsize < other.itemsize:
             raise PrecisionError(
@@ -189,6 +196,7 @@ _DTYPE_FIELDS = ("param_dtype", "accumulate_dtype", "wire_dtype", "master_dtype"
 
 
 def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
+    """Return the patterns as a tuple; `PrecisionError` unless they are a list of names and module classes."""
     if isinstance(patterns, (str, type)):
         raise PrecisionError(f"PrecisionPolicy.keep_fp32: expected a list of patterns, got {patterns!r}")
     for pattern in patterns:

@@ -21,12 +21,14 @@ _ERRORS = ("worker_error", "server_error")
 
 
 class OneBitOptimizer(ClosureOptimizer):
-    """Replaces the average of gradients by the average of something that one bit per element and error feedback can
-    carry. A `zero_partition.AveragingOptimizer`; without `connect` there is one rank, and nothing is lost.
+    """Base of optimizers that in most steps average their momenta over the ranks instead of the gradients, with one bit
+    per element and error feedback.
 
-    Moments are kept per parameter; what is averaged goes in one message for all of them, one scale for every 512
-    elements. An element whose second moment is zero when that is frozen stays where it is: its step has no size.
-    Parameters without a gradient are skipped while gradients are averaged, and count as having a zero one afterwards.
+    It is a `zero_partition.AveragingOptimizer`. Until `connect` it averages over one rank, which changes nothing.
+
+    The tensors of all parameters are averaged in one message, with one scale for every 512 elements. An element whose
+    second moment is zero when that is frozen is no longer updated, as nothing scales its step. A parameter without a
+    gradient is skipped in steps with averaged gradients; in the others its gradient counts as zero.
 
     ``steps`` in the param groups counts the steps taken.
     """
@@ -38,69 +40,73 @@ class OneBitOptimizer(ClosureOptimizer):
 
     @property
     def steps(self) -> int:
-        """Steps taken."""
+        """Return the number of steps taken."""
         return int(self.param_groups[0]["steps"])
 
     @property
     def wants_own_gradients(self) -> bool:
-        """Return whether the next step takes this rank's own gradients."""
-        return self._on_own(self.steps + 1)
+        """Return whether the next step needs this rank's own gradients instead of the ranks' average."""
+        return self._uses_own_gradients(self.steps + 1)
 
     def connect(self, group: Group) -> None:
-        """Average over ``group`` from now on."""
+        """Average over ``group`` from now on; called before the first step."""
         self._group = group
 
     def synchronise(self) -> bool:
-        """Weights never differ between steps."""
+        """Return False: the ranks' weights are equal after every step. A subclass overrides it if its are not."""
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """State that only this rank has and the next step needs: 1-D float32 tensors by name, none before the first
-        compressed step."""
+        """Return the state that differs between ranks, for a checkpoint: the error feedback, as 1-D float32 tensors.
+
+        Empty before the first average.
+        """
         return {} if self._feedback is None else {name: getattr(self._feedback, name) for name in _ERRORS}
 
     def rank_state_numels(self) -> dict[str, int]:
-        """Sizes of `rank_state`, once there is one."""
+        """Return the number of elements of each tensor that `rank_state` has after the first average."""
         ranks = self._group.world_size
         size = FeedbackAverage.slice_numel(sum(p.numel() for _, p in self._parameters()), ranks)
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on with the ``rank_state`` of this rank; without one, with nothing lost so far."""
+        """Continue with what `rank_state` returned on this rank; an empty ``state`` resets the error feedback."""
         self._feedback = None
         if state:
-            feedback = self._opened()
+            feedback = self._feedback_average()
             for name in _ERRORS:
                 getattr(feedback, name).copy_(state[name])
 
     def update(self) -> None:
-        """Update every parameter; collective when the gradients are this rank's own."""
+        """Take one step; collective in steps in which the ranks average."""
         number = self.steps + 1
         for _, p in self._parameters():
             if not self.state[p]:
                 self.state[p].update(self._new_state(p))
-        self._take_step(number, own=self._on_own(number))
+        self._take_step(number, own=self._uses_own_gradients(number))
         for group in self.param_groups:
             group["steps"] = number
 
     @abstractmethod
-    def _on_own(self, number: int) -> bool:
-        """Return whether step ``number`` (from 1) takes this rank's own gradients."""
+    def _uses_own_gradients(self, number: int) -> bool:
+        """Return whether step ``number`` (from 1) uses this rank's own gradients instead of averaged ones."""
 
     @abstractmethod
     def _take_step(self, number: int, own: bool) -> None:
-        """Take step ``number``."""
+        """Update moments and parameters in step ``number`` (from 1); ``own``: the gradients are this rank's own."""
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the state of ``p`` before its first step."""
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+        """Yield every parameter after its param group, in order."""
         for group in self.param_groups:
             for p in group["params"]:
                 yield group, p
 
     def _advance_moments(self, group: dict[str, Any], p: torch.Tensor, *, variance: bool) -> None:
-        """Exponential averages of the gradient and, with ``variance``, of its square."""
+        """Advance the first moment of ``p`` by its gradient (zero without one), and the second if ``variance``."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         if p.grad is None:
             state["exp_avg"].mul_(beta1)
@@ -109,17 +115,21 @@ class OneBitOptimizer(ClosureOptimizer):
         if variance:
             state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1.0 - beta2)
 
-    def _average(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        """Replace one tensor for each parameter by what all ranks' ones average to; zero where the variance is."""
+    def _average_over_ranks(self, tensors: Sequence[torch.Tensor], number: int) -> None:
+        """Replace ``tensors``, one for each parameter, by their averages over the ranks; 0 where the variance is 0.
+
+        ``number``: the step, from 1. Collective.
+        """
         flat = torch.cat([tensor.flatten().float() for tensor in tensors])
-        self._opened().average(flat, Tag("reduce", "1-bit average", number - 1)).wait()
+        self._feedback_average().average(flat, Tag("reduce", "1-bit average", number - 1)).wait()
         start = 0
         for (_, p), tensor in zip(self._parameters(), tensors, strict=True):
             part = flat[start : start + tensor.numel()].view_as(tensor)
             tensor.copy_(part.mul_(self.state[p]["exp_avg_sq"] > 0))
             start += tensor.numel()
 
-    def _opened(self) -> FeedbackAverage:
+    def _feedback_average(self) -> FeedbackAverage:
+        """Return the average with error feedback over the group, created at the first call."""
         if self._feedback is None:
             every = [p for _, p in self._parameters()]
             numel = sum(p.numel() for p in every)
@@ -127,8 +137,11 @@ class OneBitOptimizer(ClosureOptimizer):
         return self._feedback
 
 
-def corrections(group: Mapping[str, Any], number: int, variance_steps: int) -> tuple[float, float]:
-    """The bias corrections of both moments at step ``number``, when the second one has seen ``variance_steps``."""
+def bias_corrections(group: Mapping[str, Any], number: int, variance_steps: int) -> tuple[float, float]:
+    """Return the divisors that correct the bias of both moments at step ``number``; 1 and 1 if the group has them off.
+
+    ``variance_steps``: how often the second moment was updated.
+    """
     if not group["bias_correction"]:
         return 1.0, 1.0
     beta1, beta2 = group["betas"]
@@ -138,8 +151,8 @@ def corrections(group: Mapping[str, Any], number: int, variance_steps: int) -> t
 class OneBitAdam(OneBitOptimizer):
     """1-bit Adam (arXiv 2102.02888, algorithm 1), with decoupled weight decay.
 
-    The first ``freeze_step`` steps are Adam's. Then the variance stays as it is, every rank advances the momentum with
-    its own gradient, and the ranks average their momenta, one bit per element.
+    The first ``freeze_step`` steps are Adam's. Then the variance is frozen: every rank advances the momentum with its
+    own gradient, and the ranks average their momenta, one bit per element.
     """
 
     def __init__(
@@ -148,7 +161,7 @@ class OneBitAdam(OneBitOptimizer):
         super().__init__(params, adam_defaults(lr, **adam))
         self.freeze_step = freeze_step
 
-    def _on_own(self, number: int) -> bool:
+    def _uses_own_gradients(self, number: int) -> bool:
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:
@@ -156,22 +169,22 @@ class OneBitAdam(OneBitOptimizer):
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)
         if own:
-            self._average([self.state[p]["exp_avg"] for _, p in self._parameters()], number)
+            self._average_over_ranks([self.state[p]["exp_avg"] for _, p in self._parameters()], number)
         for group, p in self._parameters():
             if own or p.grad is not None:
-                first, second = corrections(group, number, min(number, self.freeze_step))
-                adam_step(group, p, self.state[p], first, second)
+                first, second = bias_corrections(group, number, min(number, self.freeze_step))
+                apply_adam(group, p, self.state[p], first, second)
 
 
-def adam_step(
+def apply_adam(
     group: dict[str, Any], p: torch.Tensor, state: dict[str, torch.Tensor], first: float, second: float
 ) -> None:
-    """Decay ``p`` and move it along its momentum; ``first`` and ``second`` are the bias corrections."""
+    """Decay ``p`` and apply one step of Adam from its moments; ``first``, ``second``: their bias corrections."""
     p.mul_(1.0 - group["lr"] * group["weight_decay"])
-    p.addcdiv_(state["exp_avg"], denominator(group, state["exp_avg_sq"], second), value=-group["lr"] / first)
+    p.addcdiv_(state["exp_avg"], adam_denominator(group, state["exp_avg_sq"], second), value=-group["lr"] / first)
 
 
-def denominator(group: dict[str, Any], variance: torch.Tensor, correction: float) -> torch.Tensor:
-    """Return what the momentum is divided by."""
+def adam_denominator(group: dict[str, Any], variance: torch.Tensor, correction: float) -> torch.Tensor:
+    """Return ``sqrt(variance / correction) + eps``; ``correction``: the variance's bias correction."""
     root: torch.Tensor = variance.sqrt() / correction**0.5
     return root.add_(group["eps"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base import AdamHyperparameters, adam_defaults
-from .adam import OneBitOptimizer, corrections, denominator
+from .adam import OneBitOptimizer, adam_denominator, bias_corrections
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,10 +18,11 @@ class OneBitLamb(OneBitOptimizer):
     """1-bit LAMB (arXiv 2104.06069, algorithm 1).
 
     The first ``freeze_step`` steps are LAMB's, with trust ratios between ``min_coeff`` and ``max_coeff``, of which an
-    exponential average (``coeff_beta``) is kept. Then momenta are averaged as in 1-bit Adam, but brought to one
-    magnitude over all parameters before they are encoded. The frozen ratio of a parameter is multiplied by how much
-    the frozen variance exceeds one that goes on, with the gradient that follows from the averaged momenta; this factor
-    stays between ``factor_min`` and ``factor_max`` and changes by at most ``factor_threshold`` per step.
+    exponential average (``coeff_beta``) is kept. Then the variance and these averages are frozen, and momenta are
+    averaged over the ranks as in 1-bit Adam, scaled to the same magnitude for all parameters before they are encoded.
+    A fresh variance is still advanced, by the gradient that the averaged momenta imply. A parameter's frozen ratio is
+    multiplied by the excess of the frozen over the fresh denominator; this factor stays between ``factor_min`` and
+    ``factor_max`` and changes by at most ``factor_threshold`` (a fraction of it) per step.
 
     ``1 / (1 - coeff_beta)`` should not be more than ``freeze_step``.
     """
@@ -45,7 +46,7 @@ class OneBitLamb(OneBitOptimizer):
         self.coeff_beta = coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
 
-    def _on_own(self, number: int) -> bool:
+    def _uses_own_gradients(self, number: int) -> bool:
         return number > self.freeze_step
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -54,18 +55,18 @@ class OneBitLamb(OneBitOptimizer):
 
     def _take_step(self, number: int, own: bool) -> None:
         if own:
-            self._compressed(number)
+            self._compressed_step(number)
             return
         for group, p in self._parameters():
             if p.grad is not None:
                 self._advance_moments(group, p, variance=True)
-                self._warm_up(group, p, number)
+                self._lamb_step(group, p, number)
 
-    def _warm_up(self, group: dict[str, Any], p: torch.Tensor, number: int) -> None:
-        """One step of LAMB."""
+    def _lamb_step(self, group: dict[str, Any], p: torch.Tensor, number: int) -> None:
+        """Apply one step of LAMB to ``p`` from its moments, and add the trust ratio to its average."""
         state = self.state[p]
-        first, second = corrections(group, number, number)
-        direction = (state["exp_avg"] / first).div_(denominator(group, state["exp_avg_sq"], second))
+        first, second = bias_corrections(group, number, number)
+        direction = (state["exp_avg"] / first).div_(adam_denominator(group, state["exp_avg_sq"], second))
         direction.add_(p, alpha=group["weight_decay"])
         weight, update = _norm(p), _norm(direction)
         ratio = weight / update if weight > 0.0 and update > 0.0 else 1.0
@@ -73,20 +74,20 @@ class OneBitLamb(OneBitOptimizer):
         state["lamb_coeff_freeze"].mul_(self.coeff_beta).add_((1.0 - self.coeff_beta) * ratio)
         p.add_(direction, alpha=-group["lr"] * ratio)
 
-    def _compressed(self, number: int) -> None:
-        """Average scaled momenta, then one step with frozen ratios."""
+    def _compressed_step(self, number: int) -> None:
+        """Advance the momenta, average them over the ranks, and apply step ``number`` with frozen ratios."""
         if number == self.freeze_step + 1:
-            self._begin()
+            self._freeze()
         before = [self.state[p]["exp_avg"].clone() for _, p in self._parameters()]
         for group, p in self._parameters():
             self._advance_moments(group, p, variance=False)
             self.state[p]["exp_avg"].mul_(float(self.state[p]["scaling_coeff"]))
-        self._average([self.state[p]["exp_avg"] for _, p in self._parameters()], number)
+        self._average_over_ranks([self.state[p]["exp_avg"] for _, p in self._parameters()], number)
         for (group, p), earlier in zip(self._parameters(), before, strict=True):
-            self._step_frozen(group, p, earlier, number)
+            self._apply_frozen(group, p, earlier, number)
 
-    def _begin(self) -> None:
-        """Freeze the variance, and find what brings every momentum to the mean magnitude of all."""
+    def _freeze(self) -> None:
+        """Begin the fresh variance, and set the factor that scales each momentum to the mean magnitude of all."""
         scales = [_norm(self.state[p]["exp_avg"]) / math.sqrt(max(p.numel(), 1)) for _, p in self._parameters()]
         united = sum(scales) / len(scales)
         for (_, p), scale in zip(self._parameters(), scales, strict=True):
@@ -94,23 +95,25 @@ class OneBitLamb(OneBitOptimizer):
             state["scaling_coeff"].fill_(united / scale if scale > 0.0 and united > 0.0 else 1.0)
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
-    def _step_frozen(self, group: dict[str, Any], p: torch.Tensor, earlier: torch.Tensor, number: int) -> None:
+    def _apply_frozen(self, group: dict[str, Any], p: torch.Tensor, earlier: torch.Tensor, number: int) -> None:
+        """Apply step ``number`` to ``p`` from its averaged momentum; ``earlier``: the momentum before this step."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         momentum, fresh = state["exp_avg"].div_(float(state["scaling_coeff"])), state["exp_avg_sq_fresh"]
         gradient = (momentum - earlier * beta1).div_(1.0 - beta1)
         fresh.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-        first, frozen_correction = corrections(group, number, self.freeze_step)
-        _, fresh_correction = corrections(group, number, number)
-        frozen = denominator(group, state["exp_avg_sq"], frozen_correction)
+        first, frozen_correction = bias_corrections(group, number, self.freeze_step)
+        _, fresh_correction = bias_corrections(group, number, number)
+        frozen = adam_denominator(group, state["exp_avg_sq"], frozen_correction)
         step = (momentum / first).div_(frozen)
         direction = step + p * group["weight_decay"]
-        excess = float((frozen / denominator(group, fresh, fresh_correction)).max()) if p.numel() else 1.0
+        excess = float((frozen / adam_denominator(group, fresh, fresh_correction)).max()) if p.numel() else 1.0
         share = min(1.0, _norm(step) / (_norm(direction) or 1.0)) if group["weight_decay"] > 0.0 else 1.0
-        factor = self._limited(excess * share + 1.0 - share, float(state["last_factor"]))
+        factor = self._limited_factor(excess * share + 1.0 - share, float(state["last_factor"]))
         state["last_factor"].fill_(factor)
         p.add_(direction, alpha=-group["lr"] * factor * float(state["lamb_coeff_freeze"]))
 
-    def _limited(self, factor: float, last: float) -> float:
+    def _limited_factor(self, factor: float, last: float) -> float:
+        """Return ``factor`` limited to its range, then to the allowed change from the step before (``last``)."""
         factor = min(max(factor, self.factor_min), self.factor_max)
         return min(max(factor, last * (1.0 - self.factor_threshold)), last * (1.0 + self.factor_threshold))
 

@@ -1,4 +1,4 @@
-"""Learning rate schedules: warm up and stay or fall, one cycle, the test that finds a cycle's bounds.
+"""Learning rate schedules: warm-up with constant or decaying rates, one cycle, and the range test for its bounds.
 
 Read `base.py` first, then `warmup.py`.
 """

@@ -1,4 +1,4 @@
-"""The base of every schedule: a `Scheduler`, with rates computed from the number of steps."""
+"""The base of every schedule: learning rates as a function of the number of steps."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Scheduler(Protocol):
         """Return the learning rate of each param group as last written: floats, or tensors where groups hold them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that `load_state_dict` needs to continue from here."""
+        """Return a snapshot of the schedule's progress for `load_state_dict`."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from where `state_dict` was taken; the optimizer's learning rates change at the next `step`."""
+        """Restore the progress that `state_dict` returned; learning rates are written at the next `step`."""
 
 
 Rate = float | torch.Tensor
@@ -46,13 +46,13 @@ class Schedule(ABC):
 
     `last_batch_iteration`: the iteration whose rates were last written, -1 before the first `step`. A schedule that
     starts at -1 writes its starting rates at construction; one that starts later writes nothing until `step`.
-    Only the `lr` (and for `OneCycle` the `betas`) of the optimizer's param groups are touched, so the parameters in the
-    groups may be replaced at any time. A rate that is held as a tensor is written in place.
+    A schedule writes only `lr` (and `OneCycle` also `betas`) in the optimizer's param groups, so the parameters in the
+    groups may be replaced at any time. A rate that a group holds as a tensor is written in place.
     """
 
     def __init__(self, optimizer: ParamGroups, last_batch_iteration: int) -> None:
         self.optimizer = optimizer
-        self.last_batch_iteration = natural("last_batch_iteration", last_batch_iteration, least=-1)
+        self.last_batch_iteration = as_integer("last_batch_iteration", last_batch_iteration, least=-1)
         self._last_lr: list[Rate] | None = None
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Schedule(ABC):
         """Return the learning rate of each param group at `last_batch_iteration`."""
 
     def get_last_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group as last written; raise `NotSteppedError` when none was."""
+        """Return the learning rate of each param group as last written, or raise `NotSteppedError` before the first."""
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__} has not set a learning rate yet: need to call step() first")
         return self._last_lr
@@ -73,11 +73,11 @@ class Schedule(ABC):
         self._last_lr = self._write(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"last_batch_iteration": int}`; everything else comes from the arguments."""
+        """Return `{"last_batch_iteration": int}`; all else follows from the constructor's arguments."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the iteration in `state_dict`; the rates are written at the next `step`."""
+        """Continue after the iteration in `state_dict`, or raise ValueError; rates are written at the next `step`."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int):
             raise ValueError(
@@ -87,8 +87,9 @@ class Schedule(ABC):
         self.last_batch_iteration = iteration
 
     def _write(self, rates: Sequence[Rate]) -> list[Rate]:
-        """Write one rate per param group and return the rates as the groups hold them; ValueError if the number of
-        groups changed.
+        """Write one rate into each param group and return the groups' rates, which may be tensors.
+
+        Raises ValueError if the number of groups changed.
         """
         groups = self.optimizer.param_groups
         if len(groups) != len(rates):
@@ -105,7 +106,10 @@ class Schedule(ABC):
 
 
 def per_group(optimizer: ParamGroups, name: str, value: Any) -> list[Any]:
-    """Return one value per param group from one number for all, or a list or tuple of one number each."""
+    """Return one value per param group: ``value`` for each, or its items if it is a list or tuple with one per group.
+
+    Raises ValueError by ``name`` for another length, or for items that are not numbers.
+    """
     count = len(optimizer.param_groups)
     values = list(value) if isinstance(value, list | tuple) else [value] * count
     if len(values) != count:
@@ -117,13 +121,13 @@ def per_group(optimizer: ParamGroups, name: str, value: Any) -> list[Any]:
 
 
 def group_rates(optimizer: ParamGroups) -> list[Rate]:
-    """Return copies of the optimizer's current learning rates."""
+    """Return the current learning rate of each param group; tensors are copied."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
 
-def natural(name: str, value: Any, *, least: int) -> int:
-    """Return an integer (or a float without a fraction) of at least `least`, or raise `ValueError` by name."""
+def as_integer(name: str, value: Any, *, least: int) -> int:
+    """Return ``value`` (an int, or a float equal to one) as an int; `ValueError` by ``name`` if below ``least``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -1,4 +1,4 @@
-"""Rates that rise and fall: one cycle, and the test that finds its bounds."""
+"""The one-cycle schedule, and the range test that finds its bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from .base import ParamGroups, Rate, Schedule, natural, per_group
+from .base import ParamGroups, Rate, Schedule, as_integer, per_group
 
 
 class LRRangeTest(Schedule):
@@ -28,7 +28,7 @@ class LRRangeTest(Schedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size = natural("lr_range_test_step_size", lr_range_test_step_size, least=1)
+        self.step_size = as_integer("lr_range_test_step_size", lr_range_test_step_size, least=1)
         self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         if last_batch_iteration == -1:
@@ -43,11 +43,15 @@ class LRRangeTest(Schedule):
 logger = logging.getLogger(__name__)
 
 BETA2 = 0.99
-"""The second beta while momentum is cycled, as in DeepSpeed: the optimizer's own is replaced."""
+"""The second beta while momentum is cycled; as in DeepSpeed it replaces the optimizer's own."""
 
 
 class Cycle:
-    """The triangle: 0 to 1 over `first` iterations, back to 0 over `second`; in stairs where a count is not 0."""
+    """A triangle wave: from 0 to 1 over `first` iterations, back to 0 over `second` (None: as many).
+
+    A side with a stair count other than 0 rises or falls in so many steps. Raises ValueError by the argument's name in
+    the configuration.
+    """
 
     def __init__(self, first: float, second: float | None, first_stairs: int, second_stairs: int | None) -> None:
         self.first = float(first)
@@ -56,13 +60,13 @@ class Cycle:
             raise ValueError(f"cycle_first_step_size: expected a number of iterations > 0, got {first!r}")
         if not self.second >= 0:
             raise ValueError(f"cycle_second_step_size: expected a number of iterations >= 0, got {second!r}")
-        self.first_stairs = natural("cycle_first_stair_count", first_stairs, least=0)
+        self.first_stairs = as_integer("cycle_first_stair_count", first_stairs, least=0)
         chosen = first_stairs if second_stairs is None else second_stairs
-        self.second_stairs = natural("cycle_second_stair_count", chosen, least=0)
+        self.second_stairs = as_integer("cycle_second_stair_count", chosen, least=0)
         self.total = self.first + self.second
 
     def height(self, iteration: int) -> float:
-        """Return how far up the triangle `iteration` (counted from 0) is, from 0 to 1."""
+        """Return the wave's value at `iteration` (from 0): between 0 and 1."""
         rising = self.first / self.total
         turn = math.floor(1 + iteration / self.total)
         position = 1.0 + iteration / self.total - turn
@@ -73,7 +77,10 @@ class Cycle:
         return height if stairs == 0 else self._stair(iteration, stairs)
 
     def _stair(self, iteration: int, stairs: int) -> float:
-        """Round down to a stair from whole iterations, which are exact where a floating position is not."""
+        """Return the value at `iteration` rounded down to a multiple of 1 / `stairs`.
+
+        Computed from whole iterations, which are exact where a fraction of the cycle is not.
+        """
         within = iteration % self.total
         if within <= self.first:
             return math.floor(within * stairs / self.first) / stairs
@@ -146,15 +153,17 @@ class OneCycle(Schedule):
         return [high * factor for high in self.max_moms]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to `batch_iteration`, and write its rates and momenta into the param groups."""
+        """Advance to the next iteration, or to `batch_iteration`, and write its rates and betas to the param groups."""
         super().step(batch_iteration)
         if self.cycle_momentum:
             self._write_momentum(self.get_momentum())
 
     def _decay_intervals(self) -> float:
+        """Return how many `decay_step_size` have passed since the end of the cycle."""
         return (self.last_batch_iteration - self.cycle.total + 1) / self.decay_step_size
 
     def _has_momentum(self) -> bool:
+        """Return whether a param group has betas; log a warning if none has."""
         found = any("betas" in group for group in self.optimizer.param_groups)
         if not found:
             logger.warning(

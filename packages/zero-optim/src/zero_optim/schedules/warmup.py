@@ -1,4 +1,4 @@
-"""Warm up, then stay, fall linearly, or fall as a cosine."""
+"""Warm up, then stay constant, decay linearly, or decay as a cosine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any, Literal
 
-from .base import ParamGroups, Rate, Schedule, group_rates, natural, per_group
+from .base import ParamGroups, Rate, Schedule, as_integer, group_rates, per_group
 
 logger = logging.getLogger(__name__)
 
@@ -14,17 +14,17 @@ WarmupType = Literal["log", "linear"]
 
 
 class Ramp:
-    """The rise from 0 to 1 over the first `steps` iterations (at least 2): logarithmic or linear."""
+    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear"."""
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
             raise ValueError(f"warmup_type: expected 'log' or 'linear', got {kind!r}")
-        self.steps = max(2, natural("warmup_num_steps", steps, least=1))
+        self.steps = max(2, as_integer("warmup_num_steps", steps, least=1))
         self.kind = kind
         self._per_log = 1.0 / math.log(self.steps)
 
     def at(self, iteration: int) -> float:
-        """Return `log(iteration + 1) / log(steps)` or `iteration / steps`."""
+        """Return the height at `iteration`: `log(iteration + 1) / log(steps)` or `iteration / steps`."""
         return self._per_log * math.log(iteration + 1) if self.kind == "log" else iteration / self.steps
 
 
@@ -57,10 +57,13 @@ class WarmupLR(Schedule):
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         warming = self.last_batch_iteration < self.ramp.steps
-        gamma = self.ramp.at(self.last_batch_iteration) if warming else self._after(self.last_batch_iteration)
+        gamma = (
+            self.ramp.at(self.last_batch_iteration) if warming else self._gamma_after_warmup(self.last_batch_iteration)
+        )
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def _after(self, iteration: int) -> float:
+    def _gamma_after_warmup(self, iteration: int) -> float:
+        """Return gamma (1 for the maximal rate, 0 for the minimal one) at an iteration after the warm-up."""
         return 1.0
 
 
@@ -80,11 +83,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: WarmupType = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = natural("total_num_steps", total_num_steps, least=1)
+        self.total_num_steps = as_integer("total_num_steps", total_num_steps, least=1)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_when_short(self.total_num_steps, self.ramp.steps)
 
-    def _after(self, iteration: int) -> float:
+    def _gamma_after_warmup(self, iteration: int) -> float:
         falling = float(max(1.0, self.total_num_steps - self.ramp.steps))
         return max(0.0, float(self.total_num_steps - iteration) / falling)
 
@@ -109,7 +112,7 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.total_num_steps = natural("total_num_steps", total_num_steps, least=1)
+        self.total_num_steps = as_integer("total_num_steps", total_num_steps, least=1)
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
         self.ramp = Ramp(warmup_num_steps, warmup_type)
@@ -119,7 +122,7 @@ class WarmupCosineLR(Schedule):
             self._last_lr = self._write(self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of the original rates at `last_batch_iteration`."""
+        """Return the factor by which the original rates are multiplied at `last_batch_iteration`."""
         iteration, steps = self.last_batch_iteration, self.ramp.steps
         if iteration < 0:
             return 0.0
