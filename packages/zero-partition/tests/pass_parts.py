@@ -17,12 +17,13 @@ from zero_partition.gradient_hook import GradientHook
 from zero_partition.gradients import UnitGradients
 from zero_partition.held_gradients import HeldGradients
 from zero_partition.interleaving import Interleaving
+from zero_partition.live import UnitState
 from zero_partition.messages import StepNumber
 from zero_partition.recovery import Recovery
 from zero_partition.reducer import OrderedReductions, Reducer
 from zero_partition.training_loop import FollowedLoop
 from zero_partition.unannounced import UnannouncedUse
-from zero_partition.unit import Unit, UnitState
+from zero_partition.unit import Unit
 from zero_partition.unit_watch import WatchedUnits
 from zero_partition.user_edits import UserEdits
 from zero_partition.user_gradients import UserGradients

@@ -9,7 +9,7 @@ from pass_parts import Parts
 
 from zero_comm import CommError
 from zero_partition import PartitionError, ReleasedParameterError
-from zero_partition.unit import UnitState
+from zero_partition.live import UnitState
 
 
 def taken(rank: MemoryRank) -> dict[str, object]:

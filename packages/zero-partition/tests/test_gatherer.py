@@ -9,8 +9,9 @@ import torch
 from memory_groups import MemoryRank, run_threads
 
 from zero_partition.gatherer import Gatherer, OrderedGathers
+from zero_partition.live import UnitState
 from zero_partition.messages import StepNumber
-from zero_partition.unit import Unit, UnitState
+from zero_partition.unit import Unit
 
 UNITS = 5
 

@@ -6,7 +6,8 @@ import random
 
 from memory_groups import MemoryRank, run_threads
 
-from zero_partition.unit import Unit, UnitState
+from zero_partition.live import UnitState
+from zero_partition.unit import Unit
 
 
 def counted(units: list[Unit]) -> tuple[int, int]:

@@ -12,9 +12,10 @@ from torch import nn
 
 from zero_partition import PartitionError
 from zero_partition.layout import UnitLayout
+from zero_partition.live import UnitState
 from zero_partition.route import Route
 from zero_partition.runtime import Runtime
-from zero_partition.unit import Unit, UnitState
+from zero_partition.unit import Unit
 from zero_partition.units import UnitPlan
 
 LAYERS, WIDTH = 3, 4

@@ -23,6 +23,7 @@ from .host_facts import storage_address
 from .initialisation import Init
 from .layout import Fragment, Layout, LayoutEntry, UnitLayout, element_positions
 from .leaves import LeafTree
+from .live import UnitState
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, GridSquares, NormSquared, grid_squares, norm_squared
@@ -33,7 +34,7 @@ from .residency import DeviceResidency, Residency
 from .sharded_parameter import NewShard, ShardedParameter, sharded_record
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
-from .unit import Unit, UnitState
+from .unit import Unit
 from .units import UnitLimits, UnitPlan, plan_units
 from .updates import OwnedFragment, start_in_reduced
 

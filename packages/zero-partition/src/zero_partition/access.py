@@ -11,12 +11,13 @@ from torch import nn
 from zero_comm import Tag
 
 from .errors import EditRefusedError, PartitionError
+from .live import UnitState
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
 from .planning import update_dtype
 from .sharded_parameter import sharded_record
 from .tier import StateTier
-from .unit import Unit, UnitState
+from .unit import Unit
 from .updates import OwnedFragment
 
 

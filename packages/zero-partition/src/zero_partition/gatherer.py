@@ -7,11 +7,11 @@ from typing import Protocol, cast
 
 from .dispatch_modes import outside_transforms
 from .host_facts import storage_address
-from .live import LiveElements
+from .live import LiveElements, UnitState
 from .messages import StepNumber
 from .residency import Residency
 from .schedule import GatherSchedule, merge_orders
-from .unit import Unit, UnitState
+from .unit import Unit
 
 _PREFETCHED_SHARDS = 8  # units whose shards a slow tier is asked for before they are gathered
 

@@ -10,6 +10,7 @@ import torch
 
 from zero_comm import Group, Reduction, Tag, Work
 
+from .checksums import digest_of
 from .errors import EditRefusedError
 from .leaves import LeafTree
 from .needs import AveragingOptimizer
@@ -17,10 +18,6 @@ from .norm import norm_squared
 from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
-
-_BLOCK = 1 << 20
-_MULTIPLIER = 0x9E3779B97F4A7C1
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Watch = Callable[[torch.Tensor, Sequence[bool]], None]
 """Called with a flat buffer of gradients and, for each of the unit's parameters, whether it has one there."""
@@ -227,8 +224,7 @@ class UnitGradients:
             self._states.add_gradient(self.unit.name, arriving)
 
     def _add_leaf(self, leaves: LeafTree) -> None:
-        """Add the shard that was reduced to the step's tree; after the last one, the mean becomes the averaged
-        gradient."""
+        """Add the reduced shard to the step's tree; the mean of a complete tree becomes the averaged gradient."""
         leaf, self._leaf = cast(torch.Tensor, self._leaf), None
         mean = leaves.add(leaf)
         if mean is None:
@@ -313,11 +309,10 @@ class UnitGradients:
 
     def digest(self) -> int:
         """Return a 64-bit digest of the unit's full averaged gradient; only after `gather_full`."""
-        return _digest_of(cast(torch.Tensor, self.reduced))
+        return digest_of(cast(torch.Tensor, self.reduced))
 
     def adopt_shown(self) -> None:
-        """Copy what user code has changed in the tensors of `visible` into `reduced`; unchanged elements stay as they
-        are, with all their digits."""
+        """Copy elements that user code changed in the tensors of `visible` to `reduced`; others keep their digits."""
         reduced = cast(torch.Tensor, self.reduced)
         if reduced.dtype != self.unit.plan.dtype:
             shown = cast(torch.Tensor, self._spare)
@@ -392,8 +387,7 @@ class UnitGradients:
         return full[start:end]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make a flat buffer and its views for the next gradients, of the spare buffer if that is free; its gaps are
-        zeros."""
+        """Make a flat buffer, or take the free spare one, and its views for the next gradients; gaps are zeros."""
         layout = self.unit.layout
         free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
         if self._spare is not None and free and self._spare.dtype == dtype:
@@ -403,18 +397,3 @@ class UnitGradients:
         for start, end in layout.gaps:
             self._flat[start:end].zero_()
         self._views = self._views or self._stretches(self._flat)
-
-
-def _digest_of(x: torch.Tensor) -> int:
-    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else almost surely different.
-
-    Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
-    tensor's device.
-    """
-    bits = x.view(_INTEGERS[x.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for start in range(0, bits.numel(), _BLOCK):
-        block = bits[start : start + _BLOCK].to(torch.int64)
-        position = torch.arange(start, start + block.numel(), dtype=torch.int64, device=x.device)
-        total += ((block + 1) * ((position * _MULTIPLIER) | 1)).sum()
-    return int(total)

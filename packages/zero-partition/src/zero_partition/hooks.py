@@ -18,9 +18,10 @@ from .calls import ModuleCalls, RunningCall
 from .dispatch_modes import any_modes, call_outside_modes, innermost_transform
 from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
+from .live import UnitState
 from .saved_views import address_of
 from .scripted import reports_calls, takes_hooks
-from .unit import Unit, UnitState
+from .unit import Unit
 
 
 class PassListener(Protocol):

@@ -1,6 +1,20 @@
-"""Count the elements of the model that are gathered now."""
+"""The states of units, and a count of the elements of the model that are gathered now."""
 
 from __future__ import annotations
+
+import enum
+
+
+class UnitState(enum.Enum):
+    """Where a unit's parameters are.
+
+    RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED
+    by `release`. Units that are never released stay GATHERED.
+    """
+
+    RELEASED = enum.auto()
+    GATHERING = enum.auto()
+    GATHERED = enum.auto()
 
 
 class LiveElements:

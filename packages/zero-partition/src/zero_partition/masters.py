@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import torch
 
-from .layout import UnitLayout
+from .layout import Fragment, UnitLayout
 from .tier import StateTier
 
 _CHUNK = 1 << 15  # elements; torch shares the work on larger tensors among threads
@@ -24,6 +26,29 @@ def follow_weights(master: torch.Tensor, weights: torch.Tensor) -> None:
             continue
         changed = own.to(given.dtype) != given
         own.copy_(torch.where(changed, given.to(own.dtype), own))
+
+
+def copy_fragments(
+    fragments: Iterable[Fragment],
+    names: Sequence[str],
+    values: Mapping[int, torch.Tensor],
+    shard: torch.Tensor,
+    master: torch.Tensor | None,
+) -> None:
+    """Copy a rank's ``fragments`` of full ``values`` into its ``shard``, and into ``master`` as `follow_weights` does.
+
+    ``names``: the unit's parameters in order. ``values``: by parameter number; fragments of others are left alone.
+    """
+    for fragment in fragments:
+        number = names.index(fragment.entry.name)
+        if number in values:
+            end = fragment.param_offset + fragment.length
+            new = values[number].flatten()[fragment.param_offset : end]
+            place = slice(fragment.shard_offset, fragment.shard_offset + fragment.length)
+            apart = master is not None and not master.is_set_to(shard)
+            shard[place].copy_(new)
+            if master is not None and apart:
+                follow_weights(master[place], shard[place])
 
 
 class TierMasters:

@@ -16,10 +16,11 @@ from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
 from .gradients import UnitGradients
-from .host_facts import is_plain, storage_address
+from .host_facts import storage_address
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
+from .model_buffers import share_buffers
 from .ownership import GradientAccess, detach_record, disown, find_owner, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
@@ -83,8 +84,8 @@ class Partition:
         self.replicated = replicated_parameters(model)
         check_trainable_shards(model)
         refuse_shared_storage(model)
-        self._kept_fp32 = kept_fp32(model, options.policy)
-        plans = plan_sharding(model, options, trainable, self._kept_fp32)
+        kept = kept_fp32(model, options.policy)
+        plans = plan_sharding(model, options, trainable, kept)
         self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
         agree_on_model(model, plans, groups.control)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
@@ -92,7 +93,7 @@ class Partition:
             self._make_unit(index, plan, layout)
             for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
         ]
-        self._share_buffers(model)
+        share_buffers(model, groups, device, policy=options.policy, kept_fp32=kept, replicated=self.replicated)
         self.runtime = Runtime(
             model,
             self.units,
@@ -331,37 +332,6 @@ class Partition:
         """Return the tree that sums micro-batches under virtual ranks; None without them."""
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
-
-    def _share_buffers(self, model: nn.Module) -> None:
-        """Move buffers and replicated parameters to the compute device, with rank 0's values. Collective."""
-        for name, module in model.named_modules():
-            for key, buffer in module._buffers.items():
-                if buffer is None:
-                    continue
-                dtype = self._buffer_dtype(f"{name}.{key}" if name else key, buffer)
-                moved = buffer.to(self.device, dtype)
-                sent = moved.contiguous()
-                self.groups.broadcast(sent, 0, Tag("broadcast", f"{name}.{key}"))
-                if sent is not moved and all(moved.stride()):
-                    moved.copy_(sent)  # it may share its memory with another buffer
-                elif sent is not moved:
-                    moved = sent
-                if moved is not buffer:
-                    module._buffers[key] = moved
-        for name, parameter in model.named_parameters():
-            if name in self.replicated and is_plain(parameter.data) and parameter.numel():
-                parameter.data = parameter.data.to(self.device).contiguous()
-                self.groups.broadcast(parameter.data, 0, Tag("broadcast", name))
-
-    def _buffer_dtype(self, name: str, buffer: torch.Tensor) -> torch.dtype:
-        """Return the dtype of a buffer in the engine: in half precision that of the parameters, as in
-        ``model.to(dtype)``, unless the policy says otherwise or the buffer is kept in float32."""
-        policy = self.options.policy
-        if not buffer.is_floating_point() or name in self._kept_fp32:
-            return buffer.dtype
-        if policy.buffer_dtype is not None:
-            return policy.buffer_dtype
-        return policy.param_dtype if policy.param_dtype.itemsize < 4 else buffer.dtype
 
 
 def owner_of(parameter: object) -> Partition | None:

@@ -32,63 +32,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from zero_comm import Control
-
-from .agreement import END_OF_PASS, Agreement, Liveness
-from .arrivals import GradientArrivals
-from .calls import ModuleCalls
+from .agreement import END_OF_PASS
 from .dispatch_modes import outside_modes
 from .end_of_backward import EndOfBackward
 from .errors import PartitionError
-from .gatherer import Gatherer, OrderedGathers
 from .gradient_hook import GradientHook
-from .gradient_watch import GradientWatch
-from .held_gradients import HeldGradients
 from .hooks import wraps_tensors
-from .interleaving import Interleaving
-from .recovery import Recovery, add_advice
-from .reducer import Reducer
-from .released_use import ReleasedUse
+from .pass_parts import PassParts
+from .recovery import add_advice
 from .saved_views import SavedViews, explain_refused_tracing, explain_refused_transform
-from .training_loop import TrainingLoop
-from .unannounced import UnannouncedUse
 from .unit import Unit
-from .unit_watch import WatchedUnits
-from .user_edits import UserEdits
-from .user_gradients import UserGradients
 
 BACKWARD = "backward"
 FORWARD = "forward"
 STEP = "step"
-
-
-@dataclass(frozen=True)
-class PassParts:
-    """The objects that `Passes` works with; their classes describe them."""
-
-    units: Sequence[Unit]
-    loop: TrainingLoop
-    control: Control
-    liveness: Liveness
-    calls: ModuleCalls
-    edits: UserEdits
-    user_gradients: UserGradients
-    gathers: OrderedGathers
-    agreement: Agreement
-    interleaving: Interleaving
-    gatherer: Gatherer
-    reducer: Reducer
-    unannounced: UnannouncedUse
-    arrivals: GradientArrivals
-    held_gradients: HeldGradients
-    gradient_watch: GradientWatch
-    released_use: ReleasedUse
-    watched_units: WatchedUnits
-    recovery: Recovery
 
 
 class Passes:

@@ -9,9 +9,10 @@ from torch import nn
 
 from .errors import ReleasedParameterError
 from .gatherer import OrderedGathers
+from .live import UnitState
 from .released import mark_released
 from .unannounced import UnannouncedUse
-from .unit import Unit, UnitState
+from .unit import Unit
 
 
 class ReleasedUse:

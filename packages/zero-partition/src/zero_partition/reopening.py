@@ -8,7 +8,8 @@ from zero_comm import CommError, EngineGroups
 
 from .gradients import UnitGradients
 from .messages import Standing
-from .passes import Passes, PassParts
+from .pass_parts import PassParts
+from .passes import Passes
 from .reducer import OrderedReductions
 
 

@@ -26,7 +26,8 @@ from .interception import Interception
 from .interleaving import Interleaving
 from .live import LiveElements
 from .messages import StepNumber
-from .passes import Passes, PassParts, forward_key
+from .pass_parts import PassParts
+from .passes import Passes, forward_key
 from .recovery import Recovery
 from .reducer import OrderedReductions, Reducer
 from .released_use import ReleasedUse

@@ -11,8 +11,9 @@ from torch import nn
 from .agreement import Liveness
 from .errors import ReleasedParameterError
 from .gatherer import Gatherer, OrderedGathers
+from .live import UnitState
 from .reducer import Reducer
-from .unit import Unit, UnitState
+from .unit import Unit
 
 
 class UnannouncedUse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 
 import torch
@@ -13,8 +12,8 @@ from zero_comm import Tag, Work
 from .flat_memory import FlatMemory
 from .host_facts import install, storage_address
 from .layout import UnitLayout
-from .live import LiveElements
-from .masters import TierMasters, follow_weights
+from .live import LiveElements, UnitState
+from .masters import TierMasters, copy_fragments, follow_weights
 from .placeholder import Placeholders
 from .released import mark_present
 from .residency import Readers, Residency
@@ -22,18 +21,6 @@ from .route import Route
 from .tier import StateTier
 from .unit_edits import UnitEdits
 from .units import UnitPlan
-
-
-class UnitState(enum.Enum):
-    """Where a unit's parameters are.
-
-    RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED
-    by `release`. Units that are never released stay GATHERED.
-    """
-
-    RELEASED = enum.auto()
-    GATHERING = enum.auto()
-    GATHERED = enum.auto()
 
 
 class Unit:
@@ -360,16 +347,7 @@ class Unit:
         self.readers.wait()
         self.route.weights_changed()
         shard = self._residency.acquire(self.name)
-        for fragment in self.layout.fragments(self.route.rank):
-            number = self.names.index(fragment.entry.name)
-            if number in values:
-                end = fragment.param_offset + fragment.length
-                new = values[number].flatten()[fragment.param_offset : end]
-                place = slice(fragment.shard_offset, fragment.shard_offset + fragment.length)
-                apart = self.master is not None and not self.master.is_set_to(shard)
-                shard[place].copy_(new)
-                if self.master is not None and apart:
-                    follow_weights(self.master[place], shard[place])
+        copy_fragments(self.layout.fragments(self.route.rank), self.names, values, shard, self.master)
         self._residency.release(self.name, dirty=True)
         self._note_weights_changed()
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
-import xxhash
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from .host_facts import bytes_of, is_fake, untouched
-
-_CHUNK = 1 << 22
-_ODD = 2_654_435_761
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from .checksums import checksums
+from .host_facts import untouched
 
 _UNKNOWN = -1  # no version counter says this
 _data: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -139,7 +135,7 @@ class UnitEdits:
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
         numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
         if self._checksums is not None:
-            before, self._checksums = self._checksums, _checksums(views)
+            before, self._checksums = self._checksums, checksums(views)
             written = [n for n, (old, new) in enumerate(zip(before, self._checksums, strict=True)) if old != new]
             self.writes_unseen |= bool(set(written) - set(numbers))
             numbers = sorted({*numbers, *written})
@@ -180,7 +176,7 @@ class UnitEdits:
     @without_torch_function
     def record_checksums(self, views: Sequence[torch.Tensor]) -> None:
         """Take checksums of the present values, for `find_changed` to compare with. Reads every element."""
-        self._checksums = _checksums(views)
+        self._checksums = checksums(views)
 
     @without_torch_function
     def mark_clean(self) -> None:
@@ -267,35 +263,3 @@ def _nan_in(values: torch.Tensor) -> str:
 def _version(parameter: nn.Parameter, known: int) -> int:
     """Return a parameter's version counter, or ``known`` for an inference tensor, which has none."""
     return known if parameter.is_inference() else parameter._version
-
-
-def _checksums(views: Sequence[torch.Tensor]) -> list[int]:
-    """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order, computed on their
-    device; 0 for fake tensors on the CPU."""
-    if views[0].device.type == "cpu":
-        return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
-    size = min(_CHUNK, max(view.numel() for view in views))
-    weights = torch.arange(1, 2 * size, 2, device=views[0].device) * _ODD
-    product = torch.empty_like(weights)
-    found: list[torch.Tensor] = []
-    for view in views:
-        total = torch.zeros((), dtype=torch.int64, device=view.device)
-        for words in _words(view.detach().reshape(-1)):
-            for chunk in torch.split(words, size):
-                here = product[: chunk.numel()]
-                total = total * _ODD + torch.mul(chunk, weights[: chunk.numel()], out=here).sum()
-        found.append(total)
-    return [int(number) for number in torch.stack(found).tolist()]
-
-
-def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a 1-D tensor as int64 tensors, several elements packed into one integer where aligned."""
-    size = flat.element_size()
-    each = 8 // size
-    head = min(-int(flat.storage_offset()) % each, flat.numel())
-    end = head + (flat.numel() - head) // each * each
-    if end > head:
-        yield flat[head:end].view(torch.int64)
-    for rest in (flat[:head], flat[end:]):
-        if rest.numel():
-            yield rest.view(_INTEGERS[size]).to(torch.int64)

@@ -10,8 +10,9 @@ import torch
 
 from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
+from .live import UnitState
 from .ownership import all_owned
-from .unit import Unit, UnitState
+from .unit import Unit
 from .unit_edits import without_torch_function
 
 Found = dict[str, str]

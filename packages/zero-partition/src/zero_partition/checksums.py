@@ -1,0 +1,63 @@
+"""64-bit checksums of tensors' values, computed on the tensors' device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import xxhash
+
+from .host_facts import bytes_of, is_fake
+
+_CHUNK = 1 << 22
+_ODD = 2_654_435_761
+_BLOCK = 1 << 20
+_MULTIPLIER = 0x9E3779B97F4A7C1
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksums(views: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order, computed on their
+    device; 0 for fake tensors on the CPU."""
+    if views[0].device.type == "cpu":
+        return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
+    size = min(_CHUNK, max(view.numel() for view in views))
+    weights = torch.arange(1, 2 * size, 2, device=views[0].device) * _ODD
+    product = torch.empty_like(weights)
+    found: list[torch.Tensor] = []
+    for view in views:
+        total = torch.zeros((), dtype=torch.int64, device=view.device)
+        for words in _words(view.detach().reshape(-1)):
+            for chunk in torch.split(words, size):
+                here = product[: chunk.numel()]
+                total = total * _ODD + torch.mul(chunk, weights[: chunk.numel()], out=here).sum()
+        found.append(total)
+    return [int(number) for number in torch.stack(found).tolist()]
+
+
+def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the elements of a 1-D tensor as int64 tensors, several elements packed into one integer where aligned."""
+    size = flat.element_size()
+    each = 8 // size
+    head = min(-int(flat.storage_offset()) % each, flat.numel())
+    end = head + (flat.numel() - head) // each * each
+    if end > head:
+        yield flat[head:end].view(torch.int64)
+    for rest in (flat[:head], flat[end:]):
+        if rest.numel():
+            yield rest.view(_INTEGERS[size]).to(torch.int64)
+
+
+def digest_of(x: torch.Tensor) -> int:
+    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else almost surely different.
+
+    Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
+    tensor's device.
+    """
+    bits = x.view(_INTEGERS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for start in range(0, bits.numel(), _BLOCK):
+        block = bits[start : start + _BLOCK].to(torch.int64)
+        position = torch.arange(start, start + block.numel(), dtype=torch.int64, device=x.device)
+        total += ((block + 1) * ((position * _MULTIPLIER) | 1)).sum()
+    return int(total)
