@@ -26,7 +26,7 @@ def live(
 ) -> None:
     """Show a run in the terminal until it ends or until Ctrl-C; read its record again every ``seconds`` seconds.
 
-    Waits for a record that does not exist yet. ``rounds``: return after reading this many times, by default never.
+    Waits for a record that does not exist yet. ``rounds``: how many times to read it at most; None for no limit.
     """
     shown = console or Console()
     with Live(console=shown, refresh_per_second=4) as display:

@@ -1,1 +1,1 @@
-"""Findings of a record: who waited for what, how fast links were, which ranks differ. Read `waiting.py` first."""
+"""The analysis of a record: causes of waits, speeds of links, how the run ended. Read `waiting.py` first."""

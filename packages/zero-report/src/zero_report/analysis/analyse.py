@@ -1,4 +1,4 @@
-"""The analysis of a run's last attempt, in one pass over the steps that are looked at."""
+"""The analysis of a run's last attempt, in one pass over a sample of its steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..record.reader import Run
 from .causes import Causes, CauseSums, chosen_steps
 from .links import Link, LinkSums
 from .units import AllUnits, UnitSums
-from .verdict import Verdict, judge
+from .verdict import Verdict, judge_run
 
 
 @dataclass
 class Analysis:
-    """The facts about a run beside its numbers."""
+    """The results of the analysis: verdict, causes of waiting, transfers by link, totals by unit."""
 
     verdict: Verdict
     causes: Causes
@@ -22,7 +22,7 @@ class Analysis:
 
 
 def analyse(run: Run) -> Analysis:
-    """Follow the waits, add up the transfers, and judge."""
+    """Analyse the last attempt of a run: find the causes of its waits, add up transfers and units, and judge it."""
     causes, links, units = CauseSums(), LinkSums(), AllUnits()
     for step in chosen_steps(run.last):
         blocks = {r: block for r, record in run.last.ranks.items() if (block := record.block(step)) is not None}
@@ -31,4 +31,4 @@ def analyse(run: Run) -> Analysis:
         units.add(blocks)
     notes = [note for record in run.last.ranks.values() for note in record.notes]
     found, speeds = causes.result(), links.result(notes)
-    return Analysis(judge(run, found, speeds), found, speeds, units.result())
+    return Analysis(judge_run(run, found, speeds), found, speeds, units.result())

@@ -1,4 +1,4 @@
-"""Losses added up: the shares of the step that each cause took, and the longest single waits."""
+"""Lost time by cause: the share of the step that each cause took, and the longest single waits."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from ..record.reader import Attempt, Block
 from .units import thing_of
 from .waiting import Cause, CauseKind, Loss, losses
 
-_SPANS = 300_000  # read for the analysis at most
+_MAX_SPANS = 300_000  # that the analysis reads, about
 _LONGEST = 10
-_WARM_UP = 2
+_WARM_UP_STEPS = 2
 _Key = tuple[CauseKind, int]
 
 
 @dataclass
 class Share:
-    """The time that one cause, or all of one kind, took. ``share``: of the step of the rank that lost most by it, 0 to
-    1; ``loser``: that rank; ``seconds``: of all ranks, added up; ``names``: seconds by what was waited for."""
+    """The time that was lost by the causes of one kind on one rank, or on all ranks.
+
+    ``rank``: the rank that caused it; -1 for all ranks and for links. ``loser``: the rank that lost the largest share
+    of its time by it; ``share``: that share, 0 to 1. ``seconds``: lost by all ranks together. ``names``: seconds by
+    what was waited for: the unit of a link's message, the span of a tier, the phase of a rank.
+    """
 
     kind: CauseKind
     rank: int
@@ -32,8 +36,12 @@ class Share:
 
 @dataclass
 class Causes:
-    """Where the time of ``steps`` went. ``seconds``: of all ranks together; ``by_name``: seconds by unit, parameter or
-    message that was waited for, and by cause in words."""
+    """The time lost in ``steps``, by cause.
+
+    ``ranks``: their number. ``seconds``: of all steps and ranks together, lost or not. ``by_kind``, ``by_rank``: the
+    largest share first. ``longest``: the longest single waits. ``by_name``: seconds lost by the unit, parameter or
+    message that was waited for, and then by the cause in words.
+    """
 
     steps: list[int]
     ranks: int
@@ -44,13 +52,15 @@ class Causes:
     by_name: dict[str, dict[str, float]]
 
     def of_kind(self, kind: CauseKind) -> list[Share]:
-        """The causes of one kind, one per rank, the largest first."""
+        """Return the shares of one kind, one per rank that caused some, the largest first."""
         return [share for share in self.by_rank if share.kind == kind]
 
 
 def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
-    """Return steps to look at, spread evenly over those that all ranks kept and ended; the first two only where no
-    others are."""
+    """Return the steps to analyse: at most ``most``, evenly spread over the ended steps whose spans all ranks kept.
+
+    Steps 1 and 2 are warm-up; they are chosen only if there are no others.
+    """
     steps = attempt.steps()
     if steps and any(record.is_open(steps[-1]) for record in attempt.ranks.values()):
         steps.pop()
@@ -58,15 +68,15 @@ def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
         return []
     sample = attempt.first.block(steps[-1])
     spans = max(1, len(sample.spans) if sample is not None else 1)
-    count = max(2, min(most, _SPANS // (spans * len(attempt.ranks))))
-    late = [step for step in steps if step > _WARM_UP] or steps
+    count = max(2, min(most, _MAX_SPANS // (spans * len(attempt.ranks))))
+    late = [step for step in steps if step > _WARM_UP_STEPS] or steps
     if len(late) <= count:
         return late
     return sorted({late[round(number * (len(late) - 1) / (count - 1))] for number in range(count)})
 
 
 class CauseSums:
-    """Adds up losses, step by step."""
+    """Adds up the time that ranks lost by each cause, step by step."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -75,41 +85,46 @@ class CauseSums:
         self._names: dict[_Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._by_name: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._longest: list[tuple[float, int, Loss]] = []
-        self._count = 0
+        self._losses_added = 0
 
     def add(self, step: int, blocks: Mapping[int, Block]) -> None:
-        """Follow the waits of one step; ``blocks`` by rank."""
+        """Add the losses of one step; ``blocks``: the step's spans by rank."""
         self._steps.append(step)
         for rank, block in blocks.items():
             self._total[rank] += block.us / 1e6
         for loss in losses(step, blocks):
             key = (loss.cause.kind, loss.cause.rank)
             self._lost[key][loss.rank] += loss.us / 1e6
-            self._names[key][_what(loss)] += loss.us / 1e6
+            self._names[key][_waited_for(loss)] += loss.us / 1e6
             self._by_name[thing_of(loss.span)][cause_text(loss.cause)] += loss.us / 1e6
-            self._count += 1
+            self._losses_added += 1
             if len(self._longest) < _LONGEST:
-                heapq.heappush(self._longest, (loss.us, -self._count, loss))
+                heapq.heappush(self._longest, (loss.us, -self._losses_added, loss))
             elif loss.us > self._longest[0][0]:
-                heapq.heapreplace(self._longest, (loss.us, -self._count, loss))
+                heapq.heapreplace(self._longest, (loss.us, -self._losses_added, loss))
 
     def result(self) -> Causes:
-        """Return what was added up, the largest first."""
+        """Return the causes of all steps so far."""
         by_rank = [_share(*key, by, self._total, self._names[key]) for key, by in self._lost.items()]
         return Causes(
             self._steps,
             len(self._total),
             sum(self._total.values()),
-            _largest_first(_kinds(self._lost, self._total, self._names)),
+            _largest_first(_shares_by_kind(self._lost, self._total, self._names)),
             _largest_first(by_rank),
             [loss for *_, loss in sorted(self._longest, key=lambda item: -item[0])],
             {name: dict(by) for name, by in self._by_name.items()},
         )
 
 
-def _kinds(
+def _shares_by_kind(
     lost: dict[_Key, dict[int, float]], total: dict[int, float], names: dict[_Key, dict[str, float]]
 ) -> list[Share]:
+    """Return one share per kind of cause, over all causing ranks.
+
+    ``lost``, ``names``: seconds by losing rank and by name, for each kind and causing rank. ``total``: seconds of the
+    steps, by rank.
+    """
     merged: dict[CauseKind, dict[int, float]] = defaultdict(lambda: defaultdict(float))
     merged_names: dict[CauseKind, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (kind, rank), by in lost.items():
@@ -121,12 +136,13 @@ def _kinds(
 
 
 def _share(kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, float], names: dict[str, float]) -> Share:
+    """Return the share of one cause; ``by``: seconds lost by each rank, ``total``: seconds of the steps by rank."""
     loser = max(by, key=lambda r: by[r] / (total[r] or 1))
     return Share(kind, rank, by[loser] / (total[loser] or 1), loser, sum(by.values()), dict(names))
 
 
-def _what(loss: Loss) -> str:
-    """For a link, the unit whose message was waited for; else the cause's own name."""
+def _waited_for(loss: Loss) -> str:
+    """Return the name to add a loss to: for a link the unit whose message was waited for, else the cause's own name."""
     return loss.span.name if loss.cause.kind == "link" else loss.cause.name
 
 

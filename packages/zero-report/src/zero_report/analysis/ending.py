@@ -1,4 +1,4 @@
-"""The end of a run that did not end well, or the phase of one that goes on."""
+"""How a run ended: which rank failed, stopped or hung first; or that the run goes on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from ..record.reader import Attempt, Block, RankRecord, Run
 from ..record.schema import COLLECTIVES, SpanKind
 
-_FRESH = 5.0  # seconds since the last sign of a rank that lives; a record is written twice a second
-_TOGETHER = 2.0  # seconds between the last signs of ranks that stopped at once
-_LONG = 10.0  # a step that has lasted so many seconds, and so many times the usual, is said to hang
-_PARTS = {
+_ALIVE_SECONDS = 5.0  # a rank that last wrote less than this ago is alive; a record is written twice a second
+_TOGETHER_SECONDS = 2.0  # between the last writes of ranks that stopped at the same time
+_HANG_FACTOR = 10.0  # a step hangs after this many seconds and this many times the median step
+_PHASE_NAMES = {
     SpanKind.DATA: "the data loader or the script",
     SpanKind.FORWARD: "forward",
     SpanKind.BACKWARD: "backward",
@@ -25,30 +25,35 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class End:
-    """``text``: one line, empty where a run ended well; ``detail``: what else is known, line by line; ``badly``: it
-    ended badly, or hangs."""
+    """How a run or an attempt ended.
+
+    ``text``: one line, empty if it ended well. ``detail``: more lines, such as the last calls of the ranks. ``badly``:
+    it failed, was killed, or hangs.
+    """
 
     text: str = ""
     detail: str = ""
     badly: bool = True
 
 
-def how_it_ended(run: Run) -> End:
-    """Return the first cause in one line, and what else is known."""
+def describe_end(run: Run) -> End:
+    """Return how the run's last attempt ended: from the launcher's report if there is one, else from the ranks'
+    records; or that it goes on.
+    """
     attempt = run.last
     if run.failure is None:
-        return how_attempt_ended(attempt, over=False)
+        return describe_attempt_end(attempt, over=False)
     told, text = str(run.failure.get("detail", "")), str(run.failure.get("text", "the run failed"))
-    hung = _hung(attempt, list(attempt.ranks.values())) if run.failure.get("interrupted") else ""
+    hung = _hang_sentence(attempt, list(attempt.ranks.values())) if run.failure.get("interrupted") else ""
     if hung:
         told, text = "\n".join(filter(None, (text, told))), hung
-    when = _detail(attempt)
+    when = _last_calls(attempt)
     detail = "\n".join([told, *(["", "what ranks were in when they last wrote:", when] if when else [])])
     return End(text, detail.strip("\n"))
 
 
-def how_attempt_ended(attempt: Attempt, *, over: bool = True) -> End:
-    """Return how one start ended, as its own ranks tell; ``over``: it is known not to go on."""
+def describe_attempt_end(attempt: Attempt, *, over: bool = True) -> End:
+    """Return how one attempt ended, from its ranks' records alone; ``over``: it certainly has ended."""
     notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
     failures = sorted(
         (bool(note.get("follows")), float(note["at"]), rank, str(note.get("text", "")))
@@ -63,57 +68,66 @@ def how_attempt_ended(attempt: Attempt, *, over: bool = True) -> End:
         *_, rank, text = failures[0]
         return End(f"Rank {rank} failed first: {(text.splitlines() or [''])[0]}", detail)
     if silent and (failures or over):
-        return _stopped(attempt, silent)
-    return _unfinished(attempt, unfinished) if unfinished else End(badly=False)
+        return _describe_stopped(attempt, silent)
+    return _describe_unfinished(attempt, unfinished) if unfinished else End(badly=False)
 
 
-def _unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return what is known of ranks that did not end their records, and may go on."""
-    if time.time() - min(record.last_written_at() for record in unfinished) >= _FRESH:
-        return _stopped(attempt, unfinished)
+def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
+    """Return the end for ranks that have not closed their records: stopped if one has not written for a while, else
+    hanging or going on.
+    """
+    if time.time() - min(record.last_written_at() for record in unfinished) >= _ALIVE_SECONDS:
+        return _describe_stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
-    block, usual = last.open_block(), _usual(last)
-    if block is not None and _hangs(block, usual):
-        lasts = f"has lasted {_lasted(block, usual)}"
-        return End(f"Step {block.step} {lasts} and may hang{_reason(attempt)}.", _detail(attempt))
-    return End(f"The run goes on; it is {_where(last)}.", _detail(attempt), badly=False)
+    block, usual = last.open_block(), _median_step_seconds(last)
+    if block is not None and _is_hanging(block, usual):
+        lasts = f"has lasted {_duration_text(block, usual)}"
+        return End(f"Step {block.step} {lasts} and may hang{_waited_for_clause(attempt)}.", _last_calls(attempt))
+    return End(f"The run goes on; it is {_last_place(last)}.", _last_calls(attempt), badly=False)
 
 
-def _stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return what is known of ranks that stopped writing."""
+def _describe_stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
+    """Return the end for ranks that stopped writing without closing their records: hung, killed or lost."""
     signs = {record.rank: record.last_written_at() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
-    detail = _detail(attempt)
-    together = max(signs.values()) - signs[first.rank] <= _TOGETHER
+    detail = _last_calls(attempt)
+    together = max(signs.values()) - signs[first.rank] <= _TOGETHER_SECONDS
     if together and len(unfinished) == attempt.world_size > 1:
-        if hung := _hung(attempt, unfinished):
+        if hung := _hang_sentence(attempt, unfinished):
             return End(hung, detail)
         who = "Both ranks" if attempt.world_size == 2 else f"All {attempt.world_size} ranks"
-        return End(f"{who} stopped {_where(first)}: they were killed, or their machine was lost.", detail)
+        return End(f"{who} stopped {_last_place(first)}: they were killed, or their machine was lost.", detail)
     also = "" if len(unfinished) == 1 else f"; {len(unfinished) - 1} more did later"
-    text = f"Rank {first.rank} stopped{' first' if also else ''} {_where(first)}{also}"
+    text = f"Rank {first.rank} stopped{' first' if also else ''} {_last_place(first)}{also}"
     return End(f"{text}: it was killed, or its machine was lost.", detail)
 
 
-def _hung(attempt: Attempt, ended: Sequence[RankRecord]) -> str:
-    """Say that the last step hung before the run was ended; empty where it did not."""
+def _hang_sentence(attempt: Attempt, ended: Sequence[RankRecord]) -> str:
+    """Return a sentence that the last step hung before the run was ended; empty if it did not.
+
+    ``ended``: the ranks to examine; the one that got least far counts.
+    """
     last = min(ended, key=lambda record: record.steps[-1:] or [0])
-    block, usual = last.open_block(), _usual(last)
-    if block is None or not _hangs(block, usual):
+    block, usual = last.open_block(), _median_step_seconds(last)
+    if block is None or not _is_hanging(block, usual):
         return ""
-    return f"Step {block.step} hung: it had lasted {_lasted(block, usual)} when the run was ended{_reason(attempt)}."
+    lasted, waited_for = _duration_text(block, usual), _waited_for_clause(attempt)
+    return f"Step {block.step} hung: it had lasted {lasted} when the run was ended{waited_for}."
 
 
-def _hangs(block: Block, usual: float) -> bool:
-    return bool(usual) and block.us / 1e6 > _LONG * max(1.0, usual)
+def _is_hanging(block: Block, usual: float) -> bool:
+    """Return whether a step has lasted so long that it hangs; ``usual``: seconds of a median step, 0 if not known."""
+    return bool(usual) and block.us / 1e6 > _HANG_FACTOR * max(1.0, usual)
 
 
-def _lasted(block: Block, usual: float) -> str:
+def _duration_text(block: Block, usual: float) -> str:
     return f"{block.us / 1e6:.0f} s, {block.us / 1e6 / usual:,.0f} times the usual,"
 
 
-def _reason(attempt: Attempt) -> str:
-    """Name the one rank that is in no collective while others are; empty where there is not one such."""
+def _waited_for_clause(attempt: Attempt) -> str:
+    """Return a clause that names the one rank that is in no collective while all others are in one; empty unless there
+    is exactly one such rank.
+    """
     blocks = {rank: block for rank, record in attempt.ranks.items() if (block := record.open_block()) is not None}
     apart = [
         rank
@@ -124,13 +138,13 @@ def _reason(attempt: Attempt) -> str:
         return ""
     block = blocks[apart[0]]
     kinds = [SpanKind(span.kind) for span in block.spans[len(block.spans) - block.under_way :]]
-    where = _PARTS.get(kinds[-1]) if kinds else None
+    where = _PHASE_NAMES.get(kinds[-1]) if kinds else None
     return "" if where is None else f"; rank {apart[0]} was in {where}, and others waited for it"
 
 
-def _detail(attempt: Attempt) -> str:
-    """Return what every rank was in when it last wrote, and what was warned of in that step."""
-    found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _present(record)))
+def _last_calls(attempt: Attempt) -> str:
+    """Return lines with the call that each rank was in when it last wrote, and the warnings of that step."""
+    found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _last_call(record)))
     for record in attempt.ranks.values():
         block = record.open_block()
         step = None if block is None else block.step
@@ -138,15 +152,19 @@ def _detail(attempt: Attempt) -> str:
     return "\n".join(found)
 
 
-def _present(record: RankRecord) -> str:
-    """Return the call a rank was in when it last wrote, in one line; empty where it ended."""
+def _last_call(record: RankRecord) -> str:
+    """Return a line with the phase and the collectives that a rank was in when it last wrote; empty if it closed its
+    record or no span was under way.
+    """
     block = record.open_block()
     if record.closed or block is None or not block.under_way:
         return ""
     now = block.spans[-block.under_way :]
     messages = [span for span in now if span.kind in COLLECTIVES]
     parts = [span for span in now if span.kind not in COLLECTIVES]
-    inside = [f"in {_PARTS.get(SpanKind(span.kind), 'no pass')} for {span.duration / 1e6:.1f} s" for span in parts[-1:]]
+    inside = [
+        f"in {_PHASE_NAMES.get(SpanKind(span.kind), 'no pass')} for {span.duration / 1e6:.1f} s" for span in parts[-1:]
+    ]
     inside += [
         f"{SpanKind(span.kind).name.lower()} of {span.name} under way for {span.duration / 1e6:.1f} s"
         for span in messages[:3]
@@ -154,14 +172,14 @@ def _present(record: RankRecord) -> str:
     return f"rank {record.rank}, step {block.step}: {', '.join(inside)}"
 
 
-def _usual(record: RankRecord) -> float:
-    """Seconds of a usual step."""
+def _median_step_seconds(record: RankRecord) -> float:
+    """Return the median seconds of a step over the table's rows; 0 if there are none."""
     table = record.table
     return float(np.median(table["seconds"] / table["steps"])) if len(table["first"]) else 0.0
 
 
-def _where(record: RankRecord) -> str:
-    """The step that a rank was in when it last wrote."""
+def _last_place(record: RankRecord) -> str:
+    """Return the step that a rank was in, or had ended, when it last wrote, as "in step 3" or "after step 2"."""
     block = record.open_block()
     if block is not None:
         return f"in step {block.step}"

@@ -54,7 +54,7 @@ class LinkSums:
         """
         for note in notes:
             for link in self._links.values():
-                if note["note"] == "peak" and is_of(link.name, str(note.get("link"))):
+                if note["note"] == "peak" and is_named_by(link.name, str(note.get("link"))):
                     link.peak, link.source = float(note["bytes_per_second"]), str(note.get("source", "measured"))
         return sorted(self._links.values(), key=lambda link: -link.busy)
 
@@ -68,7 +68,7 @@ def _add_transfers(links: dict[str, Link], block: Block) -> None:
                 (span.begin, span.end, span.nbytes, span.waited)
             )
     for name, transfers in found.items():
-        busy = covered((begin, end) for begin, end, moved, _ in transfers if moved) / 1e6
+        busy = union_length((begin, end) for begin, end, moved, _ in transfers if moved) / 1e6
         nbytes = sum(transfer[2] for transfer in transfers)
         link = links.setdefault(name, Link(name, 0, 0.0, 0.0, 0.0, "fastest step of this run"))
         link.nbytes += nbytes
@@ -82,13 +82,15 @@ def link_name(kind: int, name: str) -> str:
     return name.partition(":")[0] if kind in TIERS else SpanKind(kind).name.lower()
 
 
-def is_of(name: str, named: str) -> bool:
-    """Return whether ``named`` is the peak of the link ``name``; ``drive in`` and ``drive out`` name all drives."""
+def is_named_by(name: str, named: str) -> bool:
+    """Return whether ``named``, the ``link`` of a note about a peak, means the link ``name``; ``drive in`` and
+    ``drive out`` mean all drives.
+    """
     return name == named or (name.startswith("drive, ") and named == f"drive {name.rpartition(' ')[2]}")
 
 
-def covered(intervals: Iterable[tuple[int, int]]) -> float:
-    """Return the length of the union of intervals."""
+def union_length(intervals: Iterable[tuple[int, int]]) -> float:
+    """Return the length of the union of (begin, end) intervals, so that overlaps count once."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))

@@ -57,10 +57,10 @@ class AllUnits:
         for block in blocks.values():
             for span in block.spans:
                 if span.kind == SpanKind.COMPUTE:
-                    self._of(span.name).computed += span.duration / 1e6
+                    self._sums_of(span.name).computed += span.duration / 1e6
                 elif span.kind in COLLECTIVES or span.kind in TIERS:
                     tier = span.kind in TIERS
-                    unit = self._of(thing_of(span))
+                    unit = self._sums_of(thing_of(span))
                     column = _BYTES[SpanKind(span.kind)]
                     setattr(unit, column, getattr(unit, column) + span.nbytes)
                     unit.messages += not tier
@@ -70,5 +70,6 @@ class AllUnits:
         """Return the totals."""
         return list(self._found.values())
 
-    def _of(self, name: str) -> UnitSums:
+    def _sums_of(self, name: str) -> UnitSums:
+        """Return the totals of a unit, new ones if it has none yet."""
         return self._found.setdefault(name, UnitSums(name))

@@ -1,4 +1,4 @@
-"""One sentence about a run, and the reasons for it."""
+"""The verdict about a run: one sentence about where its time goes, and how it ended."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import numpy as np
 
 from ..record.reader import Run
 from .causes import Causes, Share
-from .ending import how_it_ended
+from .ending import describe_end
 from .links import Link
 
-_WORTH_NAMING = 0.05  # of the step
-_OTHERS = "; the other ranks wait for it"
-_ONE_RANK = 0.6  # of all that a kind of cause took; then the rank is named
+_WORTH_NAMING = 0.05  # share of the step from which a cause is named; also of steps, for skipped ones
+_OTHERS_WAIT = "; the other ranks wait for it"
+_MAIN_SHARE = 0.6  # share of a kind's lost seconds from which the causing rank is named
 
 
 @dataclass
 class Verdict:
-    """``sentence``: what a person reads first; ``ended``: how it ended or that it goes on, empty where it ended well;
-    ``tone``: good, mixed or bad; ``detail``: what is known about the end, line by line."""
+    """The verdict about a run.
+
+    ``sentence``: where its time goes. ``ended``: how it ended or that it goes on; empty if it ended well. ``tone``:
+    "good", "mixed" or "bad". ``detail``: lines about the end.
+    """
 
     sentence: str
     ended: str
@@ -27,13 +30,13 @@ class Verdict:
     detail: str = ""
 
 
-def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
-    """Return where the time of a run goes, and how it ended."""
-    end = how_it_ended(run)
+def judge_run(run: Run, causes: Causes, links: list[Link]) -> Verdict:
+    """Return the verdict about a run: its largest cause of lost time, and how it ended."""
+    end = describe_end(run)
     ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
         return Verdict("No step of this run is over yet.", ended, tone or "mixed", detail)
-    skipped = _skipped(run)
+    skipped = _skipped_sentence(run)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
         rest = "" if largest is None else f"; no cause of waiting takes more than {_percent(largest.share)} of the step"
@@ -43,8 +46,8 @@ def judge(run: Run, causes: Causes, links: list[Link]) -> Verdict:
     return Verdict(sentence + skipped, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
 
 
-def _skipped(run: Run) -> str:
-    """Return a sentence if many steps of the last start were skipped; empty otherwise."""
+def _skipped_sentence(run: Run) -> str:
+    """Return a sentence if at least 5 % of the last attempt's steps were skipped; empty otherwise."""
     table = run.last.first.table
     steps, skipped = float(table["steps"].sum()), float(np.nansum(table["skipped"]))
     if skipped < _WORTH_NAMING * steps or not skipped:
@@ -52,16 +55,16 @@ def _skipped(run: Run) -> str:
     return f" {skipped:,.0f} of {steps:,.0f} steps were skipped, because a gradient was not finite."
 
 
-def _data(share: Share, causes: Causes, _links: list[Link]) -> str:
-    one = _one_rank(share, causes)
+def _data_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
+    one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for their data, between passes: {_percent(share.share)} of the step."
-    follow = "" if causes.ranks == 1 else "; the other rank waits for it" if causes.ranks == 2 else _OTHERS
+    follow = "" if causes.ranks == 1 else "; the other rank waits for it" if causes.ranks == 2 else _OTHERS_WAIT
     return f"Rank {one.rank} waits for its data, between passes: {_percent(one.share)} of the step{follow}."
 
 
-def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:
-    one = _one_rank(share, causes)
+def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
+    one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for one another, and no single rank is slow: {_percent(share.share)} of the step."
     where = max(one.names, key=lambda name: one.names[name])
@@ -73,8 +76,8 @@ def _rank(share: Share, causes: Causes, _links: list[Link]) -> str:
     return f"Rank {one.rank} is slower than the others{during}: they wait for it {took}."
 
 
-def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
-    one = _one_rank(share, causes)
+def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
+    one = _main_rank(share, causes)
     chosen = one or share
     by_link: dict[str, float] = {}
     for name, seconds in chosen.names.items():
@@ -82,7 +85,7 @@ def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
     worst = max(by_link, key=lambda name: by_link[name])
     things = sorted(
         (name.partition(":")[2].strip() for name in chosen.names if name.partition(":")[0] == worst),
-        key=_natural,
+        key=_natural_key,
     )
     who = "The ranks wait" if one is None else f"Rank {one.rank} waits"
     link = next((link for link in links if link.name == worst), None)
@@ -91,10 +94,10 @@ def _tier(share: Share, causes: Causes, links: list[Link]) -> str:
         if link is not None and link.peak
         else ""
     )
-    return f"{who} for {_range(things) or 'transfers'} ({worst}): {_percent(chosen.share)} of the step{speed}."
+    return f"{who} for {_range_text(things) or 'transfers'} ({worst}): {_percent(chosen.share)} of the step{speed}."
 
 
-def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
+def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:
     worst = max(share.names, key=lambda name: share.names[name])
     found = max(links, key=lambda link: link.waited, default=None)
     speed = ""
@@ -103,30 +106,37 @@ def _link(share: Share, _causes: Causes, links: list[Link]) -> str:
     return f"The ranks wait for messages under way, mostly {worst}: {_percent(share.share)} of the step{speed}."
 
 
-def _save(share: Share, causes: Causes, _links: list[Link]) -> str:
+def _save_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
     return f"Checkpoints block the run: {_percent(share.share)} of the steps looked at."
 
 
-_SENTENCES = {"data": _data, "rank": _rank, "tier": _tier, "link": _link, "save": _save}
+_SENTENCES = {
+    "data": _data_sentence,
+    "rank": _rank_sentence,
+    "tier": _tier_sentence,
+    "link": _link_sentence,
+    "save": _save_sentence,
+}
+"""Kind of cause -> the function that returns the sentence about it."""
 
 
-def _one_rank(share: Share, causes: Causes) -> Share | None:
-    """Return the rank that causes most of one kind of waiting; None if there are several such ranks, or only
-    one rank.
+def _main_rank(share: Share, causes: Causes) -> Share | None:
+    """Return the share of the one rank that causes at least 60 % of the seconds that were lost by one kind of cause;
+    None if no rank does.
     """
     candidates = causes.of_kind(share.kind)
-    return candidates[0] if candidates and candidates[0].seconds >= _ONE_RANK * share.seconds else None
+    return candidates[0] if candidates and candidates[0].seconds >= _MAIN_SHARE * share.seconds else None
 
 
-def _range(things: list[str]) -> str:
+def _range_text(things: list[str]) -> str:
     """Return the first and the last of ``things`` as text; empty if there are none."""
     if not things or things == [""]:
         return ""
     return things[0] if len(things) == 1 else f"{things[0]} to {things[-1]}"
 
 
-def _natural(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key by which layers.10 comes after layers.9."""
+def _natural_key(text: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts layers.10 behind layers.9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
 
 

@@ -1,9 +1,9 @@
-"""Why ranks waited: every wait is followed to the rank, tier, data loader or link that it was for.
+"""The causes of waits: every wait is traced to the rank, tier, data loader, checkpoint or link that caused it.
 
-[Note: following a wait] A collective is over for nobody before its last rank has started it. Until then the others wait
-for that rank; after that, for the link. What the last rank did meanwhile is the reason: it waited for its data, for a
-tier, for a checkpoint, for another collective (which is followed in turn), or it computed. Clocks of ranks on different
-hosts are those of the hosts.
+[Note: tracing a wait] No rank can finish a collective before the last rank has started it. Until then the others wait
+for that rank; after that, for the link. The cause is what the last rank did in the meantime: it waited for its data,
+for a tier, for a checkpoint or for another collective (which is traced in turn), or it computed. Times of ranks on
+different hosts are compared as they are, by each host's own clock.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Literal, NamedTuple
 from ..record.reader import Block, Span
 from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
-_DEPTH = 6  # collectives that are followed from one to the next
+_MAX_DEPTH = 6  # length of a chain of collectives that wait for one another
 CauseKind = Literal["data", "tier", "rank", "link", "save"]
 
 
 class Cause(NamedTuple):
-    """Why a rank lost time. ``rank``: whose data loader, tier, checkpoint or computing; -1 for a link. ``name``: what
-    of a tier, or which link; what a rank did while others waited."""
+    """The cause of a loss. ``rank``: the rank whose data loader, tier, checkpoint or computation it was; -1 for a link.
+    ``name``: of the tier's span or of the link; for kind "rank" the phase that the rank was in while others waited.
+    """
 
     kind: CauseKind
     rank: int
@@ -31,8 +32,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Loss:
-    """Microseconds that ``rank`` lost in ``step`` for ``cause``, while it waited in ``span`` (None: it was not in
-    one)."""
+    """Microseconds (``us``) that ``rank`` lost in ``step`` by ``cause``, while it waited in ``span``."""
 
     rank: int
     step: int
@@ -42,13 +42,22 @@ class Loss:
 
 
 class _Idle(NamedTuple):
+    """A time in which a rank waited in ``span``; in microseconds since the step's origin."""
+
     begin: float
     end: float
     span: Span
 
 
 class _RankStep:
-    """One rank in one step: its collectives by place, and when it did not compute; absolute microseconds."""
+    """One rank in one step: when it started its collectives and when it waited, in microseconds since ``origin`` (Unix
+    seconds).
+
+    A collective's key is (kind, name, how many of this kind and name came before); it is the same on all ranks.
+
+    Attributes:
+        starts: start of each collective, by key. keys: key of each collective's span. idle: waits, by begin.
+    """
 
     def __init__(self, block: Block, origin: float) -> None:
         self.block = block
@@ -72,9 +81,10 @@ class _RankStep:
         self._begins = [item.begin for item in self.idle]
         self._phases = [s for s in block.spans if s.kind in (SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE)]
 
-    def during(self, begin: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
-        """Yield what the rank did from ``begin`` to ``end``: pieces with the span that it waited in, None where it
-        computed."""
+    def activities(self, begin: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
+        """Yield the rank's activities from ``begin`` to ``end`` as (begin, end, span that it waited in), in order and
+        without gaps; the span is None while the rank computed.
+        """
         at = begin
         for item in self.idle[max(0, bisect_right(self._begins, begin) - 1) :]:
             if item.begin >= end:
@@ -90,7 +100,7 @@ class _RankStep:
             yield at, end, None
 
     def phase_at(self, moment: float) -> str:
-        """Return which part of the step the rank was in."""
+        """Return the phase of the step at a time: "forward", "backward", "update" or "between passes"."""
         inside = moment - self.offset
         for span in self._phases:
             if span.begin <= inside <= span.end:
@@ -99,12 +109,18 @@ class _RankStep:
 
 
 def losses(step: int, blocks: Mapping[int, Block]) -> Iterator[Loss]:
-    """Yield every microsecond that the ranks waited in one step, with its cause; ``blocks`` by rank."""
+    """Yield the losses of all ranks in one step, which add up to the time they waited; ``blocks``: spans by rank."""
     if blocks:
-        yield from _Step(step, blocks).losses()
+        yield from _StepWaits(step, blocks).losses()
 
 
-class _Step:
+class _StepWaits:
+    """The waits of all ranks in one step.
+
+    Attributes:
+        last: start and rank of each collective's last rank, by the collective's key.
+    """
+
     def __init__(self, step: int, blocks: Mapping[int, Block]) -> None:
         self.step = step
         origin = min(block.began for block in blocks.values())
@@ -115,13 +131,19 @@ class _Step:
                 self.last[key] = max(self.last.get(key, (start, rank)), (start, rank))
 
     def losses(self) -> Iterator[Loss]:
+        """Yield every wait of every rank, split by cause."""
         for rank, rank_step in self.ranks.items():
             for item in rank_step.idle:
-                for cause, us in self._follow(rank, item.span, item.begin, item.end, _DEPTH):
+                for cause, us in self._causes_of_wait(rank, item.span, item.begin, item.end, _MAX_DEPTH):
                     yield Loss(rank, self.step, item.span, cause, us)
 
-    def _follow(self, rank: int, span: Span, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
-        """Yield why ``rank`` was in ``span`` from ``begin`` to ``end``."""
+    def _causes_of_wait(
+        self, rank: int, span: Span, begin: float, end: float, depth: int
+    ) -> Iterator[tuple[Cause, float]]:
+        """Yield the causes, with microseconds, of the wait of ``rank`` in ``span`` from ``begin`` to ``end``.
+
+        ``depth``: how many more collectives may be traced.
+        """
         if span.kind == SpanKind.DATA:
             yield Cause("data", rank, span.name), end - begin
         elif span.kind == SpanKind.SAVE:
@@ -133,16 +155,18 @@ class _Step:
             start, last = self.last[key]
             until = min(end, start) if last != rank else begin
             if until > begin:
-                yield from self._blame(last, begin, until, depth)
+                yield from self._causes_in_rank(last, begin, until, depth)
             if end > max(begin, until):
                 yield Cause("link", -1, SpanKind(span.kind).name.lower()), end - max(begin, until)
 
-    def _blame(self, rank: int, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
-        """Yield what ``rank`` did from ``begin`` to ``end``, while others waited for it."""
+    def _causes_in_rank(self, rank: int, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
+        """Yield the causes, with microseconds, for which ``rank`` kept others waiting from ``begin`` to ``end``: its
+        own waits, traced further, and its computation.
+        """
         rank_step = self.ranks[rank]
-        for piece_begin, piece_end, span in rank_step.during(begin, end):
+        for piece_begin, piece_end, span in rank_step.activities(begin, end):
             if span is not None and depth:
-                yield from self._follow(rank, span, piece_begin, piece_end, depth - 1)
+                yield from self._causes_of_wait(rank, span, piece_begin, piece_end, depth - 1)
             else:
                 phase = rank_step.phase_at((piece_begin + piece_end) / 2)
                 yield Cause("rank", rank, phase), piece_end - piece_begin

@@ -1,1 +1,1 @@
-"""The page: what it shows as data, and the HTML around it. Read `report.py` first."""
+"""The page: its data, and the HTML around them. Read `report.py` first."""

@@ -1,4 +1,4 @@
-"""Two runs side by side: what changed in the configuration, and in every figure."""
+"""Two runs side by side: the differences of their configurations and figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _PER_STEP = (
 
 
 def comparison(run: Run, other: Run, other_sentence: str) -> dict[str, Any]:
-    """Return what differs between ``run`` and ``other``, and the curves of ``other``."""
+    """Return the page's data about ``other`` beside ``run``: differences of the configurations, figures of both, and
+    the curves of ``other``.
+
+    ``other_sentence``: the sentence of its verdict.
+    """
     here, there = totals(run), totals(other)
     figures = [{"name": name, "unit": unit, "here": here[key], "there": there[key]} for name, key, unit in _FIGURES]
     for name, key, unit in _PER_STEP:
@@ -58,6 +62,9 @@ def comparison(run: Run, other: Run, other_sentence: str) -> dict[str, Any]:
 
 
 def _differences(run: Run, other: Run) -> list[list[Any]]:
+    """Return [path, value in run, value in other] of every differing setting, version and fact about the machine; None
+    if it is absent.
+    """
     here = {str(row[0]): row for row in configuration_rows(run.last)}
     there = {str(row[0]): row for row in configuration_rows(other.last)}
     here["ranks"], there["ranks"] = ["ranks", run.last.world_size, ""], ["ranks", other.last.world_size, ""]
@@ -74,4 +81,5 @@ def _differences(run: Run, other: Run) -> list[list[Any]]:
 
 
 def _per_step(sums: dict[str, Any], key: str) -> float:
+    """Return a total of the run divided by its steps; 0 without steps."""
     return float(sums[key] / sums["steps"]) if sums["steps"] else 0.0

@@ -1,4 +1,4 @@
-"""Curves over all steps: loss, rates, throughput, where the time goes, memory."""
+"""Curves over all steps: loss, rates, throughput, seconds by phase and wait, memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ..record.reader import Array, RankRecord, Run
 from ..record.schema import OWNERS
 
 _POINTS = 1200
-_BAND = 8  # ranks from which on a band leaves out the outermost 5 % on either side
+_BAND = 8  # with at least this many ranks, a band leaves out the lowest and the highest 5 %
 WAITS = ("gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s")
-_MEANS = ("lr", "grad_norm", "loss_scale", "began")
+_REPORTED = ("lr", "grad_norm", "loss_scale", "began")
 _SECONDS = ("seconds", "data_s", "forward_s", "backward_s", "update_s", "save_s", *WAITS)
 _COUNTS = ("samples", "skipped")
 
 
 def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
-    """Yield the tables of all ranks and attempts, without the rows that a later attempt did again."""
+    """Yield the record and the table of every rank of every attempt, without rows of steps that a later attempt
+    repeated.
+    """
     firsts = [a.first.table["first"] for a in run.attempts]
     begins = [float(first[0]) if len(first) else np.inf for first in firsts]
     for number, attempt in enumerate(run.attempts):
@@ -30,9 +32,11 @@ def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return one number per point and curve; a point covers ``per_point`` steps.
+    """Return the curves by name, with one number per point; a point covers ``per_point`` steps. Only an empty ``step``
+    if no step is in the tables.
 
-    Loss is the mean over ranks, with the band of the ranks; seconds are means over ranks.
+    Loss and process memory are means over ranks, with a band (``_low``, ``_high``); seconds, tokens and memory by owner
+    are means over ranks; learning rate, gradient norm, loss scale, samples and skipped steps are the first rank's.
     """
     found = [(record, table) for record, table in tables(run) if len(table["first"])]
     if not found:
@@ -44,12 +48,12 @@ def curves(run: Run) -> dict[str, Any]:
     points = int(np.ceil((high - low) / width))
     bins = _Bins(low, width, points)
     mean: dict[str, Array] = {}
-    for name in _MEANS:
-        mean[name] = bins.mean([(table, table[name]) for record, table in found if record.rank == _reporter(run)])
+    for name in _REPORTED:
+        mean[name] = bins.mean([(table, table[name]) for record, table in found if record.rank == _first_rank(run)])
     for name in _SECONDS:
         mean[name] = bins.mean([(table, table[name] / table["steps"]) for _, table in found])
     for name in _COUNTS:
-        lead = [(t, t[name] / t["steps"]) for record, t in found if record.rank == _reporter(run)]
+        lead = [(t, t[name] / t["steps"]) for record, t in found if record.rank == _first_rank(run)]
         mean[name] = bins.mean(lead)
     mean["tokens"] = bins.mean([(table, table["tokens"] / table["steps"]) for _, table in found])
     losses = bins.by_rank([(record.rank, table, table["loss"]) for record, table in found])
@@ -64,13 +68,16 @@ def curves(run: Run) -> dict[str, Any]:
 
 
 class _Bins:
-    """Groups of consecutive steps."""
+    """``count`` groups of ``width`` consecutive steps each, from step ``low`` on."""
 
     def __init__(self, low: float, width: float, count: int) -> None:
         self._low, self._width, self._count = low, width, count
 
     def mean(self, columns: list[tuple[dict[str, Array], Array]]) -> Array:
-        """The mean by bin, each row weighted by its steps; NaN where there is nothing."""
+        """Return the mean of each bin over all rows of all tables, weighted by steps; NaN for an empty bin.
+
+        ``columns``: pairs of a table and one value per row of it.
+        """
         total, weight = np.zeros(self._count), np.zeros(self._count)
         for table, values in columns:
             known = ~np.isnan(values)
@@ -82,7 +89,7 @@ class _Bins:
             return np.asarray(total / weight)
 
     def by_rank(self, columns: list[tuple[int, dict[str, Array], Array]]) -> Array:
-        """One row of means per rank."""
+        """Return the means of the bins, one row per rank; ``columns``: (rank, table, values), see `mean`."""
         ranks: dict[int, list[tuple[dict[str, Array], Array]]] = {}
         for rank, table, values in columns:
             ranks.setdefault(rank, []).append((table, values))
@@ -90,7 +97,7 @@ class _Bins:
 
 
 def _band(by_rank: Array) -> tuple[Array, Array, Array]:
-    """Mean, lower and upper end over ranks."""
+    """Return the mean, the lower and the upper end of the band over ranks, for each bin; NaN for an empty bin."""
     ends = (5, 95) if len(by_rank) >= _BAND else (0, 100)
     known = ~np.isnan(by_rank).all(axis=0)
     out = tuple(np.full(by_rank.shape[1], np.nan) for _ in range(3))
@@ -101,5 +108,6 @@ def _band(by_rank: Array) -> tuple[Array, Array, Array]:
     return out[0], out[1], out[2]
 
 
-def _reporter(run: Run) -> int:
+def _first_rank(run: Run) -> int:
+    """Return the lowest rank of the last attempt, whose values stand for all ranks where they have the same."""
     return run.last.first.rank

@@ -1,4 +1,4 @@
-"""Everything that the page shows, as one plain value."""
+"""All data of the page, as one value for JSON."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..record.reader import Run
 from . import figures
 from .compare import comparison
 from .curves import curves
-from .steps import steps
+from .steps import steps_data
 
 _DIGITS = 6
-_LARGE = 1e6  # from here on numbers are whole
-_EXACT = 1 << 53
+_LARGE = 1e6  # larger numbers are rounded to integers
+_EXACT = 1 << 53  # integers below are exact in JavaScript
 
 
 def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None = None) -> dict[str, Any]:
-    """Return what the page shows of ``run``, beside ``other`` where it is given; plain data without NaN."""
+    """Return the page's data about ``run``, compared with ``other`` if given, as plain data for JSON without NaN."""
     facts = run.last.facts
     verdict = analysis.verdict
     data = {
@@ -54,21 +54,21 @@ def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None =
         "configuration": figures.configuration_rows(run.last),
         "plan": figures.plan_bytes(run),
     }
-    data = {name: _exact(value) for name, value in data.items()}
-    data["curves"] = _rounded(curves(run))
-    data["steps"] = steps(run.last, analysis.causes)
+    data = {name: _exact_data(value) for name, value in data.items()}
+    data["curves"] = _rounded_data(curves(run))
+    data["steps"] = steps_data(run.last, analysis.causes)
     data["other"] = None
     if other is not None:
-        data["other"] = _rounded(comparison(run, other[0], other[1].verdict.sentence))
+        data["other"] = _rounded_data(comparison(run, other[0], other[1].verdict.sentence))
     return data
 
 
-def _exact(value: Any) -> Any:
-    """Plain data with every number as it is; what JSON cannot hold is null."""
+def _exact_data(value: Any) -> Any:
+    """Return ``value`` as plain data for JSON, with exact numbers; None for NaN and infinities."""
     if isinstance(value, dict):
-        return {str(key): _exact(item) for key, item in value.items()}
+        return {str(key): _exact_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_exact(item) for item in value]
+        return [_exact_data(item) for item in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
@@ -76,16 +76,18 @@ def _exact(value: Any) -> Any:
     return value
 
 
-def _rounded(value: Any) -> Any:
-    """Plain data with numbers of six digits."""
+def _rounded_data(value: Any) -> Any:
+    """Return ``value`` as plain data for JSON, with floats of six digits and lists for arrays; None for NaN and
+    infinities.
+    """
     if isinstance(value, np.ndarray):
-        return [_rounded(item) for item in value.tolist()]
+        return [_rounded_data(item) for item in value.tolist()]
     if isinstance(value, dict):
-        return {str(key): _rounded(item) for key, item in value.items()}
+        return {str(key): _rounded_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
+        return [_rounded_data(item) for item in value]
     if isinstance(value, float):
         if not math.isfinite(value):
             return None
-        return _exact(float(f"{value:.{_DIGITS}g}") if abs(value) < _LARGE else float(round(value)))
+        return _exact_data(float(f"{value:.{_DIGITS}g}") if abs(value) < _LARGE else float(round(value)))
     return value

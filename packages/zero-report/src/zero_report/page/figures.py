@@ -1,4 +1,4 @@
-"""Numbers in tables: totals, one line per rank, causes, links, checkpoints, events, configuration."""
+"""The tables of the page: totals, ranks, causes, waits, links, checkpoints, events, units, configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..analysis.analyse import Analysis
 from ..analysis.causes import Share, cause_text
-from ..analysis.ending import how_attempt_ended
+from ..analysis.ending import describe_attempt_end
 from ..record.reader import Array, Attempt, RankRecord, Run
 from ..record.schema import OWNERS, SpanKind
 from .curves import WAITS, tables
@@ -21,7 +21,11 @@ _OWN_NOTES = ("head", "closed", "checkpoint", "plan", "peak")
 
 
 def totals(run: Run) -> dict[str, Any]:
-    """Return sums and peaks of the whole run, over all ranks and attempts, without steps that were done again."""
+    """Return totals and peaks of the whole run, over all attempts without repeated steps, by name.
+
+    ``steps``, ``seconds``, ``samples`` and ``skipped`` are the first rank's; ``rank_seconds``, phases, waits and bytes
+    are sums over ranks; memory is the highest of any rank.
+    """
     found = [table for _, table in tables(run)]
 
     def total(name: str) -> float:
@@ -60,15 +64,16 @@ def totals(run: Run) -> dict[str, Any]:
 
 
 def _last_loss(attempt: Attempt) -> float | None:
-    """The loss of the newest step that has one, mean over ranks."""
+    """Return the mean over ranks of each rank's newest loss; None if no rank has one."""
     known = [losses[~np.isnan(losses)] for record in attempt.ranks.values() for losses in [record.table["loss"]]]
     newest = [float(losses[-1]) for losses in known if len(losses)]
     return sum(newest) / len(newest) if newest else None
 
 
 def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
-    """Return, by column, seconds per step of each rank of the last attempt; ``blamed``: the share of the step that
-    others lost by it."""
+    """Return the columns of the table of the attempt's ranks: seconds per step by phase and wait, peak memory in bytes,
+    host, and ``blamed``, the share of the step that ranks lost because of this one.
+    """
     ranks = sorted(attempt.ranks)
     blamed = dict.fromkeys(ranks, 0.0)
     for share in analysis.causes.by_rank:
@@ -78,9 +83,11 @@ def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
     for rank in ranks:
         table = attempt.ranks[rank].table
         steps = float(table["steps"].sum()) or 1.0
-        seconds = {name: _sum(table, f"{name}_s") / steps for name in ("data", "forward", "backward", "update", "save")}
-        tier = _sum(table, "tier_wait_s") / steps
-        wait = sum(_sum(table, name) for name in WAITS) / steps - tier
+        seconds = {
+            name: _column_sum(table, f"{name}_s") / steps for name in ("data", "forward", "backward", "update", "save")
+        }
+        tier = _column_sum(table, "tier_wait_s") / steps
+        wait = sum(_column_sum(table, name) for name in WAITS) / steps - tier
         columns["data"].append(seconds["data"])
         columns["save"].append(seconds["save"])
         columns["tier"].append(tier)
@@ -93,16 +100,17 @@ def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
 
 
 def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return what took the steps' time, by kind, with the ranks and things behind it."""
+    """Return one row per kind of cause: its share, its seconds, and up to three ranks that caused most of it."""
     rows = []
     for share in analysis.causes.by_kind[:_CAUSES]:
         rows.append(
-            {"kind": share.kind, "share": share.share, "seconds": share.seconds, "most": _most(share, analysis)}
+            {"kind": share.kind, "share": share.share, "seconds": share.seconds, "most": _main_ranks(share, analysis)}
         )
     return rows
 
 
-def _most(share: Share, analysis: Analysis) -> list[str]:
+def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
+    """Return texts about the up to three ranks that caused most of this kind: rank, what was waited for, share."""
     found = []
     for own in analysis.causes.of_kind(share.kind)[:3]:
         thing = max(own.names, key=lambda name: own.names[name])
@@ -112,7 +120,7 @@ def _most(share: Share, analysis: Analysis) -> list[str]:
 
 
 def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return the longest waits, with what each was for."""
+    """Return one row per wait, the longest first: rank, step, microseconds, the span it waited in, cause."""
     return [
         {
             "rank": loss.rank,
@@ -128,7 +136,7 @@ def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return every link with its rate and its peak."""
+    """Return one row per link: bytes, seconds busy and waited, rate and peak in bytes per second of one rank."""
     return [
         {
             "name": link.name,
@@ -144,9 +152,9 @@ def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per checkpoint and attempt: bytes of all ranks, the longest blocking."""
+    """Return one row per checkpoint and attempt: bytes of all ranks, the longest seconds to disk and blocked of any."""
     rows: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for number, _, note in _notes(run):
+    for number, _, note in _all_notes(run):
         if note["note"] == "checkpoint":
             key = (number, int(note.get("of_step", note.get("step", 0))), str(note.get("path", "")))
             row = rows.setdefault(
@@ -159,9 +167,11 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def event_rows(run: Run) -> list[dict[str, Any]]:
-    """Return what happened, in order; the same event of several ranks is one row."""
+    """Return the last events of the run (warnings, failures, restarts), by time; the same event of several ranks is one
+    row.
+    """
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for _, record, note in _notes(run):
+    for _, record, note in _all_notes(run):
         if note["note"] in _OWN_NOTES:
             continue
         facts = {key: value for key, value in note.items() if key not in ("note", "at", "step", "text")}
@@ -172,15 +182,15 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
         )
         if record.rank not in row["ranks"]:
             row["ranks"].append(record.rank)
-    return sorted([*rows.values(), *_starts(run)], key=lambda row: float(row["at"]))[-_EVENTS:]
+    return sorted([*rows.values(), *_restart_rows(run)], key=lambda row: float(row["at"]))[-_EVENTS:]
 
 
-def _starts(run: Run) -> list[dict[str, Any]]:
-    """Return how each start but the last ended, and with what each later one went on."""
+def _restart_rows(run: Run) -> list[dict[str, Any]]:
+    """Return two events for each restart: how the attempt before it ended, and at which step the new one resumed."""
     rows = []
     for before, attempt in pairwise(run.attempts):
         first, began = attempt.first.table["first"], attempt.first.table["began"]
-        how = how_attempt_ended(before).text
+        how = describe_attempt_end(before).text
         text = f"start {before.number + 1}: {how}" if how else f"start {before.number + 1} ended"
         last = max(record.last_written_at() for record in before.ranks.values())
         rows.append({"kind": "end", "step": _last_step(before), "at": last, "text": text, "ranks": []})
@@ -194,12 +204,13 @@ def _starts(run: Run) -> list[dict[str, Any]]:
 
 
 def _last_step(attempt: Attempt) -> int:
+    """Return the last step in the table of the attempt's first rank; 0 if it has none."""
     table = attempt.first.table
     return int(table["first"][-1] + table["steps"][-1] - 1) if len(table["first"]) else 0
 
 
 def flight_rows(run: Run) -> list[dict[str, Any]]:
-    """Return the last collectives of each rank, as a launcher found them when the job failed."""
+    """Return one row per rank with its last collectives, from the launcher's report of a failure; none without it."""
     found = run.failure.get("flight") if run.failure is not None else None
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
     return [
@@ -209,8 +220,9 @@ def flight_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per unit, parameter or message: what was done for it per rank and step, the most waited for
-    first."""
+    """Return one row per unit, parameter or message, the most waited for first: seconds, bytes and messages per rank
+    and step, and the main cause of its waits.
+    """
     scale = len(analysis.causes.steps) * analysis.causes.ranks or 1
     rows = sorted(analysis.units, key=lambda unit: -(unit.waited + 1e-6 * unit.computed))[:_UNITS]
     return [
@@ -231,7 +243,9 @@ def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_cause(seconds: dict[str, float]) -> str:
-    """Return what most of a unit's waits were for, with its part of them."""
+    """Return the main cause of a unit's waits with its share of them, as text; ``seconds``: by cause. Empty without
+    waits.
+    """
     if not seconds:
         return ""
     cause = max(seconds, key=lambda name: seconds[name])
@@ -239,24 +253,27 @@ def _main_cause(seconds: dict[str, float]) -> str:
 
 
 def configuration_rows(attempt: Attempt) -> list[list[Any]]:
-    """Return path, value, provenance and note of every value, as the writer gave them."""
+    """Return [path, value, provenance, note] of every setting, as the writer gave them; missing ones are empty."""
     rows = attempt.facts.get("configuration", [])
-    return [[*map(_plain, row), "", "", "", ""][:4] for row in rows if isinstance(row, list)]
+    return [[*map(_plain_value, row), "", "", "", ""][:4] for row in rows if isinstance(row, list)]
 
 
 def plan_bytes(run: Run) -> float | None:
-    """Return the bytes that a plan promised for one rank; None where no plan was given."""
-    found = [note.get("bytes") for _, _, note in _notes(run) if note["note"] == "plan"]
+    """Return the planned peak of one rank's device, in bytes; None if the run had no plan."""
+    found = [note.get("bytes") for _, _, note in _all_notes(run) if note["note"] == "plan"]
     return float(found[-1]) if found and found[-1] is not None else None
 
 
-def _notes(run: Run) -> list[tuple[int, RankRecord, dict[str, Any]]]:
+def _all_notes(run: Run) -> list[tuple[int, RankRecord, dict[str, Any]]]:
+    """Return (number of the attempt, record of the rank, note) of every note of the run."""
     return [(a.number, record, note) for a in run.attempts for record in a.ranks.values() for note in record.notes]
 
 
-def _sum(table: dict[str, Array], name: str) -> float:
+def _column_sum(table: dict[str, Array], name: str) -> float:
+    """Return the sum of a column, without NaN."""
     return float(np.nansum(table[name]))
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
+    """Return ``value`` if JSON has its type and it is no collection, else its text."""
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)

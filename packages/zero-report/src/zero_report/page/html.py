@@ -1,4 +1,4 @@
-"""The page as text: styles, scripts and data in one file, with nothing to load."""
+"""The page as HTML: styles, scripts and data in one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -16,24 +16,30 @@ _SCRIPTS = ("format", "theme", "data", "chart", "curves", "strip", "memory", "ra
 
 
 @cache
-def _asset(name: str) -> str:
+def _asset_text(name: str) -> str:
+    """Return the text of a file of this package; cached."""
     return (files("zero_report") / name).read_text(encoding="utf-8")
 
 
 def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
-    """Return the page for ``data``; ``refresh``: seconds after which it loads itself again.
+    """Return the HTML of the page for ``data``; ``refresh``: seconds after which the browser reloads it, None for
+    never.
 
-    Data travels compressed and in base64, so nothing in it can end a script or open a tag; the scripts set text, never
-    HTML. The policy in the head allows this page's own scripts, by their hashes, and no request.
+    The data is compressed and in base64, so nothing in it can end a script or open a tag; the scripts set text, never
+    HTML. The page's content security policy allows its own scripts, by their hashes, and no request.
     """
-    scripts = [_asset("vendor/uplot/uPlot.iife.min.js")]
-    own = "\n".join(_asset(f"page/assets/{name}.js") for name in _SCRIPTS)
+    scripts = [_asset_text("vendor/uplot/uPlot.iife.min.js")]
+    own = "\n".join(_asset_text(f"page/assets/{name}.js") for name in _SCRIPTS)
     scripts.append(f'(() => {{\n"use strict";\nconst page = {{}};\n{own}\n}})();')
-    style = _asset("vendor/uplot/uPlot.min.css") + _asset("page/assets/page.css") + _asset("page/assets/charts.css")
-    hashes = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    style = (
+        _asset_text("vendor/uplot/uPlot.min.css")
+        + _asset_text("page/assets/page.css")
+        + _asset_text("page/assets/charts.css")
+    )
+    hashes = " ".join(f"'sha256-{_sha256_base64(script)}'" for script in scripts)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     packed = base64.b64encode(gzip.compress(text, 9, mtime=0)).decode()
-    license_text = escape(_asset("vendor/uplot/LICENSE").splitlines()[2])
+    license_text = escape(_asset_text("vendor/uplot/LICENSE").splitlines()[2])
     reload = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n'
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -42,12 +48,13 @@ def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         f'script-src {hashes}; img-src data:">\n<link rel="icon" href="data:,">\n{reload}'
-        f"<style>{style}</style>\n</head>\n<body>\n{_asset('page/assets/page.html')}\n"
+        f"<style>{style}</style>\n</head>\n<body>\n{_asset_text('page/assets/page.html')}\n"
         f'<script type="application/gzip" id="data">{packed}</script>\n'
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + f"<!-- Charts: uPlot, MIT License, {license_text} -->\n</body>\n</html>\n"
     )
 
 
-def _digest(script: str) -> str:
+def _sha256_base64(script: str) -> str:
+    """Return the hash of a script as the content security policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

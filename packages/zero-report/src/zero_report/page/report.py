@@ -15,13 +15,13 @@ from .html import render
 
 @dataclass(frozen=True)
 class Report:
-    """A finished page. ``sentence``: its verdict. A notebook shows the page itself."""
+    """A finished page. ``sentence``: the sentence of its verdict. A notebook displays the page itself."""
 
     html: str
     sentence: str
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page, so that a reader finds the old file or the new one; return its path."""
+        """Write the page to ``path`` and return the path. A reader finds either the old file or the new one."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}.new")
@@ -42,9 +42,10 @@ def make_report(
     compare: str | os.PathLike[str] | None = None,
     refresh: float | None = None,
 ) -> Report:
-    """Read the record in the folder ``record``, and the one to compare it with; return the page.
+    """Return the page of the record in the folder ``record``.
 
-    Raises `RecordError` where there is none.
+    ``compare``: the folder of another run's record, shown beside this one. ``refresh``: seconds after which a browser
+    reloads the page. Raises `RecordError` if there is no record.
     """
     run = read_run(Path(record))
     analysis = analyse(run)
@@ -62,7 +63,7 @@ def write_report(
 ) -> Path:
     """Write the page of a record to ``path``, by default `report.html` in the record; return that path.
 
-    Raises `RecordError` where there is no record.
+    ``compare``, ``refresh``: see `make_report`. Raises `RecordError` if there is no record.
     """
     target = Path(record) / "report.html" if path is None else Path(path)
     return make_report(record, compare=compare, refresh=refresh).save(target)

@@ -1,4 +1,4 @@
-"""Single steps, span by span: the strip over all ranks, and memory over the step."""
+"""Data of single steps for the page: spans for the strip of ranks, and memory over the step."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from ..record.schema import OWNERS
 
 _STEPS = 24
 _RANKS = 64
-_EXTREMES = 16  # ranks that are shown when there are more than _RANKS
+_EXTREMES = 16  # ranks to show, about, if there are more than _RANKS
 _SPANS = 60_000  # in the page
-_THINNEST = 1500  # spans shorter than so many parts of the step are left out where there are too many
+_THINNEST = 1500  # if there are too many spans, those shorter than 1/1500 of the step are left out
 
 
-def steps(attempt: Attempt, causes: Causes) -> dict[str, Any]:
-    """Return the steps to look at, with the spans of the ranks to look at; times in microseconds from the first
-    rank's begin."""
+def steps_data(attempt: Attempt, causes: Causes) -> dict[str, Any]:
+    """Return the data of the shown steps and ranks; times in microseconds from the first start of a rank's step."""
     ranks = shown_ranks(attempt, causes)
-    chosen = _chosen(attempt, len(ranks))
+    chosen = _chosen_steps(attempt, len(ranks))
     names: dict[str, int] = {}
     room = _SPANS // max(1, len(chosen) * len(ranks))
     shown = []
@@ -28,12 +27,14 @@ def steps(attempt: Attempt, causes: Causes) -> dict[str, Any]:
         if step == chosen[-1] and any(block.open for block in blocks.values()):
             blocks = {rank: block for rank in ranks if (block := attempt.ranks[rank].last_block()) is not None}
         if blocks:
-            shown.append(_step(step, blocks, names, room))
+            shown.append(_step_data(step, blocks, names, room))
     return {"ranks": ranks, "of": len(attempt.ranks), "names": list(names), "steps": shown, "owners": OWNERS}
 
 
 def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
-    """All ranks, or the extreme ones: those that others wait for most and those that lose most, and the first."""
+    """Return the ranks to show: all, or with more than 64 the first one, those that cause or lose most time, and the
+    fastest and slowest two.
+    """
     if len(attempt.ranks) <= _RANKS:
         return sorted(attempt.ranks)
     chosen = {min(attempt.ranks)}
@@ -46,9 +47,10 @@ def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
     return sorted(chosen)[: _EXTREMES + 4]
 
 
-def _chosen(attempt: Attempt, ranks: int) -> list[int]:
-    """The first, the last and the slowest step that all ranks kept, others evenly between, and the last in which memory
-    was looked at; also one not over."""
+def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
+    """Return the steps to show, in order: the first, the last and the slowest that all ranks kept, others evenly spread
+    between, the last two with memory, and the newest step of any rank. ``ranks``: how many ranks are shown.
+    """
     common = attempt.steps()
     newest = {step for record in attempt.ranks.values() for step in record.steps[-1:]}
     if not common:
@@ -65,7 +67,11 @@ def _chosen(attempt: Attempt, ranks: int) -> list[int]:
     return sorted({*picked, *common[-2:], *looked, max(newest)})
 
 
-def _step(step: int, blocks: dict[int, Block], names: dict[str, int], room: int) -> dict[str, Any]:
+def _step_data(step: int, blocks: dict[int, Block], names: dict[str, int], room: int) -> dict[str, Any]:
+    """Return the data of one step: per rank at most ``room`` spans, the longest, as flat lists of six integers.
+
+    ``blocks``: by rank. ``names``: index of each span's name; new names are added.
+    """
     origin = min(block.began for block in blocks.values())
     ranks: list[dict[str, Any]] = []
     for rank, block in blocks.items():
