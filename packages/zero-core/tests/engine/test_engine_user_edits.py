@@ -61,6 +61,13 @@ TIERS = ("none", "cpu", "nvme")
 
 
 @pytest.mark.parametrize(
+    ("stage", "tier"), some_of([(0, "none"), (1, "cpu"), (2, "nvme"), (3, "cpu")], range(4), TIERS)
+)
+def test_a_master_keeps_its_digits_where_a_step_skips_it_after_an_edit(stage: int, tier: str, tmp_path: Path) -> None:
+    assert run_ranks(copies.skips_a_parameter_after_an_edit, 2, stage, tier, str(tmp_path)) == [[True] * 4] * 2
+
+
+@pytest.mark.parametrize(
     ("stage", "world_size", "tier"),
     some_of(
         [(0, 1, "none"), (1, 3, "none"), (2, 2, "cpu"), (3, 2, "none"), (3, 3, "nvme")], range(4), (1, 2, 3), TIERS

@@ -86,10 +86,18 @@ class Sharded:
     sharded = True
 
     def __init__(
-        self, model: Net, dtype: torch.dtype, stage: int, tier: str, folder: str, *, persistent: bool = False
+        self,
+        model: Net,
+        dtype: torch.dtype,
+        stage: int,
+        tier: str,
+        folder: str,
+        *,
+        persistent: bool = False,
+        **sections: Any,
     ) -> None:
         self.model, self.dtype, self.stage = model, dtype, stage
-        settings = config(dtype, stage, tier, folder)
+        settings = config(dtype, stage, tier, folder) | sections
         if persistent:
             settings["zero_optimization"]["stage3_param_persistence_threshold"] = 10**6
         self.engine = zero_core.initialize(model=model.to(dtype), config=settings)[0]

@@ -109,6 +109,55 @@ def saves_after_an_edit(stage: int, tier: str, folder: str) -> bool:
     return clamped and all(torch.equal(again[n], v) for n, v in edited.items())
 
 
+class Switched(nn.Module):
+    """One unit with a weight that every forward uses, and one that a flag switches off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Parameter(given(torch.Size((4, WIDTH)), torch.bfloat16, 1))
+        self.at_times = nn.Parameter(given(torch.Size((4, WIDTH)), torch.bfloat16, 2))
+        self.on = True
+
+    def forward(self, x: torch.Tensor, _tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.always + self.at_times if self.on else self.always
+        return (x @ weight.t()).float().square().mean()
+
+
+def skips_a_parameter_after_an_edit(stage: int, tier: str, folder: str) -> list[bool]:
+    """Return whether a master keeps its digits over an edit of its unit's other weight and a step that gives it no
+    gradient, and over checkpoints in memory and on disk after that."""
+    in_memory = {"in_memory": {"every": 3, "path": f"{folder}/memory"}}
+    t = Sharded(Switched(), torch.bfloat16, stage, tier, folder, checkpoint=in_memory)  # type: ignore[arg-type]
+    t.step(0)
+    master = t.engine.full_param(t.model.at_times)
+    with t.gathered([t.model.always], modifier_rank=0):
+        t.model.always.data.clamp_(-0.1, 0.1)
+    t.model.on = False
+    t.step(1)
+    found = [
+        not torch.equal(master, master.bfloat16().float()),
+        torch.equal(t.engine.full_param(t.model.at_times), master),
+    ]
+    t.model.on = True
+    with t.gathered([t.model.always], modifier_rank=0):
+        t.model.always.data.clamp_(-0.1, 0.1)
+    t.model.on = False
+    t.step(2)
+    t.model.on = True
+    t.step(3)
+    assert t.engine.resume(f"{folder}/none").source == "memory"
+    found.append(torch.equal(t.engine.full_param(t.model.at_times), master))
+    with t.gathered([t.model.always], modifier_rank=0):
+        t.model.always.data.clamp_(-0.05, 0.05)
+    t.model.on = False
+    t.step(4)
+    t.engine.save_checkpoint(f"{folder}/saved")
+    t.model.on = True
+    t.step(5)
+    t.engine.load_checkpoint(f"{folder}/saved")
+    return [*found, torch.equal(t.engine.full_param(t.model.at_times), master)]
+
+
 def exchanges_a_parameter(stage: int, folder: str) -> str:
     """Return the error of a save after a module got a new `nn.Parameter`."""
     t = Sharded(Net(), torch.float64, stage, "none", folder)

@@ -89,18 +89,17 @@ class TierMasters:
         self._states.weights_changed(self._name)
         self._stale = True
 
-    def note_published(self) -> None:
-        """Mark the masters as up to date: the weights are the result of the tier's own update."""
-        self._stale = False
-
     @property
     def stale(self) -> bool:
-        """Whether the weights were changed since the tier's last update, so that masters may be out of date."""
+        """Whether the weights were changed since `follow_now`, so that masters may be out of date: a step of the tier
+        replaces only those of fragments that have a gradient."""
         return self._stale
 
     def follow_now(self, shard: torch.Tensor) -> None:
-        """Update the masters now from the weights in ``shard``, as the tier's next step would do."""
+        """Update masters that are out of date now from the weights in ``shard``, as a step of the tier would do."""
         for fragment in self._fragments:
+            if "master" in self._states.held(fragment.entry.name)[1]:
+                continue  # a step has done it
             for name, kept in list(self._states.states([fragment.entry.name], stale_masters=True)):
                 if "master" in kept:
                     weights = shard[fragment.shard_offset : fragment.shard_offset + fragment.length]

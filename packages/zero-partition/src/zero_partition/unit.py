@@ -240,8 +240,6 @@ class Unit:
 
         Return the all-gather in flight for parameters that stay gathered but have sharded masters, else None.
         """
-        if self._tier_masters is not None:
-            self._tier_masters.note_published()
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -331,7 +329,7 @@ class Unit:
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:
-        """Update masters on a tier now if their weights were changed since the last step; else do nothing."""
+        """Update masters on a tier now if their weights were changed and no step has done so; else do nothing."""
         if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()

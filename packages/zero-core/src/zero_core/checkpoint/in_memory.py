@@ -45,6 +45,7 @@ class InMemory:
         files = TierFiles(state, self._offloading, memory.directory)
         named = named_parameters(state.module)
         intervals = StateIntervals(state, files, False, named, replicated=memory.leads, every_replica=True)
+        intervals.settle_masters()
         options = checkpoint_options(state, {}, named, state.config.to_plain())
         options["client_state"][_RUN] = run
         memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **options)
