@@ -21,6 +21,7 @@ from zero_launch.cluster import Cluster
 from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.elastic_cluster import ElasticCluster
 from zero_launch.facts import versions
+from zero_launch.fixed_cluster import FixedCluster
 from zero_launch.handshake import Refused, Seal, present, welcome
 from zero_launch.hostfile import Hostfile
 from zero_launch.meeting_state import places_in, to_pickle, to_plain
@@ -167,7 +168,7 @@ def check_line(line: bytes) -> None:
 
 
 @relaxed
-@given(st.sampled_from([Cluster, ElasticCluster]), st.lists(st.tuples(st.sampled_from("ab"), messages(FROM_HOST))))
+@given(st.sampled_from([FixedCluster, ElasticCluster]), st.lists(st.tuples(st.sampled_from("ab"), messages(FROM_HOST))))
 def test_whatever_hosts_say_the_launcher_goes_on_or_ends_the_job(kind, conversation):
     check_conversation(kind, conversation)
 
@@ -301,7 +302,7 @@ def cases(kind: str, folder: Path):
         return lambda rng: check_line(mutations.line(mutations.message(rng.choice(both), rng), rng))
     if kind == "conversation":
         return lambda rng: check_conversation(
-            rng.choice([Cluster, ElasticCluster]),
+            rng.choice([FixedCluster, ElasticCluster]),
             [(rng.choice("ab"), mutations.message(mutations.FROM_HOST, rng)) for _ in range(rng.randrange(8))],
         )
     if kind == "meeting":

@@ -22,17 +22,10 @@ from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
 from zero_launch.orders import END
 from zero_launch.presence import HostPresence, Presence
 from zero_launch.processes import end_job, exit_status, kill_heedless, wait_for_helpers
+from zero_launch.rank_ends import failure_of, fate_of
 from zero_launch.rank_files import RankFiles, RankStatus
 from zero_launch.repeats import Repeats
-from zero_launch.report import (
-    LaunchError,
-    RankFailure,
-    describe_exit,
-    read_end_file,
-    read_error_file,
-    signal_name,
-    tail,
-)
+from zero_launch.report import LaunchError, RankFailure, read_end_file, read_error_file
 from zero_launch.spec import SILENCE_SECONDS
 from zero_launch.standbys import Prepared, StandbyContext
 from zero_launch.streams import Sink, Streamer
@@ -345,43 +338,17 @@ class Agent(LocalElasticAgent):
         A rank that died without a traceback counts from when it was last seen alive: the collectives of the others
         fail a moment after its death.
         """
-        found: list[tuple[float, RankFailure]] = []
-        for record in self._records:
-            if record.left_for is not None:
-                continue
-            error = read_error_file(record.folder / "error.json") if record.status != 0 else None
-            if error is not None:
-                when = float(error["extraInfo"]["uncaught_at"])
-                cause, detail = str(error["message"]), str(error["extraInfo"]["py_callstack"])
-            elif record.failed_with:
-                when = record.over_at
-                cause, detail = describe_exit(record.failed_with), tail(record.folder / "stderr.log")
-            else:
-                continue
-            code = record.failed_with if error is None else record.status if (record.status or 0) > 0 else None
-            seconds = when - self._started_at
-            step = self._watcher.step_of(record.rank)
-            failure = RankFailure(record.rank, self._host, record.pid, code, cause, detail, seconds, step)
-            found.append((when, failure))
-        return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
+        found = (failure_of(r, self._host, self._started_at, self._watcher.step_of) for r in self._records)
+        return [failure for _, failure in sorted(filter(None, found), key=lambda pair: pair[0])]
 
     def fates(self) -> list[str]:
         """Return a line for each rank that did not fail by itself: how it ended, or that it still runs."""
         failed = {failure.rank for failure in self.failures()}
         fates = []
         for record in self._records:
-            if record.rank in failed:
-                continue
-            record.look()
-            if record.ended_well:
-                fates.append(f"rank {record.rank} had already ended with exit status 0")
-            elif record.status is None:
-                fates.append(f"rank {record.rank} still runs after SIGKILL (pid {record.pid})")
-            elif record.left_for is not None:
-                fates.append(f"rank {record.rank} had left, as it was asked to ({record.left_for})")
-            else:
-                how = signal_name(-record.status) if record.status < 0 else f"exit status {record.status}"
-                fates.append(f"rank {record.rank} was stopped by zero-launch ({how})")
+            if record.rank not in failed:
+                record.look()
+                fates.append(fate_of(record))
         return fates
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import queue
 import secrets
@@ -27,8 +28,11 @@ from zero_launch.spec import ClusterSpec
 _POLL_SECONDS = 0.2
 
 
-class Cluster:
-    """The launcher's side of a job with a fixed set of hosts; `run` runs it once."""
+class Cluster(abc.ABC):
+    """The launcher's side of a job on several hosts; `run` runs it once.
+
+    Subclasses decide which hosts take part in each attempt: fixed_cluster.py and elastic_cluster.py.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -36,7 +40,6 @@ class Cluster:
         self._job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         self._signals = HeardSignals(self._inbox, requeue=spec.job.requeue)
         self._roster = Roster(spec, self._inbox)
-        self._store_host: Peer | None = None
         self._presence = Presence(0, "")
         self._attempt = 0
         self._began_at = time.time()
@@ -55,7 +58,6 @@ class Cluster:
             "hello": self._on_hello,
             "environment": self._on_environment,
             "ready": self._on_ready,
-            "store": self._on_store,
             "started": self._on_started,
             "lines": self._on_lines,
             "failed": self._on_failed,
@@ -124,8 +126,9 @@ class Cluster:
             self._send_job(peer)
 
     @property
+    @abc.abstractmethod
     def _minimum(self) -> int:
-        return len(self._roster.peers) if self._spec.min_hosts is None else self._spec.min_hosts
+        """Return the fewest hosts with which the job begins."""
 
     def _send_job(self, peer: Peer) -> None:
         job = self._spec.job
@@ -149,17 +152,13 @@ class Cluster:
         if self._asked_to_end:
             peer.send("end")
 
+    @abc.abstractmethod
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
         """Return the parameters of an elastic job's rendezvous on ``peer``; None in jobs with fixed hosts."""
-        return None
 
+    @abc.abstractmethod
     def _lead(self) -> None:
-        """Handle messages and lost hosts until the job is to stop or no host takes part any more."""
-        while self._stopping is None and self._roster.there:
-            self._next_message()
-            self._find_the_silent()
-            for text in self._presence.remarks():
-                self._remark(text)
+        """Handle messages and lost hosts until the job is to stop or is over."""
 
     def _end_all(self) -> None:
         """Tell every host to end its processes, and wait until all confirm, up to a time limit."""
@@ -257,28 +256,9 @@ class Cluster:
             listing = ", ".join(f"{name}={value}" for name, value in sorted(kept.items()))
             self._say(f"{title(peer)} keeps its own {listing}")
 
+    @abc.abstractmethod
     def _on_ready(self, peer: Peer, message: Message) -> None:
-        peer.state = "ready"
-        peer.take_report(message)
-        if all(other.state == "ready" for other in self._roster.there):
-            self._begin_round()
-
-    def _begin_round(self) -> None:
-        """All hosts are ready: have the first one open the ranks' store, after printing the failure on a restart."""
-        if self._restarting and self._is_hopeless(self._attempt):
-            return
-        if self._restarting:
-            self._restarting = False
-            error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
-            self._say(f"{error}\nzero-launch: restart {self._attempt} of {self._spec.job.max_restarts}")
-            self._divergence = None
-            self._lost.clear()
-        for peer in self._roster.there:
-            peer.forget_attempt()
-        self._began_at = time.time()
-        self._store_host = self._roster.there[0]
-        address = self._spec.bind_address or self._roster.addresses.of_store(self._store_host)
-        self._store_host.send("serve", address=address, port=self._roster.store_port)
+        """Keep the host's report of the attempt before, and begin the next when all hosts for it are ready."""
 
     def _is_hopeless(self, number: int) -> bool:
         """Stop the job, and return True, if restart ``number`` would be in vain: the last attempts failed alike, or
@@ -293,28 +273,6 @@ class Cluster:
             self._troubles.append(why)
             self._stop(why)
         return why is not None
-
-    def _on_store(self, peer: Peer, message: Message) -> None:
-        if peer is not self._store_host:
-            return
-        address = self._roster.addresses.of_store(peer)
-        peers = self._roster.there
-        ranks = sum(len(other.slots) for other in peers)
-        self._presence = Presence(ranks, f"{address}:{message['port']}")
-        first = 0
-        for number, other in enumerate(peers):
-            other.state = "running"
-            other.send(
-                "round",
-                attempt=self._attempt,
-                group_rank=number,
-                groups=len(peers),
-                first=first,
-                ranks=ranks,
-                address=address,
-                port=message["port"],
-            )
-            first += len(other.slots)
 
     def _on_started(self, peer: Peer, message: Message) -> None:
         peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
@@ -336,17 +294,9 @@ class Cluster:
                 if other is not peer:
                     other.send("stop")
 
+    @abc.abstractmethod
     def _restart(self) -> bool:
         """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
-        enough = len(self._roster.there) >= self._minimum
-        if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
-            return False
-        self._restarting = True
-        self._attempt += 1
-        for peer in self._roster.there:
-            if peer.state in ("running", "done"):
-                peer.send("restart")
-        return True
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
         peer.stalled = message["stalled"]
@@ -370,12 +320,9 @@ class Cluster:
         if not self._spec.job.quiet:
             self._say(text)
 
+    @abc.abstractmethod
     def _on_done(self, peer: Peer, message: Message) -> None:
-        peer.state = "done"
-        if not self._restarting and all(other.state == "done" for other in self._roster.there):
-            self._finishing = True
-            for other in self._roster.there:
-                other.send("finish")
+        """Record that the host's ranks are done; once those of all hosts are, tell the hosts to finish."""
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
         if peer.state == "ready":
@@ -415,31 +362,16 @@ class Cluster:
         peer.state = "lost"
         self._troubles.append(why)
 
+    @abc.abstractmethod
     def _lose(self, peer: Peer, why: str) -> None:
-        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job."""
-        heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
-        ended_well = peer.state == "done"
-        peer.state = "lost"
-        seconds = heard_at - self._began_at
-        detail = peer.last_words()
-        for rank, pid in sorted(peer.ranks.items()):
-            self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
-            detail = ""
-        if self._stopping is None and (not peer.ranks or ended_well):
-            self._troubles.append(why)
-        if self._restarting and len(self._roster.there) < self._minimum:
-            self._restarting = False
-            self._stop(why)
-        elif self._restarting and all(other.state == "ready" for other in self._roster.there):
-            self._begin_round()
-        elif not self._restarting and self._stopping is None and not self._restart():
-            self._stop(why)
+        """Give up a host that had begun, whose ranks count as failed at its last message; restart or stop the job."""
 
     # -- small things
 
     @property
+    @abc.abstractmethod
     def _world_size(self) -> int:
-        return self._roster.slots
+        """Return the number of ranks of the attempt."""
 
     def _stop(self, why: str) -> None:
         """Have the job end; the first ``why`` is kept for the report."""

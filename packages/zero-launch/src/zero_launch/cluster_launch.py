@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zero_launch.cluster import Cluster
 from zero_launch.elastic_cluster import ElasticCluster
+from zero_launch.fixed_cluster import FixedCluster
 from zero_launch.spec import ClusterSpec
 
 
@@ -14,5 +14,5 @@ def launch_cluster(spec: ClusterSpec) -> None:
     every host that can be reached has been ended, and a host that cannot be reached ends its own within seconds.
     Signals to this process end the job. Call it from the main thread.
     """
-    cluster = Cluster(spec) if spec.job.elastic is None else ElasticCluster(spec)
-    cluster.run()
+    kind = FixedCluster if spec.job.elastic is None else ElasticCluster
+    kind(spec).run()

@@ -79,7 +79,6 @@ class ElasticCluster(Cluster):
         self._imports: dict[str, Message] = {}
         self._questions: list[_Question] = []
         self._ran_at = time.monotonic()
-        del self._handlers["store"]
         self._handlers |= {
             "started": self._on_started,
             "state": self._on_state,

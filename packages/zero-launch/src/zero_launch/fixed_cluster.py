@@ -1,0 +1,125 @@
+"""A job with a fixed set of hosts: every attempt runs on those that were not lost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from zero_launch.cluster import Cluster
+from zero_launch.messages import Message
+from zero_launch.peers import Peer
+from zero_launch.presence import Presence
+from zero_launch.report import LaunchError, RankFailure
+from zero_launch.spec import ClusterSpec
+
+
+class FixedCluster(Cluster):
+    """The launcher's side of a job with a fixed set of hosts."""
+
+    def __init__(self, spec: ClusterSpec) -> None:
+        super().__init__(spec)
+        self._store_host: Peer | None = None
+        self._handlers["store"] = self._on_store
+
+    @property
+    def _minimum(self) -> int:
+        return len(self._roster.peers) if self._spec.min_hosts is None else self._spec.min_hosts
+
+    @property
+    def _world_size(self) -> int:
+        return self._roster.slots
+
+    def _terms(self, peer: Peer) -> dict[str, Any] | None:
+        return None
+
+    def _lead(self) -> None:
+        """Handle messages and lost hosts until the job is to stop or no host takes part any more."""
+        while self._stopping is None and self._roster.there:
+            self._next_message()
+            self._find_the_silent()
+            for text in self._presence.remarks():
+                self._remark(text)
+
+    def _on_ready(self, peer: Peer, message: Message) -> None:
+        peer.state = "ready"
+        peer.take_report(message)
+        if all(other.state == "ready" for other in self._roster.there):
+            self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Have the first host open the ranks' store; on a restart, print the failure first. All hosts are ready."""
+        if self._restarting and self._is_hopeless(self._attempt):
+            return
+        if self._restarting:
+            self._restarting = False
+            error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
+            self._say(f"{error}\nzero-launch: restart {self._attempt} of {self._spec.job.max_restarts}")
+            self._divergence = None
+            self._lost.clear()
+        for peer in self._roster.there:
+            peer.forget_attempt()
+        self._began_at = time.time()
+        self._store_host = self._roster.there[0]
+        address = self._spec.bind_address or self._roster.addresses.of_store(self._store_host)
+        self._store_host.send("serve", address=address, port=self._roster.store_port)
+
+    def _on_store(self, peer: Peer, message: Message) -> None:
+        """Send every host its ranks and the address of the store, which ``peer`` has opened."""
+        if peer is not self._store_host:
+            return
+        address = self._roster.addresses.of_store(peer)
+        peers = self._roster.there
+        ranks = sum(len(other.slots) for other in peers)
+        self._presence = Presence(ranks, f"{address}:{message['port']}")
+        first = 0
+        for number, other in enumerate(peers):
+            other.state = "running"
+            other.send(
+                "round",
+                attempt=self._attempt,
+                group_rank=number,
+                groups=len(peers),
+                first=first,
+                ranks=ranks,
+                address=address,
+                port=message["port"],
+            )
+            first += len(other.slots)
+
+    def _on_done(self, peer: Peer, message: Message) -> None:
+        peer.state = "done"
+        if not self._restarting and all(other.state == "done" for other in self._roster.there):
+            self._finishing = True
+            for other in self._roster.there:
+                other.send("finish")
+
+    def _restart(self) -> bool:
+        enough = len(self._roster.there) >= self._minimum
+        if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
+            return False
+        self._restarting = True
+        self._attempt += 1
+        for peer in self._roster.there:
+            if peer.state in ("running", "done"):
+                peer.send("restart")
+        return True
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job."""
+        heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
+        ended_well = peer.state == "done"
+        peer.state = "lost"
+        seconds = heard_at - self._began_at
+        detail = peer.last_words()
+        for rank, pid in sorted(peer.ranks.items()):
+            self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
+            detail = ""
+        if self._stopping is None and (not peer.ranks or ended_well):
+            self._troubles.append(why)
+        if self._restarting and len(self._roster.there) < self._minimum:
+            self._restarting = False
+            self._stop(why)
+        elif self._restarting and all(other.state == "ready" for other in self._roster.there):
+            self._begin_round()
+        elif not self._restarting and self._stopping is None and not self._restart():
+            self._stop(why)
