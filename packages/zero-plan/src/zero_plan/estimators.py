@@ -155,5 +155,6 @@ def _zero3_rows(total: int, largest: int, gpus_per_node: int, nodes: int, factor
 
 
 def _check_factor(factor: float) -> None:
+    """Raise `PlanError` unless the buffer factor is above 0."""
     if not factor > 0:
         raise PlanError(f"additional_buffer_factor: expected a number > 0, got {factor!r}")

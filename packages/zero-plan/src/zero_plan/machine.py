@@ -189,4 +189,5 @@ def measured_value(number: float, key: str, source: str) -> dict[str, object]:
 
 
 def _toml_string(text: str) -> str:
+    """Return ``text`` as a quoted TOML string; newlines become spaces."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'

@@ -57,6 +57,7 @@ def show(value: float, unit: str) -> str:
 
 
 def _three_digits(value: float) -> str:
+    """Return a number as text with three significant digits; integers if it is at least 100."""
     return f"{value:,.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
@@ -82,4 +83,5 @@ def _unit_of(match: re.Match[str]) -> str:
 
 
 def _describe_unit(unit: str) -> str:
+    """Return the words for a unit of `parse_quantity` in its errors."""
     return {"bytes": "bytes", "bytes/s": "a rate in bytes", "FLOP/s": "operations per second", "count": "a count"}[unit]

@@ -109,6 +109,7 @@ def _shape_from_options(options: argparse.Namespace) -> Transformer:
 
 
 def _print_estimate(found: StepEstimate, machine: str) -> None:
+    """Print the tables of an estimate; ``machine``: the name to show."""
     setup = found.setup
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
     memory = [(row.kind, row.tier, show(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes]

@@ -63,6 +63,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _write_configuration(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
+    """Write the choice ``first`` as a configuration to the file ``path``."""
     text = json.dumps(configuration(first, dtype=dtype, nvme_path=nvme_path), indent=2)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")

@@ -74,6 +74,7 @@ def _verdict_as_dict(found: Plan, machine: Machine) -> dict[str, object]:
 
 
 def _print_rank(rank: RankPlan, title: str) -> None:
+    """Print the tables of one rank; ``title``: text before the title of each table."""
     held: Counter[tuple[str, str]] = Counter()
     for row in rank.held:
         held[row.kind, row.tier] += row.nbytes
@@ -95,6 +96,7 @@ def _print_rank(rank: RankPlan, title: str) -> None:
 
 
 def _print_peaks(peaks: Iterable[Peak], title: str) -> None:
+    """Print a table of the largest owners for each peak."""
     for peak in peaks:
         print_table(
             title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",

@@ -129,6 +129,7 @@ def _print_estimates(estimates: Sequence[Estimate], *, as_json: bool) -> None:
 
 
 def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool) -> None:
+    """Print the table of published model state bytes, with a row per stage and a column per world size."""
     sizes = {(stage, ranks): nbytes for stage, ranks, nbytes in published_table(total, world_sizes)}
     if as_json:
         rows = [{"stage": stage, "world_size": ranks, "bytes": size} for (stage, ranks), size in sizes.items()]
@@ -143,6 +144,7 @@ def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool
 
 
 def _show_gigabytes(nbytes: int) -> str:
+    """Return a number of 1e9 bytes as text with three digits, without unit."""
     return f"{nbytes / 1e9:.3g}" if nbytes < 100e9 else f"{nbytes / 1e9:,.0f}"
 
 
@@ -188,4 +190,5 @@ def _positive_argument(text: str) -> int:
 
 
 def _positives_argument(text: str) -> list[int]:
+    """Return the integers >= 1 of a list such as "1,4,16"."""
     return [_positive_argument(part.strip()) for part in text.split(",")]

@@ -110,6 +110,7 @@ def refuse_real_parameters() -> Iterator[None]:
 
 
 def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
+    """Raise `PlanError` for a real parameter: a parameter registration hook of torch."""
     if isinstance(parameter, nn.Parameter) and not isinstance(parameter, FakeTensor):
         raise PlanError(
             f"the parameter '{name}' of {type(module).__name__} has values, as if they were read from a file: a dry "

@@ -121,6 +121,7 @@ def _is_hanging(block: Block, usual: float) -> bool:
 
 
 def _duration_text(block: Block, usual: float) -> str:
+    """Return how long a step lasted, in seconds and as a multiple of ``usual``, the median step."""
     return f"{block.us / 1e6:.0f} s, {block.us / 1e6 / usual:,.0f} times the usual,"
 
 

@@ -56,6 +56,7 @@ def _skipped_sentence(run: Run) -> str:
 
 
 def _data_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
+    """Return the verdict on waits for data; ``share``: of the kind "data", over all ranks."""
     one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for their data, between passes: {_percent(share.share)} of the step."
@@ -64,6 +65,7 @@ def _data_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
 
 
 def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
+    """Return the verdict on ranks that wait for a slower rank."""
     one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for one another, and no single rank is slow: {_percent(share.share)} of the step."
@@ -77,6 +79,7 @@ def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
 
 
 def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
+    """Return the verdict on waits for tiers, with the transfers and the speed of the slowest link."""
     one = _main_rank(share, causes)
     chosen = one or share
     by_link: dict[str, float] = {}
@@ -98,6 +101,7 @@ def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
 
 
 def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:
+    """Return the verdict on waits for messages under way, with the speed of the link most waited for."""
     worst = max(share.names, key=lambda name: share.names[name])
     found = max(links, key=lambda link: link.waited, default=None)
     speed = ""
@@ -107,6 +111,7 @@ def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:
 
 
 def _save_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
+    """Return the verdict on checkpoints that block the run."""
     return f"Checkpoints block the run: {_percent(share.share)} of the steps looked at."
 
 

@@ -116,6 +116,7 @@ class Table:
         self._file.close()
 
     def _write(self) -> None:
+        """Append the new rows to the file, or rewrite it if rows were merged; the last row is provisional."""
         if self._rows_merged:
             self._file.replace(self._head + b"".join(map(_encode_row, self._rows[:-1])))
             self._file.append(b"", _encode_row(self._rows[-1]))
@@ -245,6 +246,7 @@ def merge_rows(rows: Sequence[Row]) -> Row:
 
 
 def _encode_row(row: Row) -> bytes:
+    """Return a row as a line of the table; missing columns, NaN and infinities are null."""
     form, values = _row_format(tuple(row))
     text = form % values(row)
     if "nan" in text or "inf" in text:  # JSON has neither

@@ -37,6 +37,7 @@ class Span(NamedTuple):
 
     @property
     def end(self) -> int:
+        """End of the span, in microseconds from the start of the step."""
         return self.begin + self.duration
 
 

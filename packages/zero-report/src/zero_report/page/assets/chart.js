@@ -1,4 +1,4 @@
-// Line and area charts over uPlot: our colours, keys, and a size that follows the page.
+// Line and area charts by uPlot, in the page's colours, with keys and a size that follows the page.
 
 const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [4, 4], [14, 4], [1, 5], [6, 2, 1, 2]];
 page.dash = (number) => DASHES[number % DASHES.length];
@@ -12,7 +12,9 @@ const axisStyle = () => ({
   font: "11px system-ui, 'DejaVu Sans', sans-serif",
 });
 
-// `make(width)` returns {options, data}; the chart is made anew when the theme changes or `redraw` is called.
+// Draw a chart into `host`, and again when the theme, the width or (by `redraw` of the result) its data changes.
+// `make(width)` returns {options, data, size}: uPlot's, and the height if it is not `height`. `summary`: for readers of
+// the screen.
 page.draw = (host, title, summary, make, height = 220) => {
   host.replaceChildren();
   if (title) host.append(page.element("h3", title));
@@ -39,14 +41,14 @@ page.draw = (host, title, summary, make, height = 220) => {
   return { redraw: render, get plot() { return plot; }, box };
 };
 
-// The legend shows the last point's values while the pointer is elsewhere.
+// Return uPlot's options with a live legend that shows the last point's values while the pointer is not over the chart.
 const withLastValues = (options) => {
   if (!options.legend?.live) return options;
   const back = (plot) => { if (plot.cursor.left < 0) plot.setLegend({ idx: plot.data[0].length - 1 }); };
   return { ...options, hooks: { ...options.hooks, setCursor: [...(options.hooks?.setCursor ?? []), back] } };
 };
 
-// Arrows move the cursor, + and - zoom around it, Escape or 0 shows everything.
+// Handle a key on a chart: arrows move the cursor, + and - zoom around it, Escape or 0 shows everything.
 const chartKey = (event, plot) => {
   if (!plot || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
   const xs = plot.data[0];
@@ -70,12 +72,12 @@ const chartKey = (event, plot) => {
   if (act) { event.preventDefault(); act(); }
 };
 
-// Lines. `lines`: {name, colour, values, format, dash, scale}; `band`: {low, high, colour}; `doubling`: a logarithmic
-// axis of powers of two.
+// Draw lines over `x`. `lines`: {name, colour, values, format, dash, scale}; `band`: {low, high, colour}; `zero`: the axis
+// includes 0; `doubling`: the axis is logarithmic, in powers of two. Return the chart, null if there are no values.
 page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220, zero = false, doubling = false } = {}) => {
   const known = lines.filter((line) => line.values?.some((value) => value !== null));
-  if (!x.length || !known.length) { nothing(host, title); return null; }
-  const summary = `${title}: ${known.map((line) => `${line.name} ${describe(line)}`).join("; ")}`;
+  if (!x.length || !known.length) { showEmptyChart(host, title); return null; }
+  const summary = `${title}: ${known.map((line) => `${line.name} ${rangeText(line)}`).join("; ")}`;
   return page.draw(host, title, summary, () => {
     const series = [{ label: xName, value: (_, value) => (value === null ? "–" : page.digits(value, 7)) }];
     const data = [x];
@@ -112,13 +114,14 @@ page.lines = (host, title, x, lines, { band = null, xName = "step", height = 220
   }, height);
 };
 
-// Stacked areas from the bottom up. `layers`: {name, colour, values}; `line`: a level behind them.
+// Draw stacked areas over `x`, the first layer at the bottom. `layers`: {name, colour, values}; `level`: {name, value}, a
+// horizontal line. Return the chart, null if there are no values.
 page.stack = (host, title, x, layers, format, { xName = "step", xFormat = (v) => page.digits(v, 7), level = null, height = 240, stepped = false } = {}) => {
   const known = layers.filter((layer) => layer.values.some((value) => value > 0));
-  if (!x.length || !known.length) { nothing(host, title); return null; }
+  if (!x.length || !known.length) { showEmptyChart(host, title); return null; }
   const sums = x.map(() => 0);
   const tops = known.map((layer) => layer.values.map((value, at) => (sums[at] += value ?? 0)));
-  const summary = `${title}, stacked: ${known.map((layer) => `${layer.name} ${describe({ ...layer, format })}`).join("; ")}`;
+  const summary = `${title}, stacked: ${known.map((layer) => `${layer.name} ${rangeText({ ...layer, format })}`).join("; ")}`;
   return page.draw(host, title, summary, () => {
     const paths = stepped ? uPlot.paths.stepped({ align: 1 }) : undefined;
     const series = [{ label: xName, value: (_, value) => (value === null ? "–" : xFormat(value)) }];
@@ -152,11 +155,13 @@ page.stack = (host, title, x, layers, format, { xName = "step", xFormat = (v) =>
 
 page.axisStyle = axisStyle;
 
-const nothing = (host, title) => {
+// Show a title and a note in place of a chart without values.
+const showEmptyChart = (host, title) => {
   host.replaceChildren(page.element("h3", title), page.element("p", "Nothing was recorded for this.", "nothing"));
 };
 
-const describe = ({ values, format }) => {
+// Return the first and the last known value of a line as text.
+const rangeText = ({ values, format }) => {
   const known = values.filter((value) => value !== null);
   return known.length ? `from ${format(known[0])} to ${format(known[known.length - 1])}` : "unknown";
 };

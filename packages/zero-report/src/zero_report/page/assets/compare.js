@@ -27,18 +27,18 @@ const figure = (value, unit) => {
   return unit === "%" ? page.percent(value) : page.digits(value, 4);
 };
 
-// Two curves with points of their own: one axis that holds the points of both.
+// Draw one curve of both runs over a common axis, which has the points of both.
 const overlay = (id, title, here, there, name, format) => {
   const joined = uPlot.join([[here.step, here[name] ?? []], [there.step, there[name] ?? []]].filter(([x]) => x.length));
   const filled = joined.slice(1).map((column) => column.map((value) => value ?? null));
   page.lines(page.at(id), title, joined[0], [
-    { name: "this run", colour: "backward", values: bridged(filled[0] ?? []), format },
-    { name: "other run", colour: "reduce", values: bridged(filled[1] ?? []), format },
+    { name: "this run", colour: "backward", values: interpolated(filled[0] ?? []), format },
+    { name: "other run", colour: "reduce", values: interpolated(filled[1] ?? []), format },
   ]);
 };
 
-// Fill the gaps between a curve's own points, which the other curve's points make.
-const bridged = (values) => {
+// Return a curve's values with linear interpolation at the points that only the other curve has.
+const interpolated = (values) => {
   const out = [...values];
   let last = -1;
   for (let at = 0; at < out.length; at += 1) {

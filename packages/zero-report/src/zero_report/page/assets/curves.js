@@ -1,4 +1,4 @@
-// Over all steps: loss, throughput, and where the time goes.
+// Curves over all steps: loss, throughput, seconds by phase and wait.
 
 const perSecond = (counts, seconds) => counts.map((count, at) => (count && seconds[at] ? count / seconds[at] : null));
 
@@ -24,18 +24,18 @@ page.showCurves = (data) => {
   const small = { height: 130 };
   page.lines(page.at("norm"), "Gradient norm", x, [{ name: "norm", colour: "backward", values: c.grad_norm, format: number }], small);
   page.lines(page.at("rate"), "Learning rate", x, [{ name: "rate", colour: "publish", values: c.lr, format: number }], small);
-  optional("scale", "Loss scale", x, { name: "loss scale", colour: "gather", values: c.loss_scale, format: page.scaled }, (value) => value !== 1, { ...small, doubling: true });
-  optional("skipped", "Skipped steps, share of the steps", x, { name: "skipped", colour: "reduce", values: c.skipped, format: page.percent }, (value) => value > 0, { ...small, zero: true });
+  chartIfWorth("scale", "Loss scale", x, { name: "loss scale", colour: "gather", values: c.loss_scale, format: page.scaled }, (value) => value !== 1, { ...small, doubling: true });
+  chartIfWorth("skipped", "Skipped steps, share of the steps", x, { name: "skipped", colour: "reduce", values: c.skipped, format: page.percent }, (value) => value > 0, { ...small, zero: true });
   page.stack(page.at("phases"), "Seconds per step, mean over ranks", x, timeLayers(c), page.seconds);
 };
 
-// A chart that most runs do not need: shown where some value is worth it.
-const optional = (id, title, x, line, worth, options) => {
+// Draw a chart that most runs do not need, if any value is `worth` it; else remove its place.
+const chartIfWorth = (id, title, x, line, worth, options) => {
   if (line.values?.some((value) => value !== null && worth(value))) page.lines(page.at(id), title, x, [line], options);
   else page.at(id).remove();
 };
 
-// Waits lie inside the passes; what is left of these is computing.
+// Return the layers of the seconds per step. Waits are parts of the passes; the rest of a pass is computing.
 const timeLayers = (c) => {
   const at = (name, index) => c[name][index] ?? 0;
   const waits = ["gather_wait_s", "reduce_wait_s", "control_wait_s", "tier_wait_s"];

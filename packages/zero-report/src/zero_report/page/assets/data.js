@@ -6,7 +6,7 @@ page.readData = async () => {
   return JSON.parse(await new Response(stream).text());
 };
 
-// The six numbers of each span, as objects; made for the step that is shown.
+// Return the spans of a rank in one step as objects, from their six numbers each. A unit's span gets the phase around it.
 page.spansOf = (rank, names) => {
   const found = [], running = new Set(rank.under_way);
   for (let at = 0; at < rank.spans.length; at += 6) {
@@ -23,7 +23,7 @@ page.spansOf = (rank, names) => {
   return found;
 };
 
-// "0-3,7" as a set; null for all; throws on what is no list of numbers.
+// Return the ranks of a list such as "0-3,7" as a set; null for "all" or nothing. Throws if it is not such a list.
 page.parseRanks = (text) => {
   const trimmed = text.trim();
   if (!trimmed || trimmed === "all") return null;

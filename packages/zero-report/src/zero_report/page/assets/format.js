@@ -1,7 +1,8 @@
-// Numbers and elements as text. Nothing here sets HTML: names from the run are text, always.
+// Numbers as text, and elements with text. Nothing here sets HTML: names from the run are always text.
 
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
 
+// Return a number with `digits` significant digits; a dash for none. So do the functions below, with units.
 page.digits = (value, digits = 3) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
@@ -11,6 +12,7 @@ page.digits = (value, digits = 3) => {
   return value.toLocaleString("en", { maximumFractionDigits: Math.min(12, decimals), maximumSignificantDigits: undefined });
 };
 
+// With a decimal prefix: 1.2 MB.
 page.scaled = (value, unit = "") => {
   if (value === null || value === undefined) return "–";
   for (const [factor, prefix] of UNITS) {
@@ -19,6 +21,7 @@ page.scaled = (value, unit = "") => {
   return `${page.digits(value)}${unit ? ` ${unit}` : ""}`;
 };
 
+// Bytes with a binary prefix: 1.2 MiB.
 page.bytes = (value) => {
   if (value === null || value === undefined) return "–";
   const steps = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -27,6 +30,7 @@ page.bytes = (value) => {
   return `${page.digits(number)} ${steps[at]}`;
 };
 
+// Seconds in a suitable unit: 12.3 ms, 4 min.
 page.seconds = (value) => {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0 s";
@@ -42,6 +46,7 @@ page.percent = (share) => (share === null || share === undefined ? "–" : `${(1
 
 page.time = (unix) => new Date(unix * 1000).toISOString().replace("T", " ").slice(0, 19) + " UTC";
 
+// Return a new element with a text, if it is not null, and a class.
 page.element = (tag, text, className) => {
   const made = document.createElement(tag);
   if (text !== undefined && text !== null) made.textContent = String(text);
@@ -51,7 +56,8 @@ page.element = (tag, text, className) => {
 
 page.at = (id) => document.getElementById(id);
 
-// A table. `columns`: {name, number, code, wide, show}; `show` returns text or an element.
+// Fill `host` with a table, or with the text `empty` if there are no rows. `columns`: {name, number, code, wide, show};
+// `show(row)` returns text or an element.
 page.table = (host, columns, rows, empty) => {
   host.replaceChildren();
   if (!rows.length) {

@@ -1,5 +1,6 @@
-// Read the data, then show it from the top down.
+// Read the data, then show the sections from the top down.
 
+// Add links to all visible sections to the page's navigation.
 const showSections = () => {
   for (const section of document.querySelectorAll("main > section[data-name]")) {
     if (section.hidden) continue;

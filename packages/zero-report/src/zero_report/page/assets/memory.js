@@ -1,9 +1,10 @@
-// Memory by owner: over the step that the strip shows, and over the run; the plan's line behind it.
+// Memory by owner, over the step that the strip shows and over the run, with a line for the planned peak.
 
 const OWNER_COLOURS = { parameters: "update", masters: "backward", states: "forward", gradients: "reduce", gathered: "gather", activations: "tier", buffers: "publish", other: "other" };
 const OWNER_ORDER = ["masters", "states", "parameters", "buffers", "gradients", "gathered", "activations", "other"];
 
-// What the process holds beyond the known owners is left out where it would leave no room for them.
+// Return the layers to draw and a note for the title: "other" is left out if it is so large that the known owners would
+// be too small to see.
 const RESERVED = 4;
 const drawable = (layers) => {
   const most = (chosen) => Math.max(0, ...chosen[0].values.map((_, at) => chosen.reduce((sum, layer) => sum + (layer.values[at] ?? 0), 0)));

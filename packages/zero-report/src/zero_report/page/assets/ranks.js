@@ -1,4 +1,4 @@
-// Ranks beside one another: what each does in a step, and who is waited for.
+// Ranks side by side: seconds per step by activity, and how long others wait for each.
 
 const RANK_LAYERS = [["compute", "backward"], ["wait", "gather"], ["tier", "tier"], ["data", "data"], ["save", "save"]];
 const RANK_NAMES = { compute: "computes", wait: "waits for ranks", tier: "waits for tiers", data: "waits for data", save: "saves" };
@@ -23,6 +23,7 @@ page.showRanks = (data) => {
   if (order.length > LISTED) page.at("ranks-table").append(page.element("p", `The ${LISTED} ranks that the others wait for most, of ${order.length}.`, "quiet"));
 };
 
+// Draw stacked bars, one per rank. `layers`: {name, colour, values}, the first at the bottom.
 page.bars = (host, title, ranks, layers, format) => {
   const known = layers.filter((layer) => layer.values.some((value) => value > 0));
   const sums = ranks.map(() => 0);

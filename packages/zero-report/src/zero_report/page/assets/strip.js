@@ -1,4 +1,5 @@
-// One step over the ranks: lanes for passes, units, collectives and tiers; what only waited is hatched.
+// The strip: one step of all ranks, with lanes for passes, units, collectives and tiers. Times that were only waited are
+// hatched.
 
 const KINDS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "broadcast", "control", "checkpoint", "read", "write", "unit", "save"];
 const COLOURS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "publish", "control", "save", "tier", "tier", "compute", "save"];
@@ -19,6 +20,8 @@ page.describeSpan = (span) => {
   return parts.join(" · ");
 };
 
+// Show the strip with its controls. `onStep(step, chosen)` is called when another step or set of ranks is chosen; `chosen`
+// is null for all ranks.
 page.showStrip = (data, onStep) => {
   const steps = data.steps.steps;
   const slider = page.at("step-slider"), filter = page.at("rank-filter"), readout = page.at("strip-readout");
@@ -85,8 +88,10 @@ page.showStrip = (data, onStep) => {
   page.onTheme(legend);
 };
 
+// Pixels; at most about 900 for all lanes of all ranks.
 const laneHeight = (state) => Math.max(5, Math.min(14, Math.floor(900 / Math.max(1, state.ranks.length * state.lanes.length))));
 
+// Return uPlot's options and data for the strip, and its height. `tell(span)`: called with the span under the pointer.
 const stripChart = (width, state, steps, tell) => {
   const count = Math.max(1, state.ranks.length), lane = laneHeight(state);
   const us = steps[state.at].us;
@@ -110,7 +115,9 @@ const stripChart = (width, state, steps, tell) => {
   return { options, data: [[0, us / 1e3], [null, null]], size };
 };
 
-const placeOf = (plot, state, at, kind, device) => {
+// Return [top, height] of the lane for spans of `kind` of the rank number `at`, in the plot's area; in pixels of the
+// device (`device`) or of CSS.
+const verticalPlace = (plot, state, at, kind, device) => {
   const scale = device ? window.devicePixelRatio || 1 : 1;
   const height = device ? plot.bbox.height : plot.bbox.height / (window.devicePixelRatio || 1);
   const room = height / Math.max(1, state.ranks.length);
@@ -118,6 +125,7 @@ const placeOf = (plot, state, at, kind, device) => {
   return [at * room + 2.5 * scale + state.lanes.indexOf(LANES[kind]) * lane, lane - scale];
 };
 
+// Paint all spans of the shown ranks, and a frame around the marked one.
 const drawSpans = (plot, state) => {
   const pen = plot.ctx;
   pen.save();
@@ -134,7 +142,7 @@ const drawSpans = (plot, state) => {
     for (const span of spans) {
       const left = plot.valToPos(span.begin / 1e3, "x", true), right = plot.valToPos(span.end / 1e3, "x", true);
       if (right < plot.bbox.left || left > plot.bbox.left + plot.bbox.width) continue;
-      const [top, height] = placeOf(plot, state, at, span.kind, true);
+      const [top, height] = verticalPlace(plot, state, at, span.kind, true);
       const y = plot.bbox.top + top, wide = Math.max(1, right - left);
       const colour = colours[span.kind === COMPUTE ? PHASE_KINDS[span.phase] : span.kind];
       const wait = Math.min(wide, (span.waited / Math.max(1, span.duration)) * wide);
@@ -161,19 +169,21 @@ const drawSpans = (plot, state) => {
   pen.restore();
 };
 
+// Return the shortest span under the pointer, null if there is none.
 const spanAt = (plot, state) => {
   const us = plot.posToVal(plot.cursor.left, "x") * 1e3, y = plot.cursor.top;
   const at = Math.floor((y / plot.over.clientHeight) * state.spans.length);
   const near = 2 * ((plot.scales.x.max - plot.scales.x.min) / plot.over.clientWidth) * 1e3;
   let best = null;
   for (const span of state.spans[at] ?? []) {
-    const [top, height] = placeOf(plot, state, at, span.kind, false);
+    const [top, height] = verticalPlace(plot, state, at, span.kind, false);
     const inside = span.begin - near <= us && us <= span.end + near && top <= y && y <= top + height + 1;
     if (inside && (!best || span.duration < best.duration)) best = span;
   }
   return best;
 };
 
+// Handle an arrow key: mark the next or previous span of the rank, or the nearest of the rank above or below.
 const spanKey = (event, state, chart, readout) => {
   const move = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
   if (!move || !state.spans.length) return;
@@ -190,7 +200,7 @@ const spanKey = (event, state, chart, readout) => {
   chart.plot.redraw(false, false);
 };
 
-// The legend shows the kinds that occur, as they are drawn.
+// Fill the legend with the kinds of spans that occur in the page, drawn as in the strip.
 const showLegend = (state, steps) => {
   const present = new Set();
   for (const step of steps) for (const rank of step.ranks) for (let at = 0; at < rank.spans.length; at += 6) present.add(rank.spans[at]);

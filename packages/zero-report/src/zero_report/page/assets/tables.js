@@ -1,25 +1,25 @@
-// What is read rather than seen: verdict, causes, waits, links, checkpoints, events, configuration, totals.
+// Texts and tables: verdict, causes, waits, links, checkpoints, events, configuration, totals.
 
 const CAUSE_NAMES = { data: "Data loaders", tier: "Host and drives", rank: "Slower ranks", link: "Links", save: "Checkpoints" };
 const CAUSE_COLOURS = { data: "data", tier: "tier", rank: "reduce", link: "gather", save: "save" };
 
-const counted = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
+const countText = (number, thing) => `${number.toLocaleString("en")} ${thing}${number === 1 ? "" : "s"}`;
 
 page.showHead = (data) => {
   document.title = `${data.title}: report`;
   page.at("title").textContent = data.title;
   const t = data.totals;
   const facts = [
-    counted(data.ranks, "rank"),
-    `${counted(t.steps, "step")} in ${page.seconds(t.seconds)}`,
+    countText(data.ranks, "rank"),
+    `${countText(t.steps, "step")} in ${page.seconds(t.seconds)}`,
     `${page.seconds(t.step_seconds)} per step`,
   ];
   if (t.tokens_per_second) facts.push(`${page.scaled(t.tokens_per_second)} tokens/s`);
   else if (t.samples_per_second) facts.push(`${page.scaled(t.samples_per_second)} samples/s`);
   if (t.loss !== null) facts.push(`loss ${page.digits(t.loss)}`);
-  if (t.skipped) facts.push(`${counted(t.skipped, "step")} skipped`);
+  if (t.skipped) facts.push(`${countText(t.skipped, "step")} skipped`);
   if (data.attempts > 1) facts.push(`${data.attempts} starts`);
-  if (t.replayed) facts.push(`${counted(t.replayed, "step")} done again`);
+  if (t.replayed) facts.push(`${countText(t.replayed, "step")} done again`);
   page.at("facts").textContent = facts.join(" · ");
   page.at("footer").textContent = `Made ${page.time(data.made)} by zero-report ${data.version} from ${data.path}.`;
 };
@@ -58,16 +58,18 @@ page.showFlight = (data) => {
   page.table(page.at("flight-table"), [
     { name: "rank", number: true, show: (row) => String(row.rank) },
     { name: "waits in", show: (row) => row.waits ?? "no message" },
-    { name: "its last messages, the newest last", code: true, show: (row) => lines(row.last) },
+    { name: "its last messages, the newest last", code: true, show: (row) => lineList(row.last) },
   ], data.flight, "");
 };
 
-const lines = (texts) => {
+// Return an element with one line per text.
+const lineList = (texts) => {
   const made = page.element("div");
   for (const text of texts) made.append(page.element("div", text));
   return made;
 };
 
+// Return an element with a bar for a share from 0 to 1, and a text.
 const gauge = (share, text) => {
   const made = page.element("span", null, "meter");
   const bar = page.element("span", null, "gauge"), fill = page.element("span");

@@ -1,9 +1,10 @@
-// Light and dark: as the system says, until a person chooses. Charts ask for colours and are drawn again on a change.
+// Light and dark theme: the system's, until the reader chooses one. Charts are drawn again on a change.
 
 const THEMES = ["auto", "light", "dark"];
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const redraw = [];
 
+// Call `draw` whenever the theme changes.
 page.onTheme = (draw) => { redraw.push(draw); };
 page.colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
@@ -29,7 +30,7 @@ page.applyThemeBeforeDrawing = () => {
   document.documentElement.dataset.theme = DARK.matches ? "dark" : "light";
 };
 
-// Shapes beside colours: what waits is hatched.
+// Return a hatched pattern in a colour, for times that were only waited: a difference that does not need colours.
 page.hatch = (context, colour) => {
   const tile = document.createElement("canvas");
   const scale = window.devicePixelRatio || 1;
