@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from zero_config import REMOVED_KEYS
 from zero_config._base import Section, thaw
-from zero_config._optim_keys import SCHEDULES, Named
+from zero_config._optim_keys import SCHEDULES, ClassByName
 from zero_config._optimizer_params import OPTIMIZERS
 from zero_config.features import NO_EFFECT, REFUSED
 from zero_config.keys import ConfigFile
@@ -35,7 +35,7 @@ def keys(section: type[Section] = ConfigFile, path: str = "") -> Iterator[tuple[
         default = field.get_default(call_default_factory=True, validated_data={})
         if child is None or isinstance(default, bool):
             yield path + name, None if default is PydanticUndefined else default, field.description or ""
-        if child is not None and not issubclass(child, Named):
+        if child is not None and not issubclass(child, ClassByName):
             yield from keys(child, f"{path}{name}.")
 
 

@@ -1,4 +1,4 @@
-"""Read one DeepSpeed-style JSON file, check it to the last key, and say what is in force and where each value is from.
+"""Read a DeepSpeed-style JSON file, check every key, and report every value in force with its origin.
 
 Names are imported on first use, so that importing this package does not import pydantic.
 """

@@ -22,13 +22,14 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import CoreSchema
 
 ALL_KEYS: frozenset[str] = frozenset({"*"})
-"""As `auto_keys`: every key of the section may be "auto"."""
+"""A value for `Section.auto_keys`: every key of the section may be "auto"."""
 
 
 _LARGEST_INTEGER = 2**63 - 1
 
 
-def _integer(value: Any) -> Any:
+def _to_integer(value: Any) -> Any:
+    """Return an integer, or a number without a fraction, as an int; a validator that refuses anything else."""
     integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
@@ -37,7 +38,8 @@ def _integer(value: Any) -> Any:
     return int(value)
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
+    """Return a real number, infinities included, as a float; a validator that refuses anything else and NaN."""
     try:
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise PydanticCustomError("number", "a number")
@@ -46,27 +48,28 @@ def _number(value: Any) -> Any:
         raise PydanticCustomError("number", "a number of at most 1.8e308") from None
 
 
-def _finite(value: Any) -> Any:
-    number = _number(value)
+def _to_finite(value: Any) -> Any:
+    """Return a finite real number as a float; a validator that refuses anything else."""
+    number = _to_number(value)
     if math.isinf(number):
         raise PydanticCustomError("number", "a finite number")
     return number
 
 
 Flag = Annotated[bool, Strict()]
-Int = Annotated[int, BeforeValidator(_integer)]
-PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_integer)]
-NaturalInt = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
-Float = Annotated[float, BeforeValidator(_finite)]
-FloatOrInf = Annotated[float, BeforeValidator(_number)]
-NaturalFloat = Annotated[float, Field(ge=0), BeforeValidator(_finite)]
-PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_finite)]
-Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_finite)]
+Int = Annotated[int, BeforeValidator(_to_integer)]
+PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(_to_integer)]
+NaturalInt = Annotated[int, Field(ge=0), BeforeValidator(_to_integer)]
+Float = Annotated[float, BeforeValidator(_to_finite)]
+FloatOrInf = Annotated[float, BeforeValidator(_to_number)]
+NaturalFloat = Annotated[float, Field(ge=0), BeforeValidator(_to_finite)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_to_finite)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_to_finite)]
 Text = Annotated[str, Strict()]
 
 
 class FrozenMap(Mapping[str, Any]):
-    """An immutable mapping of plain data."""
+    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`)."""
 
     __slots__ = ("_items",)
 
@@ -87,53 +90,56 @@ class FrozenMap(Mapping[str, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """Return plain data with every list as a tuple and every mapping as a `FrozenMap`."""
+    """Return plain data with lists as tuples and mappings as `FrozenMap`s, at every depth."""
     if isinstance(value, Mapping):
         return FrozenMap(value)
     return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
 def thaw(value: Any) -> Any:
-    """Return frozen data as new lists and dicts."""
+    """Return frozen data as new lists and dicts, at every depth: the inverse of `freeze`."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     return [thaw(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 FreeForm = Annotated[Mapping[str, Any], AfterValidator(freeze), PlainSerializer(thaw)]
-"""An object whose keys belong to a feature that is not available: refused unless its section is switched off."""
+"""An object with any keys: the settings of a feature that is not available, refused unless it is switched off."""
 
 
 def no_keys() -> FrozenMap:
-    """Return an empty object."""
+    """Return an empty frozen object, the default of a `FreeForm` key."""
     return FrozenMap({})
 
 
 class Section(BaseModel):
-    """One JSON object of the configuration; immutable, and every key is known."""
+    """One JSON object of the configuration. It is immutable, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     aliases: ClassVar[Mapping[str, str]] = {}
-    """Older or shorter names of keys, each with the name used here."""
+    """Other names of keys that may be written, older or shorter -> the key."""
 
     auto_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys whose value may be "auto"."""
 
     @classmethod
     def accepts_auto(cls, key: str) -> bool:
-        """True when "auto" stands for a value that somebody fills in for `key`."""
+        """Return whether the value of `key` may be "auto", which is replaced by its default or a derived value."""
         return key in cls.model_fields and (cls.auto_keys is ALL_KEYS or key in cls.auto_keys)
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> type[Section] | None:
-        """Return the section that the value of `key` is, if it is one; `siblings` are the object's other keys."""
+        """Return the section class of the value of `key`; None if the value is no section.
+
+        `siblings`: the object that contains `key`, with the keys and values as written.
+        """
         field = cls.model_fields.get(key)
         return None if field is None else _section_in(field.annotation)
 
     @classmethod
     def written_keys(cls) -> list[str]:
-        """Return every key that may be written, aliases included."""
+        """Return every key that may be written, aliases last."""
         return [*cls.model_fields, *cls.aliases]
 
     @classmethod
@@ -148,6 +154,7 @@ class Section(BaseModel):
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
+    """Return the first `Section` class in a type annotation; None if there is none."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType, Annotated):
         return next(filter(None, map(_section_in, get_args(annotation))), None)
@@ -157,5 +164,5 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def null_is_default(value: Any) -> Any:
-    """Read `null` as an empty section."""
+    """Return an empty section for null (None), anything else as it is: a validator."""
     return {} if value is None else value

@@ -13,7 +13,9 @@ RULE, KEEP, SCALE = "elastic.batch_size", "keep_global_batch", "scale"
 
 
 class ResolvedBatch(NamedTuple):
-    """Samples per optimizer step over all ranks, samples per forward and rank, and forwards per optimizer step."""
+    """Batch sizes: samples per optimizer step over all ranks (`train`), samples per forward and rank (`micro`), and
+    forwards per optimizer step (`steps`).
+    """
 
     train: int
     micro: int
@@ -23,10 +25,10 @@ class ResolvedBatch(NamedTuple):
 def resolve(
     train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool
 ) -> ResolvedBatch:
-    """Return the three sizes, the missing ones derived from the given; raise `ConfigError` when they contradict.
+    """Return the three sizes, deriving those that are None; raise `ConfigError` when they contradict each other.
 
-    Two given: the third follows. Only train: one accumulation step. Only micro: one accumulation step. Neither train
-    nor micro: an error, unless one of them was "auto", which nobody filled: then micro is 1.
+    With two given, the third follows. With only train or only micro, there is one accumulation step. Without train and
+    micro it is an error, except with `any_auto`, which says that one of them was "auto": then micro is 1.
     """
     if train is None:
         if micro is None and not any_auto:
@@ -55,10 +57,10 @@ def resolve(
 def resolve_by_rule(
     rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> ResolvedBatch:
-    """Return the sizes at ``world_size`` ranks by `elastic.batch_size`; raise `ConfigError` where the rule cannot hold.
+    """Return the sizes at ``world_size`` ranks by the rule of `elastic.batch_size`; raise `ConfigError` if impossible.
 
-    `keep_global_batch`: train and micro hold at any number of ranks, and the accumulation follows, whatever was
-    written. `scale`: micro and the accumulation (default 1) hold, and train follows.
+    `keep_global_batch` keeps train and micro at any number of ranks and derives the accumulation, whatever ``steps``
+    is. `scale` keeps micro and the accumulation (default 1) and derives train.
     """
     needed = {MICRO: micro} if rule == SCALE else {TRAIN: train, MICRO: micro}
     missing = [name for name, size in needed.items() if size is None]
@@ -71,6 +73,7 @@ def resolve_by_rule(
 
 
 def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Problem:
+    """Return the problem of a train batch that is no multiple of ``other``, one key and its size, times the ranks."""
     ((name, value),) = other.items()
     step = value * world_size
     expected = f"expected a multiple of {name} x world size = {value} x {world_size} = {step}"

@@ -21,26 +21,30 @@ ParamsType = type[Params]
 AnyClass = type[Any]
 
 
-class Named(Section):
+class ClassByName(Section):
     """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`."""
 
     type: Text
     params: SerializeAsAny[Params] = Params()
 
     what: ClassVar[str]
+    """The kind of class, with its article, for errors."""
     known: ClassVar[dict[str, ParamsType]]
+    """Names of our own -> the section of their arguments."""
     torch_module: ClassVar[Any]
     torch_base: ClassVar[AnyClass]
+    """The base of the classes of `torch_module` that count."""
     first_argument: ClassVar[str]
+    """The argument of torch's classes that the configuration does not give."""
 
     @classmethod
     def canonical(cls, name: str) -> str:
-        """Return the name under which `known` lists what the user calls `name`."""
+        """Return the key of `known` that `name` stands for; any other `name` as it is."""
         return name
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return every name that `type` may be."""
+        """Return all valid values of `type`."""
         return [*cls.known, *sorted(name for name in vars(cls.torch_module) if cls._torch_class(name) is not None)]
 
     @classmethod
@@ -52,6 +56,7 @@ class Named(Section):
 
     @classmethod
     def _torch_class(cls, name: str) -> AnyClass | None:
+        """Return the public class of `torch_module` with this name below `torch_base`; None if there is none."""
         found = getattr(cls.torch_module, name, None)
         if isinstance(found, type) and issubclass(found, cls.torch_base) and found is not cls.torch_base:
             return None if name.startswith("_") else found
@@ -59,7 +64,8 @@ class Named(Section):
 
     @field_validator("type")
     @classmethod
-    def _type_exists(cls, name: str) -> str:
+    def _canonical_type(cls, name: str) -> str:
+        """Return the canonical name; refuse one that is unknown."""
         if cls.canonical(name) in cls.known:
             return cls.canonical(name)
         if cls._torch_class(name) is None:
@@ -69,21 +75,23 @@ class Named(Section):
 
     @field_validator("params", mode="wrap")
     @classmethod
-    def _params_of_that_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
+    def _params_for_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
+        """Return the arguments, checked for the class that `type` names; unchecked defaults if `type` was refused."""
         name = info.data.get("type")
         if name is None or isinstance(params, Params):
             return params if isinstance(params, Params) else Params()
         if name in cls.known:
             return cls.known[name].model_validate(params)
-        return _checked_against(getattr(cls.torch_module, name), params, cls.first_argument)
+        return _checked_by_signature(getattr(cls.torch_module, name), params, cls.first_argument)
 
     @model_validator(mode="before")
     @classmethod
-    def _params_are_checked_when_missing(cls, data: Any) -> Any:
+    def _default_params(cls, data: Any) -> Any:
+        """Add empty `params` where they are missing, so that they are checked for required arguments."""
         return {"params": {}, **data} if isinstance(data, dict) else data
 
 
-class OptimizerSection(Named):
+class OptimizerSection(ClassByName):
     """The optimizer to build. `type` is lower case for the names known here, and torch.optim's own name otherwise."""
 
     what = "an optimizer"
@@ -96,7 +104,7 @@ class OptimizerSection(Named):
 
     @property
     def decoupled_weight_decay(self) -> bool:
-        """True for AdamW: type "AdamW", or type "Adam" unless `adam_w_mode` is false."""
+        """Return whether it is AdamW: type "AdamW", or type "Adam" unless `adam_w_mode` is false."""
         return self.type == "adamw" or (isinstance(self.params, AdamParams) and self.params.adam_w_mode)
 
     @classmethod
@@ -159,7 +167,7 @@ SCHEDULES: dict[str, type[Params]] = {
 }
 
 
-class SchedulerSection(Named):
+class SchedulerSection(ClassByName):
     """The learning rate schedule to build: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
 
     what = "a schedule"
@@ -169,8 +177,11 @@ class SchedulerSection(Named):
     first_argument = "optimizer"
 
 
-def _checked_against(torch_class: type, params: Any, first_argument: str) -> Params:
-    """Check keyword arguments against the signature of a torch class."""
+def _checked_by_signature(torch_class: type, params: Any, first_argument: str) -> Params:
+    """Return ``params`` if they fit the signature of ``torch_class``; refuse unknown and missing arguments.
+
+    ``first_argument``: the name of the argument that is not in ``params``.
+    """
     if not isinstance(params, dict):
         raise PydanticCustomError("object", "an object")
     arguments = dict(inspect.signature(torch_class).parameters)

@@ -1,4 +1,4 @@
-"""Parameters that each optimizer takes, by the name under which a configuration asks for it."""
+"""The arguments of each optimizer, by its name in a configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Params(Section):
     auto_keys = ALL_KEYS
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments as a new plain dict; those that are null are left to the implementation."""
+        """Return the arguments as a new plain dict; null ones are left out, so that the class's defaults apply."""
         return {key: value for key, value in self.model_dump().items() if value is not None}
 
 
@@ -66,7 +66,7 @@ class LambParams(Params):
 
 
 class OneBitParams(Params):
-    """Parameters of the optimizers that send one bit per element."""
+    """Arguments that the optimizers with one bit per element share."""
 
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)

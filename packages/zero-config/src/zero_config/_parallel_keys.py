@@ -1,4 +1,4 @@
-"""Keys of reproducibility, other kinds of parallelism, compilation, data efficiency and tuning."""
+"""Keys of determinism, other kinds of parallelism, compilation, data efficiency and tuning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_config._base import ALL_KEYS, Flag, Float, FreeForm, NaturalInt, Posit
 
 
 class Deterministic(Section):
-    """The same bits at any number of ranks that divides the number of virtual ranks."""
+    """Bitwise equal training at every number of ranks that divides the number of virtual ranks."""
 
     across_world_sizes: PositiveInt = Field(
         description="Virtual ranks, a power of two: micro-batches of a step at any number of ranks that divides it."

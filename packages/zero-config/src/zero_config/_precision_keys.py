@@ -1,4 +1,4 @@
-"""Keys that say in which dtype things live."""
+"""Keys of dtypes: fp16, bf16, autocast and data types."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from zero_config._base import ALL_KEYS, Flag, NaturalFloat, NaturalInt, Positive
 from zero_precision import PrecisionError, dtype_name, parse_dtype
 
 
-def _dtype(value: object) -> object:
+def _short_dtype_name(value: object) -> object:
+    """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is."""
     try:
         return dtype_name(parse_dtype(value)) if isinstance(value, str) else value
     except PrecisionError:
         return value
 
 
-def _narrow(value: object) -> object:
-    name = _dtype(value)
+def _half_dtype_name(value: object) -> object:
+    """Return "fp16" or "bf16" for a name of these dtypes; a validator that refuses anything else."""
+    name = _short_dtype_name(value)
     if name not in ("fp16", "bf16"):
         raise PydanticCustomError("dtype", "'bfloat16' or 'float16'")
     return name
 
 
-DtypeName = Annotated[Literal["fp16", "bf16", "fp32", "fp64"], BeforeValidator(_dtype)]
-NarrowDtypeName = Annotated[Literal["fp16", "bf16"], BeforeValidator(_narrow)]
+DtypeName = Annotated[Literal["fp16", "bf16", "fp32", "fp64"], BeforeValidator(_short_dtype_name)]
+NarrowDtypeName = Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_dtype_name)]
 
 
 class Fp16(Section):

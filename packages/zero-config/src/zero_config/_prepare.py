@@ -32,20 +32,22 @@ _CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 
 @dataclass
 class PreparedSource:
-    """The configuration under canonical keys, and what is to be remembered about how it was written."""
+    """The configuration under canonical keys, and how the user wrote it."""
 
     data: dict[str, Any] = field(default_factory=dict)
+    """The values, nested as in the file; those that were "auto" are left out, or None for a required key."""
     written: dict[str, str] = field(default_factory=dict)
-    """Canonical path of everything that the user gave -> the path as it was written."""
+    """Canonical path of every key that the user gave -> the path as it was written."""
     auto: set[str] = field(default_factory=set)
     """Canonical paths whose value was "auto"."""
     dialect: set[str] = field(default_factory=set)
-    """Canonical paths that nobody wrote and that have another default in this dialect."""
+    """Canonical paths that the user did not give and whose default is another one in this dialect."""
     notes: dict[str, str] = field(default_factory=dict)
+    """Canonical path -> a remark for the report, such as "written as ..."."""
     problems: list[Problem] = field(default_factory=list)
 
     def as_written(self, path: str) -> str:
-        """Return a canonical path under the names that the user wrote."""
+        """Return a canonical path with the names that the user wrote; names that they did not write stay."""
         head, tail = path, ""
         while head and head not in self.written:
             cut = max(head.rfind("."), head.rfind("["))
@@ -56,23 +58,23 @@ class PreparedSource:
 def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> PreparedSource:
     """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys.
 
-    ``defaults``: canonical path -> value and reason, for what is not written.
+    ``defaults``: canonical path -> value and reason, for keys that the user did not give.
     """
     prepared = PreparedSource()
     _refuse_removed(raw, prepared)
-    prepared.data = _clean(_modernised(raw, prepared), ConfigFile, "", "", prepared)
+    prepared.data = _canonical(_modernised(raw, prepared), ConfigFile, "", "", prepared)
     if prepared.problems:
         raise ConfigError(*prepared.problems)
     for path, (value, reason) in defaults.items():
         if path not in prepared.written:
-            _set(prepared.data, path.split("."), value)
+            _set_at(prepared.data, path.split("."), value)
             prepared.dialect.add(path)
             prepared.notes[path] = reason
     return prepared
 
 
-def _set(data: dict[str, Any], names: list[str], value: Any) -> None:
-    """Put a value at a path, unless something that is no object is in its way."""
+def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
+    """Set the value at the path ``names``; do nothing if a value on the way is not an object."""
     *parents, last = names
     for name in parents:
         inner = data.setdefault(name, {})
@@ -83,6 +85,7 @@ def _set(data: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
+    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` in the file."""
     zero = raw.get("zero_optimization")
     for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")
@@ -92,7 +95,7 @@ def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
 
 
 def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Replace the legacy forms of `zero_optimization`, and drop the keys that were refused as removed."""
+    """Return the file without `REMOVED_KEYS`, and with legacy forms of `zero_optimization` in today's form."""
     raw = {key: value for key, value in raw.items() if key not in REMOVED_KEYS}
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
@@ -105,7 +108,7 @@ def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]
 
 
 def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Replace the flags that offload once was by the sections that it is now."""
+    """Return `zero_optimization` with the deprecated `cpu_offload*` flags as `offload_*` sections; changes ``zero``."""
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     if pinned is not None and not any(zero.get(old) for old in _CPU_OFFLOAD):
         path, expected = "zero_optimization.cpu_offload_use_pin_memory", "expected cpu_offload: true with it"
@@ -127,16 +130,20 @@ def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict
     return zero
 
 
-def _clean(
+def _canonical(
     data: dict[str, Any], section: type[Section], path: str, written: str, into: PreparedSource
 ) -> dict[str, Any]:
+    """Return an object of the file under canonical keys, and record its keys, "auto"s, notes and problems in ``into``.
+
+    ``path``, ``written``: the object's canonical path and the one that the user wrote; empty, or with a dot at the end.
+    """
     out: dict[str, Any] = {}
     open_ended = section.model_config.get("extra") == "allow"
     for key, value in data.items():
         name = section.aliases.get(key, key)
         here, there = path + name, written + key
         if name not in section.model_fields and not open_ended:
-            into.problems.append(_unknown(key, there, section))
+            into.problems.append(_unknown_key(key, there, section))
         elif here in into.written:
             expected = f"expected either {into.written[here]} or {there}: they are one key"
             into.problems.append(Problem(there, expected, "both", action="remove one"))
@@ -151,31 +158,33 @@ def _clean(
                 continue
             child = section.section_of(name, data)
             nested = child is not None and isinstance(value, dict)
-            out[name] = _clean(value, child, f"{here}.", f"{there}.", into) if nested and child else value
+            out[name] = _canonical(value, child, f"{here}.", f"{there}.", into) if nested and child else value
     return out
 
 
-def _unknown(key: str, path: str, section: type[Section]) -> Problem:
+def _unknown_key(key: str, path: str, section: type[Section]) -> Problem:
+    """Return the problem of an unknown key of a section, with a similar key or the place of the same key elsewhere."""
     if key == "max_grad_norm":
         return Problem(path, "unknown key", "", "gradient_clipping", "clipping is a key of its own, at the top")
     nearest = difflib.get_close_matches(key, section.written_keys(), n=1, cutoff=0.6)
-    elsewhere = [place for place in _places(ConfigFile, key, "") if place != path]
-    if elsewhere and not (nearest and _almost(key, nearest[0])):
+    elsewhere = [place for place in _valid_paths(ConfigFile, key, "") if place != path]
+    if elsewhere and not (nearest and _nearly_equal(key, nearest[0])):
         return Problem(path, "unknown key", "", elsewhere[0], "the key belongs there")
     if nearest:
         return Problem(path, "unknown key", "", nearest[0], "correct it or remove it")
     return Problem(path, "unknown key", "", None, f"the keys here are {', '.join(section.written_keys())}")
 
 
-def _almost(key: str, other: str) -> bool:
+def _nearly_equal(key: str, other: str) -> bool:
+    """Return whether one key looks like a misspelling of the other."""
     return difflib.SequenceMatcher(None, key, other).ratio() > 0.85
 
 
-def _places(section: type[Section], key: str, path: str) -> list[str]:
-    """Return the paths at which `key` would be valid."""
+def _valid_paths(section: type[Section], key: str, path: str) -> list[str]:
+    """Return the paths in `section` at which `key` would be valid; `path`: of the section, with a dot at the end."""
     found = [path + key] if key in section.written_keys() and path + key not in REMOVED_KEYS else []
     for name in section.model_fields:
         child = section.section_of(name, {})
         if child is not None:
-            found += _places(child, key, f"{path}{name}.")
+            found += _valid_paths(child, key, f"{path}{name}.")
     return found

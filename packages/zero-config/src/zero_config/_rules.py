@@ -16,23 +16,24 @@ _File = TypeVar("_File", bound=ConfigFile)
 
 
 def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
-    """Return one problem for every pair of keys that cannot hold together, or that ``world_size`` ranks cannot have."""
+    """Return one problem for every combination of keys that is contradictory, or impossible at ``world_size`` ranks."""
     return [
-        *_precision(config),
-        *_stages(config),
-        *sharing_problems(config, world_size),
-        *_offload(config),
-        *_one_bit(config),
-        *_dtypes(config),
-        *_loss_scale(config),
-        *_recomputation(config),
-        *_in_memory(config),
-        *_interval(config),
-        *_audit(config),
+        *_precision_mode_problems(config),
+        *_stage_problems(config),
+        *group_problems(config, world_size),
+        *_offload_problems(config),
+        *_one_bit_problems(config),
+        *_dtype_problems(config),
+        *_loss_scale_problems(config),
+        *_recomputation_problems(config),
+        *_in_memory_problems(config),
+        *_interval_problems(config),
+        *_audit_problems(config),
     ]
 
 
-def _precision(config: ConfigFile) -> list[Problem]:
+def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
+    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled."""
     modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
     if len(modes) < 2:
         return []
@@ -41,7 +42,8 @@ def _precision(config: ConfigFile) -> list[Problem]:
     return [Problem(f"{modes[1]}.enabled", "expected one precision mode", got, action=action)]
 
 
-def _stages(config: ConfigFile) -> list[Problem]:
+def _stage_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of keys that need a ZeRO stage, another key or a directory beside them."""
     problems = []
     zero = config.zero_optimization
     for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
@@ -58,7 +60,8 @@ def _stages(config: ConfigFile) -> list[Problem]:
     return problems
 
 
-def _offload(config: ConfigFile) -> list[Problem]:
+def _offload_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `offload`."""
     problems = []
     section, device = config.offload, config.zero_optimization.offload_optimizer.device
     for key in ("delayed_update", "state_dtype"):
@@ -72,7 +75,8 @@ def _offload(config: ConfigFile) -> list[Problem]:
     return problems
 
 
-def _audit(config: ConfigFile) -> list[Problem]:
+def _audit_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of `audit_every`: features under which ranks or masters rightly differ."""
     if config.audit_every is None:
         return []
     problems, got = [], str(config.audit_every)
@@ -85,7 +89,8 @@ def _audit(config: ConfigFile) -> list[Problem]:
     return problems
 
 
-def _one_bit(config: ConfigFile) -> list[Problem]:
+def _one_bit_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of a 1-bit optimizer, which needs stage 0 and no offload."""
     if config.optimizer is None or not isinstance(config.optimizer.params, OneBitParams):
         return []
     name, problems, zero = config.optimizer.type, [], config.zero_optimization
@@ -100,7 +105,8 @@ def _one_bit(config: ConfigFile) -> list[Problem]:
     return problems
 
 
-def _dtypes(config: ConfigFile) -> list[Problem]:
+def _dtype_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of dtypes that do not fit together."""
     declared = config.data_types.param_dtype
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
     if mode is not None and declared not in (None, mode):
@@ -126,7 +132,8 @@ def _dtypes(config: ConfigFile) -> list[Problem]:
     return []
 
 
-def _recomputation(config: ConfigFile) -> list[Problem]:
+def _recomputation_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `activation_checkpointing`."""
     section = config.activation_checkpointing
     if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
         return []
@@ -134,7 +141,8 @@ def _recomputation(config: ConfigFile) -> list[Problem]:
     return [Problem("activation_checkpointing.number_checkpoints", expected, "null")]
 
 
-def _in_memory(config: ConfigFile) -> list[Problem]:
+def _in_memory_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `checkpoint.in_memory`."""
     section = config.checkpoint.in_memory
     if not section.every or section.path:
         return []
@@ -142,7 +150,8 @@ def _in_memory(config: ConfigFile) -> list[Problem]:
     return [Problem("checkpoint.in_memory.path", expected, "null")]
 
 
-def _interval(config: ConfigFile) -> list[Problem]:
+def _interval_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of checkpoints by interval, in the section `checkpoint`."""
     section = config.checkpoint
     problems = []
     if section.mean_time_between_failures is not None and section.interval != "auto":
@@ -156,7 +165,8 @@ def _interval(config: ConfigFile) -> list[Problem]:
     return problems
 
 
-def _loss_scale(config: ConfigFile) -> list[Problem]:
+def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the loss scale's keys in the section `fp16`."""
     try:
         loss_scale(config)
     except PrecisionError as error:
@@ -165,7 +175,10 @@ def _loss_scale(config: ConfigFile) -> list[Problem]:
 
 
 def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
-    """Return canonical path -> value for what follows from other keys, or from the model's hidden size."""
+    """Return canonical path -> value for keys whose value follows from other keys, or from the model's hidden size.
+
+    ``auto``: canonical paths that were "auto"; ``model_hint``: as `hidden_size` takes it.
+    """
     zero = config.zero_optimization
     values: dict[str, Any] = {}
     if zero.overlap_comm is None:
@@ -179,12 +192,12 @@ def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, An
             values["optimizer.params.weight_decay"] = 1e-2
     hidden = hidden_size(model_hint)
     if hidden is not None:
-        values.update({path: size for path, size in _sizes(hidden).items() if path in auto})
+        values.update({path: size for path, size in _bucket_sizes(hidden).items() if path in auto})
     return values
 
 
-def _sizes(hidden: int) -> dict[str, int]:
-    """Bucket sizes in elements for transformers of this hidden size, as Accelerate and Transformers fill them."""
+def _bucket_sizes(hidden: int) -> dict[str, int]:
+    """Return bucket sizes in elements for this hidden size, by the rules of Accelerate and Transformers."""
     return {
         "zero_optimization.reduce_bucket_size": hidden * hidden,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -193,7 +206,10 @@ def _sizes(hidden: int) -> dict[str, int]:
 
 
 def hidden_size(hint: Any) -> int | None:
-    """Return the hidden size of a model, of its Hugging Face config, or the number itself; None when unknown."""
+    """Return the hidden size of a model or its Hugging Face config, the largest of several; None when unknown.
+
+    A number is returned as it is.
+    """
     if isinstance(hint, int):
         return hint
     for holder in (getattr(hint, "config", None), hint):
@@ -208,94 +224,108 @@ def hidden_size(hint: Any) -> int | None:
 
 
 def with_values(config: _File, values: dict[str, Any]) -> _File:
-    """Return the configuration with the values at these canonical paths replaced."""
+    """Return a copy of the configuration with the values at these canonical paths replaced."""
     for path, value in values.items():
-        config = _replaced(config, path.split("."), value)
+        config = _with_value(config, path.split("."), value)
     return config
 
 
-def _replaced(section: Any, names: list[str], value: Any) -> Any:
+def _with_value(section: Any, names: list[str], value: Any) -> Any:
+    """Return a copy of the section with the value at the path ``names`` replaced."""
     head, *rest = names
-    new = _replaced(getattr(section, head), rest, value) if rest else value
+    new = _with_value(getattr(section, head), rest, value) if rest else value
     return section.model_copy(update={head: new})
 
 
-_SECONDARY = "zero_optimization.zero_hpz_partition_size"
-_COPIES = "zero_optimization.mics_shard_size"
+_SECONDARY_SIZE = "zero_optimization.zero_hpz_partition_size"
+_REPLICA_SIZE = "zero_optimization.mics_shard_size"
 
 
-def sharing_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """One problem for every group of ranks that cannot be made, or not together with another key."""
+def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield a problem for each process group (secondary shards, replicas) that the other keys do not allow."""
     if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
-        yield from _secondary(config, world_size)
+        yield from _secondary_shard_problems(config, world_size)
     if config.zero_optimization.mics_shard_size != -1:
-        yield from _copies(config, world_size)
+        yield from _replica_problems(config, world_size)
 
 
-def _secondary(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield the problems of `zero_hpz_partition_size`, where it is more than 1."""
     size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
-    yield from _divides(_SECONDARY, size, world_size)
+    yield from _divisor_problems(_SECONDARY_SIZE, size, world_size)
     if per_node is not None and per_node % size and world_size % size == 0:
         action = "or backward gathers would leave the node"
-        yield Problem(_SECONDARY, f"expected a divisor of comm.ranks_per_node, {per_node}", str(size), action=action)
+        yield Problem(
+            _SECONDARY_SIZE, f"expected a divisor of comm.ranks_per_node, {per_node}", str(size), action=action
+        )
     if config.zero_optimization.offload_param.device != "none":
         action = "secondary shards stay on the device, where offload_param leaves no parameters: choose one of the two"
-        yield Problem(_SECONDARY, "expected 1 with zero_optimization.offload_param", str(size), action=action)
+        yield Problem(_SECONDARY_SIZE, "expected 1 with zero_optimization.offload_param", str(size), action=action)
 
 
-def _copies(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield the problems of `mics_shard_size`, where it is not -1."""
     zero = config.zero_optimization
     size = zero.mics_shard_size
     if size < 1:
-        yield Problem(_COPIES, "expected a number of ranks, or -1 for all of them", str(size))
+        yield Problem(_REPLICA_SIZE, "expected a number of ranks, or -1 for all of them", str(size))
         return
-    yield from _divides(_COPIES, size, world_size)
+    yield from _divisor_problems(_REPLICA_SIZE, size, world_size)
     if zero.stage == 0:
-        yield Problem(_COPIES, "expected stage 1, 2 or 3 with it", "stage 0", action="at stage 0 nothing is sharded")
+        yield Problem(
+            _REPLICA_SIZE, "expected stage 1, 2 or 3 with it", "stage 0", action="at stage 0 nothing is sharded"
+        )
     if zero.stage >= 3 and zero.zero_hpz_partition_size > 1:
-        action = "gathers of a copy stay among its ranks already"
-        yield Problem(_SECONDARY, f"expected 1 with {_COPIES}", str(zero.zero_hpz_partition_size), action=action)
+        action = "gathers within a replica stay on its ranks already"
+        yield Problem(
+            _SECONDARY_SIZE, f"expected 1 with {_REPLICA_SIZE}", str(zero.zero_hpz_partition_size), action=action
+        )
 
 
-def _divides(path: str, size: int, world_size: int) -> Iterator[Problem]:
+def _divisor_problems(path: str, size: int, world_size: int) -> Iterator[Problem]:
+    """Yield a problem if ``size``, the value at ``path``, does not divide the number of ranks."""
     if world_size % size:
         possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
 
 
-_KEY = "deterministic.across_world_sizes"
+_VIRTUAL_RANKS = "deterministic.across_world_sizes"
 _REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
 
 
 def virtual_ranks(config: ConfigFile) -> int:
-    """Return how many virtual ranks share a step; 0 when steps belong to the ranks."""
+    """Return the number of virtual ranks (`deterministic.across_world_sizes`); 0 without them."""
     found = config.deterministic
     return found.across_world_sizes if isinstance(found, Deterministic) else 0
 
 
 def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """One problem for everything that does not go with virtual ranks, or with so many."""
+    """Yield a problem for each key that is incompatible with virtual ranks or with their number."""
     ranks = virtual_ranks(config)
     if not ranks:
         return
     if ranks & (ranks - 1):
         near = f"{1 << ranks.bit_length() - 1} or {1 << ranks.bit_length()}"
-        yield Problem(_KEY, "expected a power of two, for a binary tree", str(ranks), action=f"{near} would do")
+        yield Problem(
+            _VIRTUAL_RANKS, "expected a power of two, for a binary tree", str(ranks), action=f"{near} would do"
+        )
         return
     if ranks % world_size:
         possible = ", ".join(str(1 << n) for n in range(ranks.bit_length()))
-        yield Problem(_KEY, f"expected a number of ranks among {possible}", f"{world_size} ranks")
+        yield Problem(_VIRTUAL_RANKS, f"expected a number of ranks among {possible}", f"{world_size} ranks")
         return
     steps = config.gradient_accumulation_steps
     if steps is not None and steps != ranks // world_size:
         expected = f"expected {ranks} virtual ranks / {world_size} ranks = {ranks // world_size} micro-batches"
         yield Problem("gradient_accumulation_steps", expected, str(steps), action="remove it: it follows")
-    yield from _other_orders(config)
+    yield from _incompatible_with_virtual_ranks(config)
 
 
-def _other_orders(config: ConfigFile) -> Iterator[Problem]:
-    """Yield what adds up in an order that depends on the number of ranks, or was never tested with virtual ranks."""
-    zero, together = config.zero_optimization, f"with {_KEY}"
+def _incompatible_with_virtual_ranks(config: ConfigFile) -> Iterator[Problem]:
+    """Yield a problem for each feature whose order of summation depends on the number of ranks, or that is untested
+    with virtual ranks.
+    """
+    zero, together = config.zero_optimization, f"with {_VIRTUAL_RANKS}"
     for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key):
             action = "codes depend on shards"

@@ -1,4 +1,4 @@
-"""Read what the user gave, a mapping or the path of a JSON file, as plain data."""
+"""Read a configuration, a mapping or a JSON file, as plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from zero_config.errors import ConfigError, Problem, show
 
 
 def read(source: Any) -> dict[str, Any]:
-    """Return the configuration as a new dict of plain data, with every mapping a dict and every sequence a list."""
+    """Return a configuration as a new dict of plain data: dicts, lists and values; paths become strings.
+
+    ``source``: a mapping, or the path of a JSON file. Raises `ConfigError` for anything else, a file that is not a JSON
+    object or has a key twice, and keys that are not strings.
+    """
     if isinstance(source, Mapping):
         return _plain_mapping(source, "")
     if isinstance(source, (str, os.PathLike)):
@@ -23,8 +27,8 @@ def read(source: Any) -> dict[str, Any]:
     )
 
 
-class _Object(dict[str, Any]):
-    """A JSON object that remembers which of its keys came twice."""
+class _JsonObject(dict[str, Any]):
+    """A JSON object; `repeated` lists its keys that occur more than once."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -33,16 +37,17 @@ class _Object(dict[str, Any]):
 
 
 _MOST_BYTES = 16 << 20
-"""A larger file is no configuration, and would take several times its size in memory."""
+"""The limit of a configuration file: reading one takes several times its size in memory."""
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or raise `ConfigError` with the place of the error."""
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise ConfigError(Problem(str(path), f"expected at most {_MOST_BYTES} bytes of JSON", "more than that"))
-        data = json.loads(content.decode("utf-8"), object_pairs_hook=_Object)
+        data = json.loads(content.decode("utf-8"), object_pairs_hook=_JsonObject)
     except ConfigError:
         raise
     except OSError as error:
@@ -66,8 +71,9 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _repeated_keys(value: Any, path: str) -> list[Problem]:
+    """Return a problem for each key that an object repeats, at any depth; `path` ends with a dot, or is empty."""
     problems = []
-    if isinstance(value, _Object):
+    if isinstance(value, _JsonObject):
         action = "JSON keeps only the last: remove the others"
         problems = [Problem(path + key, "expected the key once", "it twice", action=action) for key in value.repeated]
         for key, item in value.items():
@@ -79,6 +85,7 @@ def _repeated_keys(value: Any, path: str) -> list[Problem]:
 
 
 def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    """Return a mapping as a dict of plain data; `ConfigError` for a key that is no string. `path`: ends with a dot."""
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(Problem(path[:-1] or "config", "expected keys that are strings", f"the key {show(key)}"))
@@ -86,6 +93,7 @@ def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Any:
+    """Return a value as plain data; `path`: where it is, with a dot at the end, for errors."""
     if isinstance(value, Mapping):
         return _plain_mapping(value, path)
     if isinstance(value, (list, tuple)):

@@ -16,7 +16,7 @@ from zero_config._base import (
     PositiveInt,
     Section,
     Text,
-    _finite,
+    _to_finite,
 )
 
 
@@ -29,7 +29,7 @@ def _upper(value: Any) -> Any:
 
 
 class ActivationCheckpointing(Section):
-    """Where segments of `zero_core.checkpointing.checkpoint` keep their inputs until backward."""
+    """How segments of `zero_core.checkpointing.checkpoint` store their inputs until backward."""
 
     partition_activations: Flag = Field(default=False, description="Each model-parallel rank keeps a part.")
     number_checkpoints: PositiveInt | None = Field(
@@ -84,7 +84,7 @@ class CheckpointSection(Section):
     path: Text | None = Field(
         default=None, description="Folder of checkpoints written by interval; by default that of `engine.resume`."
     )
-    overhead: Annotated[float, Field(gt=0, lt=1), BeforeValidator(_finite)] = Field(
+    overhead: Annotated[float, Field(gt=0, lt=1), BeforeValidator(_to_finite)] = Field(
         default=0.035, description='Fraction of the time that saving may take with interval "auto".'
     )
     mean_time_between_failures: PositiveFloat | None = Field(
@@ -98,7 +98,7 @@ class CheckpointSection(Section):
 
 
 class Elastic(Section):
-    """The rule for batch sizes at another number of ranks, as after `zero-launch --elastic` has lost a host."""
+    """The rule for batch sizes when the number of ranks changes, as after `zero-launch --elastic` lost a host."""
 
     batch_size: Literal["keep_global_batch", "scale"] | None = Field(
         default=None,
@@ -107,7 +107,7 @@ class Elastic(Section):
 
 
 class CommsLogger(Section):
-    """A table of what was sent, every `steps_per_print` steps."""
+    """A table of collectives and their bytes, every `steps_per_print` steps."""
 
     auto_keys = ALL_KEYS
 

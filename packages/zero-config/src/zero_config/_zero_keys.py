@@ -25,12 +25,14 @@ SMALLEST_GROUP, LARGEST_GROUP = 1 << 12, 1 << 23  # elements of an offloaded upd
 
 
 def _stage(value: Any) -> Any:
+    """Return a ZeRO stage as an int; a validator that refuses anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("stage", "a ZeRO stage: 0, 1, 2 or 3")
     return int(value)
 
 
 def _folders(value: Any) -> Any:
+    """Return one directory or a list of them as a tuple; a validator that refuses anything else."""
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(folder, str) and folder for folder in found):
         raise PydanticCustomError("folders", "a directory, or a list of directories")
@@ -47,7 +49,7 @@ Paths = Annotated[
 
 
 class OffloadParam(Section):
-    """Where parameter shards live (stage 3)."""
+    """The tier of parameter shards (stage 3)."""
 
     auto_keys = ALL_KEYS
 
@@ -60,7 +62,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where optimizer shards live (stages 1 to 3)."""
+    """The tier of optimizer shards (stages 1 to 3)."""
 
     auto_keys = ALL_KEYS
 
@@ -92,7 +94,7 @@ class Zenflow(Section):
 
 
 class LeafModule(Section):
-    """Modules that are fetched as a whole."""
+    """Modules whose parameters are gathered together, as one unit with all that is inside."""
 
     auto_keys = ALL_KEYS
 
@@ -102,7 +104,7 @@ class LeafModule(Section):
 
 
 class ZeroOptimization(Section):
-    """Sharding: what is sharded, where it lives, and how much is in flight. Sizes are in elements."""
+    """The ZeRO stage, the tiers of shards, and bounds of what is gathered or in flight. Sizes are in elements."""
 
     auto_keys = ALL_KEYS
     aliases: ClassVar[dict[str, str]] = {
@@ -178,12 +180,12 @@ class ZeroOptimization(Section):
 
     @property
     def group_size(self) -> int:
-        """Elements of an offloaded update at a time: `sub_group_size`, within its bounds."""
+        """Return the number of elements that an offloaded update handles at a time: `sub_group_size` within bounds."""
         return max(SMALLEST_GROUP, min(self.sub_group_size, LARGEST_GROUP))
 
 
 class Comm(Section):
-    """Where ranks are, and how compressed messages are coded."""
+    """Ranks per node, time limits, and the codecs of quantized messages."""
 
     stopped_after: PositiveFloat = Field(
         default=60.0,
@@ -197,8 +199,11 @@ class Comm(Section):
 
 
 class Aio(Section):
-    """Asynchronous file I/O of the NVMe tier. Where the section is not given, the first three are what `zero-nvme-aio
-    tune` has found for the drive, or 1 MiB, 32 and 2; else those that are null are 1 MiB, 8 and 1."""
+    """Asynchronous file I/O of the NVMe tier.
+
+    Without this section, the first three keys have the values that `zero-nvme-aio tune` found for the drive, else 1
+    MiB, 32 and 2. With it, those that are null are 1 MiB, 8 and 1.
+    """
 
     aliases: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
 
@@ -213,7 +218,7 @@ class Aio(Section):
 
 
 class OffloadActivations(Section):
-    """Where what autograd saves in forward waits for backward."""
+    """The tier of tensors that autograd saves in forward for backward."""
 
     device: Device = "none"
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")

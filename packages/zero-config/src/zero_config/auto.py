@@ -30,13 +30,13 @@ def resolve_auto(
     precision: Literal["fp32", "fp16", "bf16"] = "fp32",
     stage: int = 2,
 ) -> dict[str, Any]:
-    """Return a copy of ``config`` (a dict, or the path of a JSON file) in which nothing is "auto" any more.
+    """Return a copy of ``config`` (a dict, or the path of a JSON file) with every "auto" replaced by a value.
 
     ``model``: the model, its Hugging Face config, or the hidden size h; ``reduce_bucket_size`` is h², the prefetch
-    bucket int(0.9 h²), the persistence threshold 10 h (elements). ``warmup_steps`` becomes at least 1, the least rate
-    of a warmup 0, its largest ``learning_rate``; ``train_batch_size`` is micro x accumulation x world size. Offload is
-    switched off. A value that is not "auto" stays, and decides for those that follow from it. Raises `ConfigError`
-    with every "auto" that no argument answers.
+    bucket int(0.9 h²), the persistence threshold 10 h (elements). ``warmup_steps`` becomes at least 1; a warmup rises
+    from 0 to ``learning_rate``; ``train_batch_size`` is micro x accumulation x world size. Offload is switched off. A
+    value that is not "auto" stays, and ``train_batch_size`` follows from the values in the file. Raises `ConfigError`
+    with every "auto" for which no argument was given.
     """
     filled: dict[str, Any] = copy.deepcopy(read(config))
     answers: dict[str, tuple[Any, str]] = {
@@ -57,31 +57,32 @@ def resolve_auto(
         "bf16.enabled": (precision == "bf16", "precision"),
         "bfloat16.enabled": (precision == "bf16", "precision"),
         **{f"zero_optimization.{s}.device": ("none", "") for s in ("offload_param", "offload_optimizer")},
-        **_sizes(hidden_size(model)),
+        **_bucket_sizes(hidden_size(model)),
     }
     nowhere = {f"zero_optimization.{s}.nvme_path" for s in ("offload_param", "offload_optimizer")}
     problems = []
-    for path, section, key in list(_autos(filled, "")):
+    for path, section, key in list(_auto_values(filled, "")):
         value, argument = answers.get(path, (None, ""))
         if path in nowhere:
             section[key] = None
         elif value is not None:
             section[key] = value
         elif path != "train_batch_size":
-            problems.append(_unanswered(path, argument))
+            problems.append(_unfilled(path, argument))
     if filled.get("train_batch_size") == _AUTO:
         micro = filled.get("train_micro_batch_size_per_gpu", micro_batch_size)
         steps = filled.get("gradient_accumulation_steps", accumulation_steps)
         if isinstance(micro, int) and isinstance(steps, int):
             filled["train_batch_size"] = micro * steps * world_size
         else:
-            problems.append(_unanswered("train_batch_size", "micro_batch_size"))
+            problems.append(_unfilled("train_batch_size", "micro_batch_size"))
     if problems:
         raise ConfigError(*problems)
     return filled
 
 
-def _sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
+def _bucket_sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
+    """Return path -> (size in elements, name of the argument that it needs); sizes are None without a hidden size."""
     square = None if hidden is None else hidden * hidden
     found: dict[str, tuple[Any, str]] = {}
     for prefix in ("stage3_", ""):
@@ -92,14 +93,16 @@ def _sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
     return {**found, "zero_optimization.reduce_bucket_size": (square, "model")}
 
 
-def _autos(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+def _auto_values(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (path, object, key) of every value that is "auto"; `path`: of the section, with a dot at the end."""
     for key, value in section.items():
         if value == _AUTO:
             yield path + key, section, key
         elif isinstance(value, dict):
-            yield from _autos(value, f"{path}{key}.")
+            yield from _auto_values(value, f"{path}{key}.")
 
 
-def _unanswered(path: str, argument: str) -> Problem:
+def _unfilled(path: str, argument: str) -> Problem:
+    """Return the problem of an "auto" that ``argument`` of `resolve_auto` would fill, or nothing if it is empty."""
     action = f"pass {argument}=… to resolve_auto, or write the value" if argument else "write the value"
     return Problem(path, "expected a value that can be filled in", show(_AUTO), action=action)

@@ -20,26 +20,29 @@ what "auto" became. Exit status 1, with every problem by its path, for a file th
 
 
 def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `config check` and `config schema` to the commands of a parser; the parsed namespace's `run(namespace)`
-    returns the exit status."""
+    """Add `config check` and `config schema` to the commands of a parser, and return the parser of `config`.
+
+    The parsed namespace's `run(namespace)` returns the exit status.
+    """
     parser = subparsers.add_parser("config", help="check a configuration file, or print the schema of one")
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="command")
 
     check = commands.add_parser("check", help="print what a configuration file resolves to", description=_CHECK)
     check.add_argument("file", help="a JSON file")
     check.add_argument(
-        "--world-size", type=_ranks, default=1, metavar="N", help="ranks to resolve batch sizes for (default: 1)"
+        "--world-size", type=_rank_count, default=1, metavar="N", help="ranks to resolve batch sizes for (default: 1)"
     )
     check.add_argument("--no-defaults", action="store_true", help="only the values that are not defaults")
     check.add_argument("--json", action="store_true", help="print a JSON list of the rows instead of a table")
-    check.set_defaults(run=_check)
+    check.set_defaults(run=_run_check)
 
     schema = commands.add_parser("schema", help="print the JSON Schema of a configuration file, for editors")
-    schema.set_defaults(run=_schema)
+    schema.set_defaults(run=_run_schema)
     return parser
 
 
-def _check(arguments: argparse.Namespace) -> int:
+def _run_check(arguments: argparse.Namespace) -> int:
+    """Print what a configuration resolves to, or its problems; return the exit status."""
     from .config import Config
     from .errors import ConfigError
 
@@ -55,7 +58,8 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _schema(_arguments: argparse.Namespace) -> int:
+def _run_schema(_arguments: argparse.Namespace) -> int:
+    """Print the JSON Schema; return the exit status."""
     from .config import Config
 
     print(json.dumps(Config.json_schema(), indent=2))
@@ -63,7 +67,7 @@ def _schema(_arguments: argparse.Namespace) -> int:
 
 
 def _print_table(config: Config, file: str, *, defaults: bool) -> None:
-    """Print one row per value; into a file or a pipe every row is one line, however long."""
+    """Print one row per value. If the output is not a terminal, every row is one line, however long."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -81,7 +85,8 @@ def _print_table(config: Config, file: str, *, defaults: bool) -> None:
     console.print(table)
 
 
-def _ranks(text: str) -> int:
+def _rank_count(text: str) -> int:
+    """Return a number of ranks, 1 or more, from an argument's text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected the number of ranks, an integer >= 1, got {text!r}")
     return int(text)

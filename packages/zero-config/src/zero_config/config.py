@@ -1,4 +1,4 @@
-"""`Config`: a configuration that was read, checked and resolved, and remembers where every value came from."""
+"""`Config`: a configuration, read, checked and resolved, with the origin of every value."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _PATHS = (
     "run_record.path",
     "run_record.plan",
 )
-"""Values that name files and folders."""
+"""Canonical paths of keys whose values name files and folders."""
 
 
 class ReportRow(NamedTuple):
-    """One value: its path, itself, where it came from, and what there is to say about it.
+    """One value of a configuration: its path, the value, its origin, and a remark (or nothing).
 
     `provenance` is `user`, `default`, `dialect` (see `Config.load`), `derived`, `auto->default` or `auto->derived`.
     """
@@ -75,12 +75,12 @@ class Config(ConfigFile):
 
         Args:
             source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`).
-            world_size: ranks that each process their own samples.
+            world_size: the number of ranks, each with samples of its own.
             model_hint: the model, its Hugging Face config, or a hidden size; fills bucket sizes that are "auto".
-            defaults: path -> value and reason, for keys whose default is another in the dialect of ``source``.
+            defaults: path -> value and reason, for keys that have another default in the dialect of ``source``.
 
-        Raises `ConfigError` with every problem of the phase that found one: the file, the keys, the values, the rules
-        between values, features that are not available.
+        Raises `ConfigError`. Checks run in phases: the file, the keys, the values, the rules between values, features
+        that are not available; the error has all problems of the first phase that finds any.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise ConfigError(Problem("world_size", "expected the number of ranks", show(world_size)))
@@ -104,26 +104,26 @@ class Config(ConfigFile):
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The configuration as the user wrote it, as a new dict."""
+        """Return the configuration as the user wrote it, as a new dict."""
         return copy.deepcopy(self._raw)
 
     @property
     def virtual_ranks(self) -> int:
-        """The micro-batches of one step under `deterministic.across_world_sizes`; 0 without it."""
+        """Return the number of virtual ranks (`deterministic.across_world_sizes`), 0 without them."""
         return virtual_ranks(self)
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that the batch sizes were resolved for."""
+        """Return the number of ranks that the batch sizes were resolved for."""
         return self._world_size
 
     def to_plain(self) -> dict[str, Any]:
-        """Return every resolved value as plain data: it can be stored, and loads to the same configuration."""
+        """Return every resolved value as plain data, which can be stored and loads to the same configuration."""
         plain: dict[str, Any] = thaw(self.model_dump())
         return plain
 
     def with_absolute_paths(self) -> Config:
-        """Return the same configuration with relative files and folders made absolute, from the current folder on."""
+        """Return a copy whose files and folders are absolute; relative ones start at the current directory."""
         values = dict(leaves(self))
         given = {path: values[path] for path in _PATHS if values[path]}
         absolute = {
@@ -133,11 +133,11 @@ class Config(ConfigFile):
         return _rules.with_values(self, absolute)
 
     def provenance(self, path: str) -> str:
-        """Return where the value at a path such as `zero_optimization.stage` came from; `KeyError` if there is none."""
+        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`; `KeyError` if absent."""
         return self._provenance[path]
 
     def report(self, *, defaults: bool = True) -> tuple[ReportRow, ...]:
-        """Return one row per value, in the order of the keys; without `defaults` only what differs from them."""
+        """Return one row per value, in the order of the keys; without `defaults`, no rows whose origin is `default`."""
         rows = (self._row(path, value) for path, value in leaves(self))
         return tuple(row for row in rows if defaults or row.provenance != "default")
 
@@ -147,22 +147,24 @@ class Config(ConfigFile):
         return ConfigFile.model_json_schema()
 
     def _row(self, path: str, value: Any) -> ReportRow:
+        """Return the row of one value, with the notes about it."""
         provenance = self._provenance[path]
         given = provenance in ("user", "dialect", "auto->derived", "auto->default")
-        notes = [self._notes[place] for place in _ancestry(path) if place in self._notes and given]
+        notes = [self._notes[place] for place in _prefixes(path) if place in self._notes and given]
         if path == "optimizer.type" and value == "adam" and self.optimizer and self.optimizer.decoupled_weight_decay:
             notes.append("decays weights as AdamW: set adam_w_mode to false for L2 regularisation")
         notes.append(no_effect(self, path) if given else "")
         return ReportRow(path, thaw(value), provenance, "; ".join(filter(None, notes)))
 
 
-def _ancestry(path: str) -> list[str]:
+def _prefixes(path: str) -> list[str]:
+    """Return the path's sections from the top, and the path itself last."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) -> dict[str, int]:
-    """Return the batch sizes that were not given, or that follow from others by `elastic.batch_size`."""
+    """Return key -> value of the batch sizes that differ from the file: missing ones, and those that a rule derives."""
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
     train, micro, steps = given.values()
@@ -176,6 +178,7 @@ def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) ->
 
 
 def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any]) -> dict[str, str]:
+    """Return path -> origin (see `ReportRow`) of every value; ``derived``: the values that were derived, by path."""
     found = {}
     for path, _ in leaves(config):
         auto = path in prepared.auto
@@ -191,11 +194,13 @@ def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any
 
 
 def _raise_as_written(problems: list[Problem], prepared: PreparedSource) -> None:
+    """Raise `ConfigError` if there are problems, with their paths as the user wrote them."""
     if problems:
         raise ConfigError(*(_as_written(problem, prepared) for problem in problems))
 
 
 def _as_written(problem: Problem, prepared: PreparedSource) -> Problem:
+    """Return the problem with its path as the user wrote it, and the note about the value in ``got``."""
     note = prepared.notes.get(problem.path, "")
     got = f"{problem.got}, {note}" if note and problem.got else problem.got
     return replace(problem, path=prepared.as_written(problem.path), got=got)

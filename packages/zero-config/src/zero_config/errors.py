@@ -1,4 +1,4 @@
-"""The error of a configuration that cannot be used, and its words."""
+"""The error of an invalid configuration, and the problems that it lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: where it is, what was expected, what came, and what to do about it."""
+    """One problem of a configuration: its path, what was expected, what came, a similar valid value, and advice.
+
+    ``got`` and ``action`` are empty, ``nearest`` is None where there is nothing to say.
+    """
 
     path: str
     expected: str
@@ -24,7 +27,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used, with every problem that was found.
+    """A configuration is not valid; the message lists every problem that was found.
 
     `problems` holds all of them; `path`, `expected`, `got`, `nearest` and `action` are those of the first. A path names
     keys as the user wrote them: `zero_optimization.stage`, `optimizer.params.betas[1]`.
@@ -43,7 +46,7 @@ class ConfigError(ValueError):
 
 
 def show(value: Any) -> str:
-    """Return a short text of a value and, where it helps, its type."""
+    """Return a value as text of about 80 characters at most, for a message; strings are marked as such."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or a list of lists of lists

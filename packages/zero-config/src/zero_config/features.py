@@ -1,6 +1,6 @@
-"""Keys that are refused because their feature is not available yet, and keys that are accepted without effect.
+"""Keys that are refused because their feature is not available, and keys that are accepted without effect.
 
-Both are tables: a feature that lands removes its rows here, and nothing else changes.
+Both are tables: a feature becomes available when its rows are removed here.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ Predicate = Callable[[Any], bool]
 
 
 def is_on(value: Any) -> bool:
-    """The flag is true."""
+    """Return whether a flag is true."""
     return value is True
 
 
 def is_given(value: Any) -> bool:
-    """The key has any value but null, false or an empty object."""
+    """Return whether a value is anything but null, false or an empty object."""
     return value is not None and value is not False and value != {}
 
 
 def is_above(limit: float) -> Predicate:
-    """The number is above `limit`."""
+    """Return a predicate: a value is a number above `limit`."""
     return lambda value: isinstance(value, (int, float)) and value > limit
 
 
 def is_not(*inert: Any) -> Predicate:
-    """The value is none of `inert`."""
+    """Return a predicate: a value is none of `inert`."""
     return lambda value: value not in inert
 
 
 class Refusal(NamedTuple):
-    """A key that would change what happens: refused by name when `when(value)`, inert otherwise."""
+    """A key of a feature that is not available: refused where `when(value)` is true, without effect otherwise.
+
+    `instead`: what the error tells the user to do.
+    """
 
     path: str
     when: Predicate
@@ -158,7 +161,7 @@ _CODECS = {
 
 
 def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every (path, value) of a section, nested sections flattened."""
+    """Yield (path, value) of every key, sections inside flattened; `path`: of the section, with a dot at the end."""
     for name, value in section:
         if isinstance(value, Section):
             yield from leaves(value, f"{path}{name}.")
@@ -167,7 +170,7 @@ def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lookup(section: Section, path: str) -> Any:
-    """Return the value at a dotted path, None below a section that is absent."""
+    """Return the value at a dotted path; None where a section on the way is absent."""
     value: Any = section
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -175,7 +178,7 @@ def lookup(section: Section, path: str) -> Any:
 
 
 def refusals(config: Section) -> list[Problem]:
-    """Return one problem for every key that asks for what is not available."""
+    """Return one problem for every key whose value asks for a feature that is not available."""
     return [
         Problem(row.path, f"{row.feature}: not available in this version", show(value), action=row.instead)
         for row in REFUSED
@@ -184,7 +187,7 @@ def refusals(config: Section) -> list[Problem]:
 
 
 def no_effect(config: Section, path: str) -> str:
-    """Return why a value at `path` changes nothing, or an empty text when it does something."""
+    """Return the reason why the value at `path` has no effect, or not the one written; empty if it has its effect."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
     if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:
@@ -200,10 +203,10 @@ def no_effect(config: Section, path: str) -> str:
     if path == "comms_logger.prof_ops" and lookup(config, "comms_logger.prof_all"):
         return "accepted, no effect: comms_logger.prof_all is true"
     if path == "zero_optimization.sub_group_size":
-        return _group_size(config)
-    if path == "bf16.bf16_optimizer_states" and _moments_are_on_the_device(config):
+        return _group_size_note(config)
+    if path == "bf16.bf16_optimizer_states" and _has_bf16_moments_on_device(config):
         return "accepted, no effect: moments on the device have the dtype of the weights, bfloat16, in any case"
-    if path.startswith("aio.") and "nvme" not in _devices(config):
+    if path.startswith("aio.") and "nvme" not in _offload_devices(config):
         return "accepted, no effect: nothing is offloaded to NVMe"
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
@@ -217,19 +220,21 @@ def no_effect(config: Section, path: str) -> str:
     return ""
 
 
-def _group_size(config: Section) -> str:
-    """Return why a `sub_group_size` is not the one in force; empty when it is."""
+def _group_size_note(config: Section) -> str:
+    """Return a note where `sub_group_size` is not the size in force; empty where it is."""
     given, used = (lookup(config, f"zero_optimization.{name}") for name in ("sub_group_size", "group_size"))
     if lookup(config, "zero_optimization.offload_optimizer.device") == "none":
         return "accepted, no effect: zero_optimization.offload_optimizer.device is none"
     return "" if given == used else f"{used} is in force: fewer cost time, and more memory without saving any"
 
 
-def _moments_are_on_the_device(config: Section) -> bool:
+def _has_bf16_moments_on_device(config: Section) -> bool:
+    """Return whether moments have the weights' dtype in any case: no float32 master, and no offloaded optimizer."""
     device = lookup(config, "zero_optimization.offload_optimizer.device")
     return bool(lookup(config, "bf16.bf16_master_weights_and_grads")) and device == "none"
 
 
-def _devices(config: Section) -> set[Any]:
+def _offload_devices(config: Section) -> set[Any]:
+    """Return the values of `device` of all offload sections."""
     paths = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "offload.activations")
     return {lookup(config, f"{path}.device") for path in paths}

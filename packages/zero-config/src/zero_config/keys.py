@@ -124,9 +124,9 @@ class ConfigFile(Section):
 
 
 def known_keys(section: str, *, aliases: bool = True) -> list[str]:
-    """Return the keys that may be written in a section of the file, as in ``"fp16"``, or with ``""`` at its top.
+    """Return the keys that may be written in a section of the file, such as ``"fp16"``, or with ``""`` at its top.
 
-    ``aliases``: their other names too. Raises KeyError for what is no section.
+    ``aliases``: include their other names. Raises KeyError if there is no such section.
     """
     kind = ConfigFile.section_of(section, {}) if section else ConfigFile
     if kind is None:

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def precision_policy(config: ConfigFile) -> PrecisionPolicy:
-    """Return the dtype of everything, from fp16, bf16, data_types and communication_data_type.
+    """Return the dtypes that fp16, bf16, data_types and communication_data_type ask for.
 
     fp16 and bf16 keep float32 masters, states and accumulation unless `*_master_weights_and_grads` says otherwise;
-    without them everything is float32, or float64 with `data_types.param_dtype: "fp64"`. Where nothing says a dtype, a
-    float64 parameter of the model stays float64 (`PartitionOptions.keeps_float64`).
+    without them all is float32, or float64 with `data_types.param_dtype: "fp64"`. Where no key names a dtype, a float64
+    parameter of the model stays float64 (`PartitionOptions.keeps_float64`).
     """
     return build_policy(config)
 
 
 def build_policy(config: ConfigFile) -> PrecisionPolicy:
-    """Return the policy; raise `PrecisionError` when dtypes cannot go together."""
+    """Return the policy as `precision_policy`; raise `PrecisionError` for dtypes that do not fit together."""
     types = config.data_types
     overrides: dict[str, Any] = {}
     if types.grad_accum_dtype is not None:
@@ -46,17 +46,18 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
         overrides["wire_dtype"] = parse_dtype(config.communication_data_type)
     if config.fp16.enabled:
         return PrecisionPolicy.fp16(
-            **_masterless(torch.float16, config.fp16.fp16_master_weights_and_grads), **overrides
+            **_masterless_fields(torch.float16, config.fp16.fp16_master_weights_and_grads), **overrides
         )
     if config.bf16.enabled:
-        fields = _masterless(torch.bfloat16, config.bf16.bf16_master_weights_and_grads)
+        fields = _masterless_fields(torch.bfloat16, config.bf16.bf16_master_weights_and_grads)
         if config.bf16.bf16_optimizer_states:
             fields["state_dtype"] = torch.bfloat16
         return PrecisionPolicy.bf16(**{**fields, **overrides})
     return PrecisionPolicy.full(parse_dtype(types.param_dtype or "fp32"), **overrides)
 
 
-def _masterless(half: torch.dtype, enabled: bool) -> dict[str, Any]:
+def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
+    """Return the fields of a policy that has no float32 master and accumulates in ``half``; none if not enabled."""
     return {"master_dtype": None, "accumulate_dtype": half} if enabled else {}
 
 
@@ -89,6 +90,7 @@ def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
 
 
 def _module_class(index: int, name: str) -> type[nn.Module]:
+    """Return the module class with this full name; ``index``: its place in the list, for the `ConfigError`."""
     path = f"torch_autocast.lower_precision_safe_modules[{index}]"
     expected, action = "expected the full name of a module class", 'for example "torch.nn.Linear"'
     try:
