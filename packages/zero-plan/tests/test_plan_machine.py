@@ -9,7 +9,7 @@ import pytest
 from zero_plan import PlanError, Setup, estimate_step, load_machine, parse_machine, presets
 from zero_plan.cli import main
 from zero_plan.machine import KEYS
-from zero_plan.quantities import parse_count, parse_quantity, show
+from zero_plan.quantities import format_quantity, parse_count, parse_quantity
 from zero_plan.shapes import load_shape
 
 
@@ -62,7 +62,13 @@ def test_what_has_another_unit_is_refused_with_an_example(text: object, unit: st
 
 
 def test_quantities_are_shown_with_three_digits() -> None:
-    assert [show(value, "B") for value in (80e9, 999.6e9, 1234, 5, 0)] == ["80 GB", "1 TB", "1.23 kB", "5 B", "0 B"]
+    assert [format_quantity(value, "B") for value in (80e9, 999.6e9, 1234, 5, 0)] == [
+        "80 GB",
+        "1 TB",
+        "1.23 kB",
+        "5 B",
+        "0 B",
+    ]
     assert parse_count("2.78395904B") == 2_783_959_040
 
 

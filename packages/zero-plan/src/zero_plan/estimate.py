@@ -88,7 +88,7 @@ def estimate_step(
 
     ``micro_batch``: sequences per rank. ``dtype``: of the matrix products, a rate of the machine. ``checkpointing``:
     see `zero_plan.CHECKPOINTING`. ``offload_activations``: block inputs wait on the host, with full checkpointing.
-    Raises `PlanError` for what does not go together.
+    Raises `PlanError` for a combination that is not possible.
     """
     if offload_activations and checkpointing != "full":
         raise PlanError(f"offload_activations: expected checkpointing 'full', got {checkpointing!r}")

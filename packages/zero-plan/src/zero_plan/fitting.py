@@ -11,7 +11,7 @@ from .errors import PlanError
 from .estimate import CAPACITY, Fit
 from .machine import Machine, load_machine
 from .planned import Plan
-from .quantities import show
+from .quantities import format_quantity
 from .setup import TIERS, Tier
 
 if TYPE_CHECKING:
@@ -85,7 +85,11 @@ def _verdict_text(row: Fit) -> str:
     """Return a clause that says whether one tier fits, and with how many bytes."""
     where = "the device" if row.tier == "device" else f"{row.tier} of a node"
     if row.capacity is None:
-        return f"{where} needs {show(row.needed, 'B')}, and the machine does not give {CAPACITY[row.tier]}"
+        return f"{where} needs {format_quantity(row.needed, 'B')}, and the machine does not give {CAPACITY[row.tier]}"
     free = row.capacity - row.needed
-    verdict = f"fits, {show(free, 'B')} free" if free >= 0 else f"does not fit, {show(-free, 'B')} too many"
-    return f"{where} {verdict}: {show(row.needed, 'B')} of {show(row.capacity, 'B')}"
+    verdict = (
+        f"fits, {format_quantity(free, 'B')} free"
+        if free >= 0
+        else f"does not fit, {format_quantity(-free, 'B')} too many"
+    )
+    return f"{where} {verdict}: {format_quantity(row.needed, 'B')} of {format_quantity(row.capacity, 'B')}"

@@ -86,7 +86,7 @@ class StepTime(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Seconds that overlap can hide at most."""
+        """The most seconds that overlap can hide."""
         return self.most - self.least
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PlanError, nearest
-from .quantities import EXAMPLES, parse_quantity, show
+from .quantities import EXAMPLES, format_quantity, parse_quantity
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -67,7 +67,7 @@ class Machine:
         return None if found is None else found.number
 
     def need(self, key: str) -> float:
-        """Return the value of ``key``. Raises `PlanError`, which says how to give it, if the machine does not."""
+        """Return the value of ``key`` in the unit of `KEYS`. Raises `PlanError` if the machine does not give it."""
         found = self.get(key)
         if found is None:
             unit, what = KEYS[key]
@@ -184,8 +184,8 @@ def _parse_value(key: str, value: object, source: str, origin: str) -> Value:
 def measured_value(number: float, key: str, source: str) -> dict[str, object]:
     """Return a measured number as a value of a machine file: text with three digits, and its source."""
     unit = KEYS[key][0]
-    text = {"count": f"{number:.0f}", "bytes": show(number, "B"), "bytes/s": show(number, "B/s")}
-    return {"value": text.get(unit) or show(number, "FLOP/s"), "source": source}
+    text = {"count": f"{number:.0f}", "bytes": format_quantity(number, "B"), "bytes/s": format_quantity(number, "B/s")}
+    return {"value": text.get(unit) or format_quantity(number, "FLOP/s"), "source": source}
 
 
 def _toml_string(text: str) -> str:

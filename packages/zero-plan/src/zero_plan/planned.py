@@ -67,7 +67,7 @@ class SavedPlan:
 
     ``peaks``: the peaks of memory during the save, as in `RankPlan`. ``files``: the files that the rank puts into the
     checkpoint, without the manifest and plain data; ``linked``: the names of files that are on its tier already and are
-    linked, not written. ``message_nbytes``: host memory of the ranks' messages about their parts, beside ``peaks``.
+    linked, not written. ``message_nbytes``: host memory of the ranks' messages about their shards, not in ``peaks``.
     """
 
     peaks: tuple[Peak, ...]
@@ -92,7 +92,7 @@ class SavedPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SavedPlan:
-        """Return the plan that `as_dict` converted."""
+        """Return the plan that the result of `as_dict` describes."""
         files = tuple(FileRow(**row) for row in data["files"])
         return cls(_peaks_from_dicts(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
 
@@ -162,7 +162,7 @@ class RankPlan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> RankPlan:
-        """Return the plan that `as_dict` converted."""
+        """Return the plan that the result of `as_dict` describes."""
         return cls(
             data["rank"],
             tuple(HeldRow(**row) for row in data["held"]),
@@ -178,7 +178,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the ranks of a run need; ``ranks`` has the ranks that were asked for."""
+    """The needs of the planned ranks of a run; ``world_size``: of the run."""
 
     world_size: int
     ranks: tuple[RankPlan, ...]
@@ -189,7 +189,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Return the plan that `as_dict` converted."""
+        """Return the plan that the result of `as_dict` describes."""
         return cls(data["world_size"], tuple(RankPlan.from_dict(rank) for rank in data["ranks"]))
 
 

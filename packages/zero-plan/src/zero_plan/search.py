@@ -10,7 +10,7 @@ from typing import Any
 from .errors import PlanError, at_least_one
 from .estimate import CAPACITY, StepEstimate, estimate_step
 from .machine import Machine
-from .quantities import show
+from .quantities import format_quantity
 from .setup import STAGES, TIERS, Setup, StateBytes, Tier
 from .transformer import CHECKPOINTING, Transformer
 
@@ -56,7 +56,7 @@ class EstimatedChoice:
             if row.capacity is None:
                 return f"{CAPACITY[row.tier]} is not given"
             if row.needed > row.capacity:
-                return f"{row.tier}: {show(row.needed - row.capacity, 'B')} too many"
+                return f"{row.tier}: {format_quantity(row.needed - row.capacity, 'B')} too many"
         return ""
 
 

@@ -54,7 +54,7 @@ class Transformer:
 
     @property
     def key_heads(self) -> int:
-        """Key and value heads."""
+        """The number of key heads, and of value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -64,7 +64,7 @@ class Transformer:
 
     @property
     def width(self) -> int:
-        """Elements of one token inside the MLP."""
+        """Elements of one token inside the MLP: its hidden features."""
         return 4 * self.hidden if self.ffn is None else self.ffn
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import PlanError
 from ..estimate import StepEstimate, estimate_step
 from ..machine import load_machine
-from ..quantities import parse_count, show
+from ..quantities import format_quantity, parse_count
 from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
 from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
@@ -112,10 +112,12 @@ def _print_estimate(found: StepEstimate, machine: str) -> None:
     """Print the tables of an estimate; ``machine``: the name to show."""
     setup = found.setup
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
-    memory = [(row.kind, row.tier, show(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes]
+    memory = [
+        (row.kind, row.tier, format_quantity(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes
+    ]
     print_table("memory of one rank", ("what", "tier", "bytes"), memory)
     print_fits(found.fits)
-    traffic = [(row.name, show(row.volume, "B"), f"{row.calls:,}") for row in found.collectives]
+    traffic = [(row.name, format_quantity(row.volume, "B"), f"{row.calls:,}") for row in found.collectives]
     if traffic:
         print_table("collectives of a step", ("what", "volume", "calls"), traffic)
     print_bounds(found.bounds, found.time)

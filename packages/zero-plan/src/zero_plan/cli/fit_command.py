@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..machine import load_machine
-from ..quantities import show
+from ..quantities import format_quantity
 from ..search import EstimatedChoice, Search, configuration, search
 from ..shapes import load_shape
 from .machine_command import add_set_option, parse_overrides
-from .printing import print_table, show_seconds
+from .printing import format_seconds, print_table
 
 _FIT = """\
 Estimate every choice of stage, offload tiers, micro-batch, activation checkpointing and ZeRO++ for a transformer on a
@@ -75,7 +75,7 @@ def _print_search(found: Search, count: int) -> None:
     """Print the first ``count`` setups that fit, and why the neighbours of the first were rejected."""
     print(f"{len(found.fitting):,} of {found.tried:,} setups fit")
     rows = [
-        (str(c.choice), show_seconds(c.seconds), c.estimate.time.binding, ", ".join(_need_texts(c)))
+        (str(c.choice), format_seconds(c.seconds), c.estimate.time.binding, ", ".join(_format_needs(c)))
         for c in found.fitting[:count]
     ]
     if rows:
@@ -84,9 +84,12 @@ def _print_search(found: Search, count: int) -> None:
         print_table("one change to the first, and why not", ("change", "reason"), reasons)
 
 
-def _need_texts(candidate: EstimatedChoice) -> list[str]:
+def _format_needs(candidate: EstimatedChoice) -> list[str]:
     """Return "TIER NEEDED of CAPACITY" for each tier that the setup uses."""
-    return [f"{row.tier} {show(row.needed, 'B')} of {show(row.capacity or 0, 'B')}" for row in candidate.estimate.fits]
+    return [
+        f"{row.tier} {format_quantity(row.needed, 'B')} of {format_quantity(row.capacity or 0, 'B')}"
+        for row in candidate.estimate.fits
+    ]
 
 
 def _as_dict(found: Search, count: int) -> dict[str, object]:

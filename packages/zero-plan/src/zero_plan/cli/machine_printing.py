@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from ..estimate import Fit
 from ..limits import Bound, StepTime
-from ..quantities import show
-from .printing import print_table, show_seconds
+from ..quantities import format_quantity
+from .printing import format_seconds, print_table
 
 
 def print_fits(rows: Iterable[Fit]) -> None:
@@ -20,15 +20,15 @@ def print_bounds(rows: Iterable[Bound], time: StepTime) -> None:
     table = [
         (
             row.resource,
-            show(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B"),
-            f"{row.key} is not given" if row.seconds is None else show_seconds(row.seconds),
+            format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B"),
+            f"{row.key} is not given" if row.seconds is None else format_seconds(row.seconds),
         )
         for row in rows
     ]
     print_table("least time of each resource", ("resource", "amount", "time"), table)
     print(
-        f"A step takes at least {show_seconds(time.least)}, bound by {time.binding}. Overlap can hide at most "
-        f"{show_seconds(time.hidden)} of {show_seconds(time.most)}."
+        f"A step takes at least {format_seconds(time.least)}, bound by {time.binding}. Overlap can hide at most "
+        f"{format_seconds(time.hidden)} of {format_seconds(time.most)}."
     )
 
 
@@ -36,7 +36,11 @@ def _verdict(row: Fit) -> tuple[str, str, str, str]:
     """Return the cells of one tier: its name, needed bytes, available bytes, verdict."""
     where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
     if row.capacity is None:
-        return where, show(row.needed, "B"), "?", "its capacity is not given"
+        return where, format_quantity(row.needed, "B"), "?", "its capacity is not given"
     free = row.capacity - row.needed
-    verdict = f"fits, {show(free, 'B')} free" if free >= 0 else f"does NOT fit, {show(-free, 'B')} too many"
-    return where, show(row.needed, "B"), show(row.capacity, "B"), verdict
+    verdict = (
+        f"fits, {format_quantity(free, 'B')} free"
+        if free >= 0
+        else f"does NOT fit, {format_quantity(-free, 'B')} too many"
+    )
+    return where, format_quantity(row.needed, "B"), format_quantity(row.capacity, "B"), verdict

@@ -13,7 +13,7 @@ from ..fitting import judge_fit
 from ..limits import step_time
 from ..machine import Machine, load_machine
 from ..planned import Peak, Plan, RankPlan, SavedPlan
-from ..quantities import show
+from ..quantities import format_quantity
 from .machine_printing import print_bounds, print_fits
 from .printing import print_table
 
@@ -81,15 +81,15 @@ def _print_rank(rank: RankPlan, title: str) -> None:
     print_table(
         title + "between two steps",
         ("what", "tier", "bytes"),
-        [(kind, tier, show(nbytes, "B")) for (kind, tier), nbytes in held.most_common()],
+        [(kind, tier, format_quantity(nbytes, "B")) for (kind, tier), nbytes in held.most_common()],
     )
     _print_peaks(rank.peaks, title)
     if rank.files:
-        rows = [(row.name, show(row.nbytes, "B")) for row in rank.files]
+        rows = [(row.name, format_quantity(row.nbytes, "B")) for row in rank.files]
         print_table(title + "files", ("file", "bytes"), rows)
     print_table(title + "sent in a step", ("phase", "calls", "bytes", "of which leave the node"), _sent_rows(rank))
-    links = [(link, show(nbytes, "B")) for link, nbytes in rank.bytes_by_link().items()]
-    flops = [(f"operations in {dtype}", show(count, "FLOP")) for dtype, count in sorted(rank.flops.items())]
+    links = [(link, format_quantity(nbytes, "B")) for link, nbytes in rank.bytes_by_link().items()]
+    flops = [(f"operations in {dtype}", format_quantity(count, "FLOP")) for dtype, count in sorted(rank.flops.items())]
     print_table(title + "moved and computed in a step", ("link", "amount"), [*links, *flops])
     if rank.saved is not None:
         _print_save(rank.saved, title)
@@ -99,9 +99,9 @@ def _print_peaks(peaks: Iterable[Peak], title: str) -> None:
     """Print a table of the largest owners for each peak."""
     for peak in peaks:
         print_table(
-            title + f"{show(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",
+            title + f"{format_quantity(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",
             ("what", "of", "bytes"),
-            [(row.kind, row.name, show(row.nbytes, "B")) for row in peak.owners],
+            [(row.kind, row.name, format_quantity(row.nbytes, "B")) for row in peak.owners],
         )
 
 
@@ -109,10 +109,11 @@ def _print_save(saved: SavedPlan, title: str) -> None:
     """Print the peaks and files of a checkpoint's save; ``title``: text before the title of each table."""
     _print_peaks(saved.peaks, title)
     rows = [
-        (row.name, show(row.nbytes, "B"), "linked" if row.name in saved.linked else "written") for row in saved.files
+        (row.name, format_quantity(row.nbytes, "B"), "linked" if row.name in saved.linked else "written")
+        for row in saved.files
     ]
-    rows.append(("messages, in host memory", show(saved.message_nbytes, "B"), "sent"))
-    print_table(title + f"a save, which writes {show(saved.written, 'B')}", ("file", "bytes", "how"), rows)
+    rows.append(("messages, in host memory", format_quantity(saved.message_nbytes, "B"), "sent"))
+    print_table(title + f"a save, which writes {format_quantity(saved.written, 'B')}", ("file", "bytes", "how"), rows)
 
 
 def _sent_rows(rank: RankPlan) -> list[tuple[str, str, str, str]]:
@@ -122,4 +123,7 @@ def _sent_rows(rank: RankPlan) -> list[tuple[str, str, str, str]]:
         phase = sums.setdefault(row.phase, [0, 0, 0])
         for index, number in enumerate((row.calls, row.sent_bytes, row.across_bytes)):
             phase[index] += number
-    return [(name, f"{calls:,}", show(sent, "B"), show(across, "B")) for name, (calls, sent, across) in sums.items()]
+    return [
+        (name, f"{calls:,}", format_quantity(sent, "B"), format_quantity(across, "B"))
+        for name, (calls, sent, across) in sums.items()
+    ]

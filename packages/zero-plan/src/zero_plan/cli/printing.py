@@ -25,7 +25,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     console.print(table)
 
 
-def show_seconds(value: float) -> str:
+def format_seconds(value: float) -> str:
     """Return a number of seconds as text with three digits in s, ms or µs: "12.3 ms"."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         if value * factor >= 1 or unit == "µs":

@@ -86,7 +86,7 @@ def _run_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
         if arguments.world_sizes:
             _print_model_states(total, arguments.world_sizes, as_json=arguments.json)
         else:
-            _print_estimates(_estimates(total, largest, arguments), as_json=arguments.json)
+            _print_estimates(_table_estimates(total, largest, arguments), as_json=arguments.json)
     except PlanError as error:
         parser.error(str(error))
     return 0
@@ -102,7 +102,7 @@ def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
     return counted
 
 
-def _estimates(total: int, largest: int | None, arguments: argparse.Namespace) -> list[Estimate]:
+def _table_estimates(total: int, largest: int | None, arguments: argparse.Namespace) -> list[Estimate]:
     """Return the estimates of the stages asked for; by default all, without stage 3 if ``largest`` is None."""
     stages = sorted(set(arguments.stage or (stage for stage in _STAGES if stage < 3 or largest is not None)))
     setup: dict[str, Any] = {
@@ -136,15 +136,15 @@ def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool
         print(json.dumps({"total_params": total, "model_states_per_rank": rows}))
         return
     cells = [
-        (str(stage), *(_show_gigabytes(sizes[stage, ranks]) for ranks in world_sizes))
+        (str(stage), *(_format_gigabytes(sizes[stage, ranks]) for ranks in world_sizes))
         for stage in sorted({stage for stage, _ in sizes})
     ]
     columns = ("stage", *(f"{ranks} rank{'s' if ranks > 1 else ''}" for ranks in world_sizes))
     print_table(f"GB (1e9 bytes) of model states per rank, {total:,} parameters, Adam, 16-bit weights", columns, cells)
 
 
-def _show_gigabytes(nbytes: int) -> str:
-    """Return a number of 1e9 bytes as text with three digits, without unit."""
+def _format_gigabytes(nbytes: int) -> str:
+    """Return ``nbytes`` in units of 1e9 bytes as text with three digits, without the unit."""
     return f"{nbytes / 1e9:.3g}" if nbytes < 100e9 else f"{nbytes / 1e9:,.0f}"
 
 

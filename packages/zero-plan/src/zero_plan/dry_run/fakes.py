@@ -46,7 +46,7 @@ class ValueSource(Protocol):
     def value_for(self, func: Any, args: Any, place: str) -> bool | float | None:
         """Return the value that the operation ``func`` reads from ``args``; None makes the read an error.
 
-        ``place``: file and line of the code that reads. Called for every operation whose result depends on values.
+        ``place``: file and line of the code that reads. Called for each such read.
         """
 
     def runs_for_real(self, func: Any) -> bool:
@@ -152,7 +152,7 @@ def file_and_line(frame: FrameType | None) -> str:
 
 
 def _is_in_torch(frame: FrameType) -> bool:
-    """Return whether a frame runs code of torch, of the dry run, or generated code, which is in no file."""
+    """Return whether a frame runs code of torch or of the dry run, or code without a file."""
     return frame.f_code.co_filename.startswith((_TORCH, _DRY_RUN, "<"))
 
 

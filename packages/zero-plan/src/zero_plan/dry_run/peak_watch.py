@@ -58,8 +58,8 @@ class PeakWatch:
         return bool(self._running)
 
     def begin_engine(self) -> None:
-        """Remember the live storages, before an engine is made: those that are not the model's are the script's own
-        data, which `follow` counts as host memory.
+        """Remember the storages that are live before an engine is made. `follow` counts them as the script's own data,
+        in host memory, unless they are the model's.
         """
         self._before_engine = list(self.memory.held.values())
 

@@ -144,7 +144,9 @@ def without_values(value: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence torch's warning about addresses of fake tensors, which kernels ask for; rehearsed kernels use none."""
+    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for; rehearsed
+    kernels use none.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield

@@ -16,7 +16,7 @@ _TAG = "planned"
 def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> SavedPlan:
     """Save a checkpoint of ``engine`` below ``folder``, into files without content, and return the save's needs.
 
-    ``folder``: on the file system of the tiers' files, which stand in for those on NVMe and may be linked.
+    ``folder``: on the same file system as the tiers' files, so that the save can link them.
     """
     root = folder / "checkpoint"
     watch.reset_peaks("save")

@@ -79,7 +79,7 @@ def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
 
 
 def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
-    """Return the verdict on waits for tiers, with the transfers and the speed of the slowest link."""
+    """Return the verdict on waits for tiers, with the link most waited for, its transfers and its speed."""
     one = _main_rank(share, causes)
     chosen = one or share
     by_link: dict[str, float] = {}

@@ -109,5 +109,5 @@ def _band(by_rank: Array) -> tuple[Array, Array, Array]:
 
 
 def _first_rank(run: Run) -> int:
-    """Return the lowest rank of the last attempt, whose values stand for all ranks where they have the same."""
+    """Return the first rank of the last attempt; its values are shown where all ranks have the same."""
     return run.last.first.rank

@@ -42,7 +42,7 @@ FAILURE_FILE = "failure.json"
 SPANS_PER_STEP = 2000
 RECENT_STEPS = 16
 MAX_BYTES = 256 << 20
-"""Bytes of a whole record, all ranks together, unless the writer is told otherwise."""
+"""Default bound on the bytes of a record, all ranks together."""
 
 
 class SpanKind(IntEnum):
