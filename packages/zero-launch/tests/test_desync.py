@@ -92,9 +92,9 @@ def test_ranks_are_stalled_only_when_all_wait_and_nothing_moves(tmp_path, monkey
     watcher = Watcher(paths)
     write_flight_record(paths[0], "ab", waiting=2)
     write_flight_record(paths[1], "ab")
-    assert watcher.look()
+    assert watcher.read_if_due()
     clock[0] += 10
-    assert watcher.look() and not watcher.stalled  # rank 1 computes
+    assert watcher.read_if_due() and not watcher.stalled  # rank 1 computes
     write_flight_record(paths[1], "abc", waiting=3)
     watcher.read()
     assert not watcher.stalled  # it moved just now

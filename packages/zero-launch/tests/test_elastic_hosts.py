@@ -128,13 +128,13 @@ def test_a_launcher_that_was_held_up_reads_what_hosts_said_before_it_judges_them
     channel.heard_at -= 30.0
     cluster._roster.peers["a"].channel = channel
     cluster._roster._looked_at = time.monotonic() - 5.0
-    cluster._find_the_silent()
+    cluster._lose_silent_hosts()
     assert cluster._roster.peers["a"].there
     for _ in range(3):
         time.sleep(0.2)
-        cluster._find_the_silent()
+        cluster._lose_silent_hosts()
     channel.heard_at -= 30.0
-    cluster._find_the_silent()
+    cluster._lose_silent_hosts()
     assert not cluster._roster.peers["a"].there
     channel.close()
 

@@ -94,11 +94,13 @@ class Agent(LocalElasticAgent):
         """The processes that ranks left behind and that did not end when they were asked to."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Give the ranks of the next attempt their numbers; how many there are may have changed (``ranks_now``)."""
         if self._ranks_now is not None:
             worker_group.spec.local_world_size = self._ranks_now()
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks of an attempt, and the threads and objects that follow it; return local rank -> pid."""
         self._streamer = Streamer()
         self._started_at = time.time()
         self._stopping = False
@@ -180,14 +182,18 @@ class Agent(LocalElasticAgent):
             return
         trains = all(self._watcher.step_of(record.rank) for record in self._records)
         if trains or time.time() - self._started_at > _STANDBY_SECONDS:
-            standbys.look(len(self._records))
+            standbys.adjust_to(len(self._records))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Return the state of the attempt; end it first if a rank failed, is stuck, or cannot finish.
+
+        torch's agent calls it again and again, and restarts the ranks or ends the job as the state says.
+        """
         self._pass_request_on()
         if self._streamer.broken is not None:
             raise self._streamer.broken
         for record in self._records:
-            record.look()
+            record.refresh()
         for record in self._records:
             if record.status:
                 record.left_for = self._files.orders.answer(record.rank)
@@ -199,7 +205,7 @@ class Agent(LocalElasticAgent):
             self._fail()
         elif any(record.status is None for record in self._records):
             ended = [record.rank for record in self._records if record.status == 0]
-            if self._watcher.look():
+            if self._watcher.read_if_due():
                 self._notice(ended)
                 self._prepare_restart()
                 stalled = self._watcher.stalled
@@ -241,12 +247,13 @@ class Agent(LocalElasticAgent):
 
     def _notice(self, ended: Sequence[int]) -> None:
         """Print remarks about ranks that hold the job up: stopped, late or ended. ``ended``: those with status 0."""
-        self._here.look(ended)
+        self._here.find_arrivals(ended)
         self._say_all(self._here.stopped())
         self._presence.update(self._here.arrived, ended)
         self._say_all(self._presence.remarks())
 
     def _say_all(self, texts: Sequence[str]) -> None:
+        """Print ``texts`` unless the job is quiet."""
         for text in () if self._quiet else texts:
             print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
@@ -269,7 +276,7 @@ class Agent(LocalElasticAgent):
         self._end(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return
-        hopeless = self._repeats.look(self.failures(), self._remaining_restarts)
+        hopeless = self._repeats.count_attempt(self.failures(), self._remaining_restarts)
         if hopeless is None:
             self._tell_restart()
             return
@@ -277,6 +284,7 @@ class Agent(LocalElasticAgent):
         self._remaining_restarts = 0
 
     def _tell_restart(self) -> None:
+        """Print the failure that leads to a restart, and the number of the restart."""
         number, total = self._attempt() + 1, self._worker_group.spec.max_restarts
         print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
 
@@ -285,8 +293,9 @@ class Agent(LocalElasticAgent):
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End the ranks and everything that they started, and stop following their output."""
         for record in self._records:
-            record.look()
+            record.refresh()
         if self._records and all(record.status == 0 for record in self._records):
             pids = [record.pid for record in self._records]
             wait_for_helpers(self._job_id, pids, grace_seconds=self._grace_seconds, spared=self._spared)
@@ -313,7 +322,7 @@ class Agent(LocalElasticAgent):
         ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds, spared=self._spared)
         self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
-            record.look()
+            record.refresh()
 
     def _note_ends(self) -> None:
         """Record every rank's status at the first failure, before we end the others; later calls do nothing."""
@@ -347,7 +356,7 @@ class Agent(LocalElasticAgent):
         fates = []
         for record in self._records:
             if record.rank not in failed:
-                record.look()
+                record.refresh()
                 fates.append(fate_of(record))
         return fates
 

@@ -31,7 +31,8 @@ _POLL_SECONDS = 0.2
 class Cluster(abc.ABC):
     """The launcher's side of a job on several hosts; `run` runs it once.
 
-    Subclasses decide which hosts take part in each attempt: fixed_cluster.py and elastic_cluster.py.
+    Subclasses decide which hosts take part in each attempt: fixed_cluster.py and elastic_cluster.py. `_on_KIND` handles
+    a host's message KIND (see messages.py).
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -89,6 +90,7 @@ class Cluster(abc.ABC):
         self._conclude()
 
     def _check(self) -> None:
+        """Raise ValueError or FileNotFoundError if the job cannot run as it was specified."""
         self._spec.transport.check()
         if self._spec.job.direct_rank is not None:
             raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it away")
@@ -131,6 +133,7 @@ class Cluster(abc.ABC):
         """Return the fewest hosts with which the job begins."""
 
     def _send_job(self, peer: Peer) -> None:
+        """Send the host the job, with the number of its own ranks and its devices."""
         job = self._spec.job
         env = dict(job.env)
         if self._spec.bind_devices:
@@ -167,7 +170,7 @@ class Cluster(abc.ABC):
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
         while self._roster.there and time.monotonic() < end:
             self._next_message()
-            self._find_the_silent()
+            self._lose_silent_hosts()
 
     def _conclude(self) -> None:
         """Return if the job has succeeded; else raise LaunchError, LeftEarly or the signal that interrupted it."""
@@ -268,7 +271,7 @@ class Cluster(abc.ABC):
         if self._divergence is not None:
             self._stop(self._divergence)
             return True
-        why = self._repeats.look(failures, self._spec.job.max_restarts - number + 1)
+        why = self._repeats.count_attempt(failures, self._spec.job.max_restarts - number + 1)
         if why is not None:
             self._troubles.append(why)
             self._stop(why)
@@ -283,13 +286,13 @@ class Cluster(abc.ABC):
         stream.flush()
 
     def _on_failed(self, peer: Peer, message: Message) -> None:
+        """Start all ranks again, as some of the host's failed; if that is over, have the other hosts stop."""
         if message["attempt"] != self._attempt:
             return
         if message["divergence"] is not None and self._divergence is None:
             self._divergence = message["divergence"]
             self._say(message["divergence"])
         if self._divergence is not None or not self._restart():
-            # It ends by itself and says what happened; the others are told to.
             for other in self._roster.there:
                 if other is not peer:
                     other.send("stop")
@@ -299,6 +302,7 @@ class Cluster(abc.ABC):
         """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
+        """Stop the job if all hosts are stalled and their records tell why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         records = {rank: record for other in self._roster.there for rank, record in other.records.items()}
@@ -342,6 +346,7 @@ class Cluster(abc.ABC):
         self._stop(f"{title(peer)} cannot run the job")
 
     def _on_eof(self, peer: Peer, message: Message) -> None:
+        """Give up the host, whose connection has ended."""
         status = peer.exit_status()
         if peer.state == "called":
             why = message["why"] if status is None else self._spec.transport.explain(status)
@@ -353,7 +358,8 @@ class Cluster(abc.ABC):
 
     # -- losing hosts
 
-    def _find_the_silent(self) -> None:
+    def _lose_silent_hosts(self) -> None:
+        """Give up the hosts that were silent for too long."""
         for peer, seconds in self._roster.silent():
             self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
 
@@ -379,6 +385,7 @@ class Cluster(abc.ABC):
             self._stopping = why
 
     def _failures(self) -> list[RankFailure]:
+        """Return the ranks that failed by themselves, in the order of their failures."""
         return failures_in_order(list(self._roster.peers.values()), self._lost, self._began_at)
 
     def _say(self, text: str) -> None:

@@ -190,7 +190,7 @@ class ClusterAgent(Agent):
 
     def _notice(self, ended: Sequence[int]) -> None:
         """Send the launcher which ranks have come, ended or are stopped; it prints the remarks for all hosts."""
-        self._here.look(ended)
+        self._here.find_arrivals(ended)
         for text in self._here.stopped():
             self.channel.send("notice", text=text)
         known = sorted(self._here.arrived), sorted(ended)

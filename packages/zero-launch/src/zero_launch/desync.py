@@ -196,7 +196,7 @@ class Watcher:
         self.records: dict[int, FlightRecord] = {}
         """The records read last, by rank."""
 
-    def look(self) -> bool:
+    def read_if_due(self) -> bool:
         """Read the flight recorders if the last time is at least half a second ago; return whether that was done."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:

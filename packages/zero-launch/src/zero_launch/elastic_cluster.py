@@ -175,7 +175,7 @@ class ElasticCluster(Cluster):
             self._call_later(peer)
         while self._stopping is None and not self._over:
             self._next_message()
-            self._find_the_silent()
+            self._lose_silent_hosts()
             self._call_again()
             self._answer()
             for text in self._presence.remarks():

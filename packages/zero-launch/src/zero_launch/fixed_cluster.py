@@ -36,7 +36,7 @@ class FixedCluster(Cluster):
         """Handle messages and lost hosts until the job is to stop or no host takes part any more."""
         while self._stopping is None and self._roster.there:
             self._next_message()
-            self._find_the_silent()
+            self._lose_silent_hosts()
             for text in self._presence.remarks():
                 self._remark(text)
 

@@ -45,6 +45,7 @@ def _time(value: Any) -> bool:
 
 
 def _integer(value: Any) -> bool:
+    """Return whether ``value`` is an int, but no bool, below 2**62 in size."""
     return type(value) is int and _number(value)
 
 

@@ -93,7 +93,7 @@ class HostPresence:
         self._told_stopped: set[int] = set()
         self.arrived: set[int] = set()
 
-    def look(self, ended: Collection[int]) -> bool:
+    def find_arrivals(self, ended: Collection[int]) -> bool:
         """Add to ``arrived`` the ranks that have connected since, and return whether there are any.
 
         Looks once a second at first, later less often; costs nothing once all have connected. ``ended``: ranks to skip.

@@ -105,7 +105,12 @@ class RankFiles(LogsSpecs):
 
 @dataclass
 class RankStatus:
-    """The last known state of one rank: its exit status while it is a zombie, when it was last seen alive (epoch)."""
+    """The last known state of one rank's process, which is not reaped here.
+
+    ``seen_alive``: when it was last known to run (epoch). ``status``: its exit status, negative for a signal; None while
+    it runs. ``status_before_stop``: its status when the launcher began to end the attempt. ``status_of``: returns the
+    exit status of a pid, None while it runs.
+    """
 
     rank: int
     pid: int
@@ -114,14 +119,14 @@ class RankStatus:
     status: int | None = None
     status_before_stop: int | None = None
     end: ScriptEnd | None = None
-    """How its script ended, where it did before the launcher ended the attempt: the process may take longer."""
+    """How its script ended before the launcher ended the attempt, if it did: the process may take longer."""
     status_of: Callable[[int], int | None] = exit_status
     left_for: str | None = None
-    """The order that it has left for; kept here, as the folder of orders goes before the job is accounted for."""
+    """The order (see orders.py) on which it left; None if it did not."""
 
     @property
     def failed_with(self) -> int | None:
-        """The status with which it failed by itself: the process's, or that for which its script has asked."""
+        """The status other than 0 with which the process ended by itself, or else the one that its script asked for."""
         return self.status_before_stop or (None if self.end is None else self.end.status)
 
     @property
@@ -133,10 +138,10 @@ class RankStatus:
 
     @property
     def over_at(self) -> float:
-        """When its script was over (epoch): as it has written itself, or else when it was last seen alive."""
+        """When its script ended (epoch), as the rank recorded it; else when the process was last known to run."""
         return self.seen_alive if self.end is None else self.end.at
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Update `status` and `seen_alive`."""
         if self.status is None:
             now = time.time()

@@ -20,7 +20,7 @@ class Repeats:
         self._last: tuple[object, ...] | None = None
         self._count = 0
 
-    def look(self, failures: Sequence[RankFailure], left: int) -> str | None:
+    def count_attempt(self, failures: Sequence[RankFailure], left: int) -> str | None:
         """Count a failed attempt by its ``failures``, first cause first; return why another would be in vain, or None.
 
         ``left`` is the number of restarts that remain.

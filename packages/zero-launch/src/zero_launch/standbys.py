@@ -201,7 +201,7 @@ class Standbys:
         self._ranks: dict[int, ForkedRank] = {}
         self._given_up = False
         self.imports: dict[int, str] = {}
-        """The recorded imports (JSON) of the ranks, by local rank, as of the last `look`."""
+        """The recorded imports (JSON) of the ranks, by local rank, as of the last `adjust_to`."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a rank where to record its imports."""
@@ -220,7 +220,7 @@ class Standbys:
         """Return the rank of the running attempt with that pid; None if no standby has forked it."""
         return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
-    def look(self, ranks: int) -> None:
+    def adjust_to(self, ranks: int) -> None:
         """Dismiss standbys that are no longer needed for local ranks 0 to ``ranks`` - 1, and start one that is missing,
         if all others are ready. Give up standbys for good if one cannot fork."""
         if self._given_up:
@@ -249,7 +249,7 @@ class Standbys:
             self._record(number).write_text(text, encoding="utf-8")
         end = time.monotonic() + seconds
         while not self._given_up and time.monotonic() < end:
-            self.look(1 + max(imports))
+            self.adjust_to(1 + max(imports))
             if {standby.kind for standby in self._standbys if standby.ready} >= {self._kind(n) for n in imports}:
                 return
             time.sleep(_PAUSE_SECONDS)
