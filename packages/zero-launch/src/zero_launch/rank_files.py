@@ -107,9 +107,9 @@ class RankFiles(LogsSpecs):
 class RankStatus:
     """The last known state of one rank's process, which is not reaped here.
 
-    ``seen_alive``: when it was last known to run (epoch). ``status``: its exit status, negative for a signal; None while
-    it runs. ``status_before_stop``: its status when the launcher began to end the attempt. ``status_of``: returns the
-    exit status of a pid, None while it runs.
+    ``seen_alive``: when it was last known to run (epoch). ``status``: its exit status, negative for a signal; None
+    while it runs. ``status_before_stop``: that status when the launcher began to end the attempt. ``status_of``:
+    returns the exit status of a pid, None while it runs.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class RankStatus:
 
     @property
     def failed_with(self) -> int | None:
-        """The status other than 0 with which the process ended by itself, or else the one that its script asked for."""
+        """The status with which the process, or else its script, failed by itself; 0 or None if neither did."""
         return self.status_before_stop or (None if self.end is None else self.end.status)
 
     @property

@@ -8,10 +8,9 @@ class whose ``__torch_function__`` refuses, by name, uses without an effect. In 
 in the user's step hooks they have their gradients, and writes take effect.
 
 [Note: a part in the place of the whole] If other ranks may hold the rest of a parameter, a mean, an index or a branch
-on ``(p > 1).any()`` would be another number on each rank. Only elementwise operations give the same on a part as on the
-full parameter. So only these are allowed, their results are guarded in the same way, and anything else is refused. A
-fragment reports its parameter's full shape. Optimizer states are guarded in the same way once code reads them
-(`OptimizerTensors._guard_states`).
+on ``(p > 1).any()`` would be another number on each rank. So only elementwise operations are allowed, which give the
+same on a part as on the full parameter; their results are guarded too, and a fragment reports its parameter's full
+shape. Optimizer states are guarded once code reads them (`OptimizerTensors._guard_states`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .guarded_tensors import (
 )
 from .host_facts import exchange_classes
 from .step_hook_watch import StepHookWatch
-from .torch_calls import FACTS, SHAPES, VIEWS, attribute_of, name_of
+from .torch_calls import attribute_of, name_of, needs_values
 
 RELEASED = "_zero_released_fragment"  # attribute of a fragment of a destroyed engine: its parameter's name
 _OF_THE_GRAPH = frozenset(["register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"])
@@ -225,10 +224,9 @@ class OptimizerTensors:
             tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE).name
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raise `PartitionError` if torch function ``func`` would not do to a guarded tensor what it would do to the
-        full parameter.
+        """Raise `PartitionError` if ``func`` would not do to a guarded tensor what it would do to the full parameter.
 
-        Called before ``func`` runs; ``reference``: of one of its guarded arguments.
+        Called before torch function ``func`` runs; ``reference``: of one of its guarded arguments.
         """
         name, attribute, call = reference.name, attribute_of(func), name_of(func)
         if attribute == "grad" and call == "__get__":
@@ -255,7 +253,7 @@ class OptimizerTensors:
         elif self._writes(call, attribute, args, keywords):
             if not self._in_hooks:
                 self._refuse_write(name, attribute or call)
-        elif reference.is_updated and not self._readable and _needs_values(call, attribute):
+        elif reference.is_updated and not self._readable and needs_values(call, attribute):
             raise PartitionError(
                 f"{call}() of a tensor of optimizer.param_groups that belongs to parameter '{name}': its values are "
                 "not there, but on the tier or with the rank that updates them. Read engine.full_param(p)."
@@ -395,10 +393,3 @@ def _reader() -> str:
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back
     return str(frame.f_globals.get("__name__"))
-
-
-def _needs_values(call: str, attribute: str) -> bool:
-    """Return whether a torch function, or the attribute that it gets, needs a tensor's values, not only its facts."""
-    if call == "__get__":
-        return attribute in VIEWS
-    return call != "detach" and call not in FACTS and call not in SHAPES

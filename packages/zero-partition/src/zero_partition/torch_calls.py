@@ -57,3 +57,13 @@ def is_elementwise(name: str) -> bool:
         operator = name.strip("_")
         return operator in _OPERATORS or (operator[:1] in ("r", "i") and operator[1:] in _OPERATORS)
     return name.removeprefix("_foreach_").removesuffix("_") in _ELEMENTWISE
+
+
+def needs_values(call: str, attribute: str) -> bool:
+    """Return whether the function called ``call`` needs a tensor's values, not only facts such as its shape.
+
+    ``attribute``: what `attribute_of` returns for the function.
+    """
+    if call == "__get__":
+        return attribute in VIEWS
+    return call != "detach" and call not in FACTS and call not in SHAPES
