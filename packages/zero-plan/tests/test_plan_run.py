@@ -132,8 +132,9 @@ _WHOLE = {"before": "", "after": "", "steps": 9, "batch": "(**dry_models.tokens(
     ],
 )
 def test_what_the_engine_or_a_plan_refuses_names_the_line(
-    tmp_path: Path, parts: dict[str, Any], changed: dict[str, Any], message: str
+    tmp_path: Path, parts: dict[str, Any], changed: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dry_models, "decoder", dry_models.decoder)  # restored after a script that replaces it
     config = {**dry_models.Case().config(), **changed}
     text = TRAINS.format(**{**_WHOLE, "config": config, **parts})
     (tmp_path / "s.py").write_text(text)
