@@ -1,9 +1,9 @@
 """The names of DeepSpeed, answered by this project, for scripts and frameworks that import `deepspeed`.
 
-Nothing is visible until it is asked for: `zero-launch --as-deepspeed script.py`, or
-`PYTHONPATH=$(python -m zero_deepspeed)` before any launcher, or `activate()` first in a script or a notebook.
-The folder `path_entry` holds an importable package `deepspeed` with its metadata. `names.py` is the table of its names:
-where each is answered, or why not. Read that first, then `engine.py`.
+`import deepspeed` finds this project only on request: by `zero-launch --as-deepspeed script.py`, by
+`PYTHONPATH=$(python -m zero_deepspeed)` before any launcher, or by `activate()` first in a script or a notebook. The
+folder `path_entry` holds an importable package `deepspeed` with its metadata. `names.py` is the table of its names:
+where each is answered, or what to use instead. Read that first, then `engine.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["VERSION", "activate", "commands", "path", "search_paths"]
 
 
 def path() -> Path:
-    """The folder to put on the module search path (`sys.path`, or the variable PYTHONPATH)."""
+    """Return the folder to put on the module search path (`sys.path`, or the variable PYTHONPATH)."""
     return Path(__file__).resolve().parent / "path_entry"
 
 
 def commands() -> Path:
-    """The folder with the commands `deepspeed` and `ds_report`, to put on the variable PATH."""
+    """Return the folder with the commands `deepspeed` and `ds_report`, to put on the variable PATH."""
     return path() / "bin"
 
 
@@ -38,11 +38,10 @@ def search_paths() -> dict[str, Path]:
 
 
 def activate() -> None:
-    """Have `import deepspeed` mean this project from now on in this process, and in processes that multiprocessing
-    starts from it.
+    """Make `import deepspeed` find this project, in this process and in those that multiprocessing starts from it.
 
-    Call it before anything imports deepspeed or a framework. Raises `UsageError` when it is too late: another
-    `deepspeed` is imported already, or a framework that has looked for one when it was imported.
+    Call it before anything imports deepspeed or a framework. Raises `UsageError` when it is too late: after the import
+    of another `deepspeed`, or of a framework that looks for deepspeed when it is imported.
     """
     entry = str(path())
     loaded = sys.modules.get("deepspeed")

@@ -26,7 +26,10 @@ _TENSOR_DTYPES = {
 
 
 def compute_device() -> torch.device:
-    """The device of this rank: of the kind that DS_ACCELERATOR names (cpu, cuda, …), else what torch finds."""
+    """Return this rank's device: of the kind that DS_ACCELERATOR names (cpu, cuda, …), else torch's default.
+
+    Raises `UsageError` when torch's device is of another kind.
+    """
     wanted = os.environ.get("DS_ACCELERATOR")
     if wanted is None:
         return default_device()
@@ -39,12 +42,12 @@ def compute_device() -> torch.device:
 
 
 def get_accelerator() -> Accelerator:
-    """The device that this process computes on."""
+    """Return the accelerator that this process computes on."""
     return Accelerator(compute_device())
 
 
 class Accelerator:
-    """One kind of device. Memory is in bytes; what a CPU has not (streams, caches) does nothing there."""
+    """One kind of device, by DeepSpeed's names. Memory is in bytes. Calls about caches or peaks do nothing on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._name = device.type
@@ -54,36 +57,36 @@ class Accelerator:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        """`cpu`, `cuda` or `cuda:1`."""
+        """Return `cpu`, `cuda` or, with an index, `cuda:1`."""
         return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
 
     def current_device(self) -> int | str:
-        """The number of the current device; `cpu` on the CPU."""
+        """Return the index of the current device; `cpu` on the CPU."""
         return "cpu" if self._on_cpu else int(torch.accelerator.current_device_index())
 
     def current_device_name(self) -> str:
-        """The name of the current device."""
+        """Return the name of the current device, such as `cuda:1`."""
         return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which the device of that number is current."""
+        """Return a context manager in which the device with this index is current."""
         return self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Make the device of that number current."""
+        """Make the device with this index current."""
         if not self._on_cpu:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Devices of this host; on the CPU the ranks of this host."""
+        """Return the number of devices of this host; on the CPU the number of ranks on this host."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_cpu else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
-        """True: the device was found."""
+        """Return True: the device was found."""
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Return whether calls return when their work is done."""
+        """Return whether operations are synchronous: finished when their call returns."""
         return self._on_cpu
 
     def use_host_timers(self) -> bool:
@@ -91,7 +94,7 @@ class Accelerator:
         return self._on_cpu
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device."""
+        """Wait until the device has finished all its work."""
         if not self._on_cpu:
             torch.accelerator.synchronize(device_index)
 
@@ -100,13 +103,13 @@ class Accelerator:
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """torch's default backend for the device."""
+        """Return the name of torch.distributed's default backend for the device."""
         return "gloo" if self._on_cpu else torch.distributed.get_default_backend_for_device(self._name)
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """The module with the generator functions."""
+        """Return the module with the functions of random generators."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
@@ -118,11 +121,11 @@ class Accelerator:
         torch.manual_seed(seed) if self._on_cpu else self._module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
-        """The seed of the device's generator."""
+        """Return the seed of the device's generator."""
         return torch.initial_seed() if self._on_cpu else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """The state of the device's generator."""
+        """Return the state of the device's generator."""
         if self._on_cpu:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
@@ -138,51 +141,51 @@ class Accelerator:
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Give back memory that torch keeps for later."""
+        """Free the memory that torch's allocator caches."""
         if not self._on_cpu:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes in use; on the CPU the process's resident bytes."""
-        return self._memory("memory_allocated", device_index)
+        """Return the bytes in use; on the CPU the resident bytes of the process."""
+        return self._memory_nbytes("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The most bytes in use so far."""
-        return self._memory("max_memory_allocated", device_index)
+        """Return the peak of `memory_allocated`; on the CPU its current value."""
+        return self._memory_nbytes("max_memory_allocated", device_index)
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that torch holds."""
-        return self._memory("memory_reserved", device_index)
+        """Return the bytes that torch's allocator holds, cached ones included; on the CPU as `memory_allocated`."""
+        return self._memory_nbytes("memory_reserved", device_index)
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The most bytes that torch held so far."""
-        return self._memory("max_memory_reserved", device_index)
+        """Return the peak of `memory_reserved`; on the CPU its current value."""
+        return self._memory_nbytes("max_memory_reserved", device_index)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin the counts of the most bytes anew."""
+        """Reset the peaks of allocated and reserved memory."""
         if not self._on_cpu:
             self._module.reset_peak_memory_stats(device_index)
 
     reset_max_memory_allocated = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """torch's table of counts; empty on the CPU."""
+        """Return torch's memory statistics by name; empty on the CPU."""
         return {} if self._on_cpu else dict(self._module.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the host."""
+        """Return the bytes of the device's memory; on the CPU of the host's."""
         if self._on_cpu:
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free."""
+        """Return the bytes that are free: not allocated by this process, on the CPU available to processes."""
         if self._on_cpu:
             return int(psutil.virtual_memory().available)
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """A copy in pinned host memory; on the CPU the tensor itself."""
+        """Return a copy in pinned host memory; on the CPU the tensor itself."""
         return tensor if self._on_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -196,11 +199,11 @@ class Accelerator:
         return True if self._on_cpu else bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
-        """Return whether the device computes in float16."""
+        """Return True: every device computes in float16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """The dtypes that parameters may have."""
+        """Return the dtypes that parameters may have."""
         return [torch.float, torch.half, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     # -- streams, ranges, compilation --------------------------------------------------------------------------------
@@ -224,7 +227,7 @@ class Accelerator:
         return self._name in ("cuda", "xpu")
 
     def get_compile_backend(self) -> str:
-        """torch.compile's default."""
+        """Return torch.compile's default backend."""
         return "inductor"
 
     def __getattr__(self, name: str) -> Any:
@@ -236,11 +239,12 @@ class Accelerator:
             raise AttributeError(name)
         raise UnsupportedAttribute(f"accelerator.{name} is not available here; use torch.accelerator")
 
-    def _memory(self, what: str, device_index: int | None) -> int:
+    def _memory_nbytes(self, what: str, device_index: int | None) -> int:
+        """Return the result of the function ``what`` of torch's device module; on the CPU the resident bytes."""
         if self._on_cpu:
             return int(psutil.Process().memory_info().rss)
         return int(getattr(self._module, what)(device_index))
 
 
 class UnsupportedAttribute(UnsupportedError, AttributeError):
-    """A name of an accelerator that is not answered."""
+    """An attribute of DeepSpeed's accelerator that is not available."""

@@ -12,7 +12,7 @@ from zero_offload import MissingExtraError
 
 
 class AsyncIOBuilder:
-    """The builder that scripts ask for file I/O; nothing is built."""
+    """DeepSpeed's builder of file I/O for scripts that call it; nothing is built."""
 
     NAME = "async_io"
 
@@ -21,17 +21,17 @@ class AsyncIOBuilder:
         return is_available()
 
     def load(self, verbose: bool = False) -> Any:
-        """This module, which has `aio_handle`."""
+        """Return this module, which has `aio_handle`."""
         import zero_deepspeed.aio as module
 
         return module
 
 
 class aio_handle:
-    """Reads and writes whole CPU tensors from and to files.
+    """Reads CPU tensors from files and writes them to files. Offsets and ``block_size`` are in bytes.
 
-    ``block_size`` in bytes; the options mean what the section `aio` of the configuration says. Synchronous calls return
-    the number of requests done, 1; asynchronous ones return 0 and are finished by `wait`.
+    The options are those of the configuration's section `aio`. Asynchronous calls return 0; `wait` finishes them. A
+    synchronous call finishes all transfers in flight and returns their number: 1 if it is the only one.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class aio_handle:
         self._pending: list[tuple[Any, Any, torch.Tensor]] = []
 
     def get_block_size(self) -> int:
-        """Bytes per request to the device."""
+        """Return the number of bytes per request to the device."""
         return int(self._options["block_size"])
 
     def get_queue_depth(self) -> int:
-        """Requests in flight."""
+        """Return the number of requests in flight at once."""
         return int(self._options["queue_depth"])
 
     def get_single_submit(self) -> bool:
@@ -69,25 +69,24 @@ class aio_handle:
         return bool(self._options["overlap_events"])
 
     def get_intra_op_parallelism(self) -> int:
-        """Threads per transfer."""
+        """Return the number of threads per transfer."""
         return int(self._options["intra_op_parallelism"])
 
     def new_cpu_locked_tensor(self, num_elem: int, example: torch.Tensor) -> torch.Tensor:
-        """An uninitialised CPU tensor of ``num_elem`` elements of ``example``'s dtype, pinned where there is an
-        accelerator."""
+        """Return an uninitialised 1-D CPU tensor of ``example``'s dtype, pinned if there is an accelerator."""
         return torch.empty(num_elem, dtype=example.dtype, pin_memory=torch.accelerator.is_available())
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """True; the memory goes with the tensor."""
+        """Return True; the memory is freed with the tensor."""
         return True
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Fill ``buffer`` from the file."""
+        """Read ``buffer.nbytes`` bytes of the file, from ``file_offset`` on, into ``buffer``."""
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write ``buffer`` into the file."""
+        """Write ``buffer`` to the file at ``file_offset``."""
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
@@ -95,15 +94,15 @@ class aio_handle:
     write = sync_pwrite
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Begin to fill ``buffer`` from the file; keep it alive until `wait`."""
+        """Begin `sync_pread`; return 0. Do not use ``buffer`` until `wait`."""
         file = self._engine.open(os.fspath(filename), "r")
-        self._pending.append((self._engine.read(file, _memory(buffer), file_offset), file, buffer))
+        self._pending.append((self._engine.read(file, _checked_buffer(buffer), file_offset), file, buffer))
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Begin to write ``buffer`` into the file; do not change it until `wait`."""
+        """Begin `sync_pwrite`; return 0. Do not change ``buffer`` until `wait`."""
         file = self._engine.open(os.fspath(filename), "rw")
-        self._pending.append((self._engine.write(file, _memory(buffer), file_offset), file, buffer))
+        self._pending.append((self._engine.write(file, _checked_buffer(buffer), file_offset), file, buffer))
         return 0
 
     def wait(self) -> int:
@@ -125,6 +124,7 @@ def is_available() -> bool:
 
 
 def _engine(options: dict[str, Any]) -> Any:
+    """Return an engine of zero-nvme-aio; `MissingExtraError` where that is not installed."""
     try:
         from zero_nvme_aio import Engine
     except ImportError as error:
@@ -132,7 +132,8 @@ def _engine(options: dict[str, Any]) -> Any:
     return Engine.from_deepspeed(options)
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def _checked_buffer(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor, detached; `UsageError` for any other tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError("aio_handle moves contiguous CPU tensors; call .cpu().contiguous() first")
     return tensor.detach()

@@ -1,8 +1,8 @@
-"""The modules of the package `deepspeed`: made from the table `NAMES` when they are imported, filled name by name.
+"""The modules of the package `deepspeed`: created from the table `NAMES` when they are imported.
 
-Only `deepspeed/__init__.py` and `deepspeed/__main__.py` are files; the first calls `answer`. Its submodules come from a
-finder on `sys.meta_path`, so that `import deepspeed.ops.adam`, `importlib.util.find_spec`, `python -m` and pickled
-references find them as they find files. A name is imported from where it is answered when it is first asked for.
+Only `deepspeed/__init__.py` and `deepspeed/__main__.py` are files; the first calls `answer`. A finder on
+`sys.meta_path` creates the submodules, so that `import deepspeed.ops.adam`, `importlib.util.find_spec`, `python -m` and
+pickled references find them as they find files. The object behind a name is imported at the first access.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from .errors import UnsupportedError
 from .names import NAMES, Unavailable
 
 _TABLE = str(Path(__file__).with_name("names.py"))
-_RUN = "import sys\n\nfrom {} import main\n\nsys.exit(main())\n"
+_MAIN_SOURCE = "import sys\n\nfrom {} import main\n\nsys.exit(main())\n"
 
 
 def answer(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of ``module``, and have its submodules found by imports."""
+    """Return functions for `__getattr__` and `__dir__` of ``module``, and install the finder of its submodules."""
     if not any(isinstance(finder, NameFinder) for finder in sys.meta_path):
         sys.meta_path.append(NameFinder())
-    return _lookup(module), _listing(module)
+    return _getattr_function(module), _dir_function(module)
 
 
 class NameFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds and makes the modules of `NAMES`."""
+    """Finds and creates the modules of `NAMES`."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -44,76 +44,86 @@ class NameFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
     def is_package(self, fullname: str) -> bool:
         """Return whether the table has submodules of the module."""
-        return bool(_submodules(fullname))
+        return bool(_submodules_of(fullname))
 
     def get_source(self, fullname: str) -> str | None:
-        """Return what `python -m` runs: the module's ``main``; None for modules without one."""
-        home = _names(fullname).get("main")
-        return None if home is None else _RUN.format(home.partition(":")[0])
+        """Return source that runs the module's ``main``, for `python -m`; None for modules without a ``main``."""
+        home = _names_of(fullname).get("main")
+        return None if home is None else _MAIN_SOURCE.format(home.partition(":")[0])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module its names. Raises ImportError, with what to use instead, for one that is not available."""
+        """Define the module's attributes. Raises ImportError, with the alternative, if it is not available."""
         name = module.__name__
         instead = NAMES[name]
         if isinstance(instead, Unavailable):
             raise ImportError(f"{name} is not available in zero-deepspeed: {instead}", name=name)
         vars(module).update(
             __doc__="The module of this name in DeepSpeed; zero_deepspeed/names.py says where its names are answered.",
-            __getattr__=_lookup(name),
-            __dir__=_listing(name),
-            __all__=[known for known in _names(name) if not known.startswith("_")],
+            __getattr__=_getattr_function(name),
+            __dir__=_dir_function(name),
+            __all__=[known for known in _names_of(name) if not known.startswith("_")],
         )
         # As in DeepSpeed, a name covers the submodule of the same name, whichever of the two is imported first.
-        for covered in _names(name).keys() & _submodules(name):
+        for covered in _names_of(name).keys() & _submodules_of(name):
             import_module(f"{name}.{covered}")
             delattr(module, covered)
 
 
-def _names(module: str) -> Mapping[str, str | Unavailable]:
+def _names_of(module: str) -> Mapping[str, str | Unavailable]:
+    """Return the module's row of the table: name -> where it is answered; empty if the module is not available."""
     names = NAMES[module]
     return {} if isinstance(names, Unavailable) else names
 
 
-def _submodules(module: str) -> set[str]:
+def _submodules_of(module: str) -> set[str]:
+    """Return the last parts of the names of the module's direct submodules."""
     return {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == module}
 
 
-def _lookup(module: str) -> Callable[[str], Any]:
+def _getattr_function(module: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__`, which resolves a name once and stores it in the module."""
+
     def getattribute(name: str) -> Any:
-        value = _value(module, name)
+        value = _resolve(module, name)
         setattr(sys.modules[module], name, value)
         return value
 
     return getattribute
 
 
-def _value(module: str, name: str) -> Any:
-    names = _names(module)
+def _resolve(module: str, name: str) -> Any:
+    """Return the object, or the submodule, that answers a name; AttributeError, with a hint, for an unknown one."""
+    names = _names_of(module)
     if name not in names:
         submodule = f"{module}.{name}"
         instead = NAMES.get(submodule)
         if instead is None or isinstance(instead, Unavailable):
-            raise AttributeError(_unknown(module, name, [*names, *_submodules(module)], instead))
+            raise AttributeError(_unknown_name_message(module, name, [*names, *_submodules_of(module)], instead))
         return import_module(submodule)
     home = names[name]
     if isinstance(home, Unavailable):
-        return _refusing(module, name, home)
+        return _refusing_class(module, name, home)
     place, colon, attribute = home.partition(":")
     found = import_module(place)
     return getattr(found, attribute or name) if colon else found
 
 
-def _listing(module: str) -> Callable[[], list[str]]:
+def _dir_function(module: str) -> Callable[[], list[str]]:
+    """Return a module's `__dir__`, which lists available names and submodules."""
+
     def listing() -> list[str]:
-        answered = [name for name, home in _names(module).items() if not isinstance(home, Unavailable)]
-        submodules = [name for name in _submodules(module) if not isinstance(NAMES[f"{module}.{name}"], Unavailable)]
+        answered = [name for name, home in _names_of(module).items() if not isinstance(home, Unavailable)]
+        submodules = [name for name in _submodules_of(module) if not isinstance(NAMES[f"{module}.{name}"], Unavailable)]
         return sorted({*vars(sys.modules[module]), *answered, *submodules})
 
     return listing
 
 
-def _refusing(module: str, name: str, instead: str) -> type:
-    """A class that raises when it is called, so that importing it and isinstance work."""
+def _refusing_class(module: str, name: str, instead: str) -> type:
+    """Return a class whose call raises `UnsupportedError`, so that importing the name and isinstance still work.
+
+    ``instead``: the advice of the error.
+    """
 
     def refuse(_class: type, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"{module}.{name} is not available in zero-deepspeed: {instead}")
@@ -121,7 +131,8 @@ def _refusing(module: str, name: str, instead: str) -> type:
     return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": f"Not available: {instead}."})
 
 
-def _unknown(module: str, name: str, known: Iterable[str], instead: str | None) -> str:
+def _unknown_name_message(module: str, name: str, known: Iterable[str], instead: str | None) -> str:
+    """Return the text of an AttributeError: with the alternative ``instead``, or the most similar name of ``known``."""
     if instead is not None:
         return f"{module}.{name} is not available in zero-deepspeed: {instead}"
     dunder = name.startswith("__")  # asked for by the interpreter and by tools, often, and never mistyped

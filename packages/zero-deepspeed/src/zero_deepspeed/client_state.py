@@ -1,4 +1,4 @@
-"""Client state with tensors, tuples and keys of any kind, as the plain data that a checkpoint holds."""
+"""Conversion of client state, which may hold tensors, tuples and keys of any kind, to a checkpoint's plain data."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from zero_ckpt.torch import dtype_name, torch_dtype
 
 _MARK = "zero_core.as_deepspeed"
-"""The key of marked values in checkpoints; it stays as it was when the first ones were written."""
+"""The key that marks converted values in checkpoints; never change it, or old checkpoints lose their meaning."""
 
 
 def to_plain(value: Any) -> Any:
-    """``value`` with everything marked that plain data cannot say; what is not known is left for the checkpoint, which
-    refuses it by its path."""
+    """Return ``value`` with tensors, tuples, sets and mappings with other keys than strings as marked plain data.
+
+    Objects of other types stay as they are; the checkpoint refuses those that are not plain data, by path.
+    """
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -33,7 +35,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return what `to_plain` was given."""
+    """Return the value that `to_plain` converted; frozensets become sets, mappings dicts, tensors CPU tensors."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):

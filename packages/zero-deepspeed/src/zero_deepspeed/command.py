@@ -1,4 +1,4 @@
-"""The command `deepspeed`: zero-launch, which has DeepSpeed's options, with ``--local_rank`` for the script."""
+"""The command `deepspeed`: zero-launch with DeepSpeed's options, which passes ``--local_rank`` to the script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zero_launch import main as launch
 from zero_launch.options import make_parser
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""The file with variables for other hosts, by name."""
+"""The name of the file with environment variables for other hosts."""
 
 _GIVES_LOCAL_RANK = "zero_deepspeed.with_local_rank"
 

@@ -14,7 +14,7 @@ from zero_core.errors import UsageError
 from .accelerator import compute_device
 
 DEFAULT_PORT = 29500
-"""The port of rank 0 where nobody names one."""
+"""The default port of rank 0."""
 
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
@@ -33,16 +33,17 @@ def init_distributed(
 ) -> None:
     """Initialise torch.distributed unless it is initialised already.
 
-    ``dist_backend``: by default gloo for the CPU, and an accelerator's own with gloo beside it. Ranks come from the
-    launcher's environment, else there is one; ``init_method``, ``rank`` and ``world_size`` go to torch as they are.
-    Raises `UsageError` when ``dist_init_required`` is false and nobody has, and under mpirun without RANK.
+    ``dist_backend``: by default gloo for the CPU, and for an accelerator its own backend together with gloo. Rank and
+    world size come from the launcher's environment, without one there is a single rank; ``init_method`` or ``rank``
+    are passed to torch instead, with ``world_size``. Raises `UsageError` if ``dist_init_required`` is false and
+    torch.distributed is not initialised, and under mpirun without RANK.
     """
     if dist.is_initialized():
         return
     if dist_init_required is False:
         raise UsageError("dist_init_required is False, but torch.distributed is not initialised; initialise it first")
     device = compute_device()
-    backend = _backend(dist_backend, device.type)
+    backend = _requested_backend(dist_backend, device.type)
     if init_method is not None or rank >= 0:
         dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
         await_connections()
@@ -57,12 +58,12 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """This rank's number on its host."""
+    """Return this rank's index on its host."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> dist.ProcessGroup:
-    """The group of all ranks."""
+    """Return the group of all ranks, or raise `UsageError` before `init_distributed`."""
     group = dist.group.WORLD
     if group is None:
         raise UsageError("torch.distributed is not initialised; call init_distributed() first")
@@ -70,27 +71,27 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """The rank, among all, of a group's member."""
+    """Return the global rank of a member of ``group`` (None: all ranks)."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The ranks, among all, of a group's members."""
+    """Return the global ranks of the members of ``group`` (None: all ranks)."""
     return dist.get_process_group_ranks(group if group is not None else get_world_group())
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
-def _backend(wanted: str | None, device: str) -> str | None:
-    """None for the usual one of the device, which has gloo beside it for control messages."""
+def _requested_backend(wanted: str | None, device: str) -> str | None:
+    """Return the backend to ask for; None for the device's default, which `zero_comm.init` combines with gloo."""
     if wanted is None or (device != "cpu" and wanted == dist.get_default_backend_for_device(device)):
         return None
     return None if wanted == "ccl" else wanted

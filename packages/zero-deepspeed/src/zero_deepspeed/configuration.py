@@ -13,9 +13,9 @@ from .settings import load_config, raw_config
 
 
 class DeepSpeedConfig:
-    """Resolves a configuration as `initialize` does; its values are attributes, as those of `zero_core.Config`.
+    """A configuration, resolved as `initialize` does; its values are attributes, as in `zero_core.Config`.
 
-    ``mpu`` and ``mesh_device`` have no effect: there is data parallelism alone. Raises `ConfigError`.
+    ``mpu`` and ``mesh_device`` have no effect: batch sizes are for all ranks. Raises `ConfigError`.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -25,12 +25,12 @@ class DeepSpeedConfig:
 
     @property
     def zero_config(self) -> Any:
-        """The section zero_optimization."""
+        """Return the section zero_optimization."""
         return self._resolved.zero_optimization
 
     @property
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage."""
+        """Return the ZeRO stage."""
         return self._resolved.zero_optimization.stage
 
     @property

@@ -1,4 +1,4 @@
-"""`deepspeed.zero`: models that are built in parts, and parameters that are full for a while."""
+"""`deepspeed.zero`: sharded construction of models, and access to full parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zero_partition import register_external_parameter as register_use
 
 from .communication import init_distributed
 from .errors import UnsupportedError
-from .parameters import adopt, note_external, note_gather
+from .parameters import add_names, count_gathers, mark_external
 from .settings import load_for_construction, raw_config
 
 _ACTIVE: ContextVar[tuple[Init, ...]] = ContextVar("zero_deepspeed_init", default=())
@@ -34,15 +34,15 @@ class Init:
     """Context manager: modules built inside are sharded over the ranks (see `zero_core.Init`). Named as DeepSpeed's.
     Collective.
 
-    ``module``: a model that is there already is sharded at once. ``config_dict_or_path`` (or ``config``): values that
-    frameworks have left "auto" are tolerated; ``mpu``: as for `initialize`. Initial values are those that one process
-    draws; at the end parameters get ``dtype``, by default the configuration's: bf16, fp16 or float32. Inside another
-    `Init`, and without stage 3, it does nothing.
+    ``module``: an existing model, which is sharded at once. ``config_dict_or_path`` (or ``config``): the configuration,
+    in which frameworks may have left values "auto". ``mpu``: as for `initialize`. Initial values are those that a
+    single process draws. At the end parameters are cast to ``dtype``, by default the configuration's: bf16, fp16 or
+    float32. Inside another `Init`, and below stage 3, it does nothing.
 
-    ``data_parallel_group`` and ``sequence_data_parallel_group`` may name all ranks. Shards are where the model's code
-    puts its parameters, or in the files of ``offload_param``: ``remote_device`` and ``pin_memory`` have no effect until
-    `initialize`, which reads the configuration. Nothing in torch is replaced, so ``mem_efficient_linear`` and
-    ``tensor_overrides`` have nothing to choose.
+    ``data_parallel_group`` and ``sequence_data_parallel_group`` must contain all ranks. Shards are on the device on
+    which the model's code creates its parameters, or in the files of ``offload_param``; ``remote_device`` and
+    ``pin_memory`` have no effect, as `initialize` reads the configuration. ``mem_efficient_linear`` and
+    ``tensor_overrides`` have no effect either, as nothing in torch is replaced.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Init:
         param_swapper: Any = None,
         tensor_overrides: Any = None,
     ) -> None:
-        _refuse_elsewhere(
+        _refuse_configured_elsewhere(
             zero_param_parallel_group=zero_param_parallel_group is not None,
             zero_quantized_weights=zero_quantized_weights,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
@@ -83,10 +83,10 @@ class Init:
         self._handle: Any = None
         self._built: list[weakref.ref[nn.Parameter]] = []
         if module is not None and enabled:
-            inner = self._prepared()
+            inner = self._new_partition_init()
             if inner is not None:
                 inner.shard(module)
-                self._finish(module.parameters())
+                self._cast_and_name(module.parameters())
 
     def __enter__(self) -> Init:
         active = _ACTIVE.get()
@@ -102,13 +102,14 @@ class Init:
         self._close(kind, error, trace)
 
     def _open(self) -> None:
-        self._inner = self._prepared()
+        """Begin to shard what is built."""
+        self._inner = self._new_partition_init()
         if self._inner is not None:
             self._inner.__enter__()
-            self._handle = register_module_parameter_registration_hook(self._registered)
+            self._handle = register_module_parameter_registration_hook(self._record_parameter)
 
-    def _prepared(self) -> PartitionInit | None:
-        """Return what shards; None below stage 3. Collective."""
+    def _new_partition_init(self) -> PartitionInit | None:
+        """Return a new `zero_partition.Init` as the configuration says; None below stage 3. Collective."""
         init_distributed()
         for name, group in self._groups.items():
             if group is not None and len(dist.get_process_group_ranks(group)) < dist.get_world_size():
@@ -127,6 +128,7 @@ class Init:
         return PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
 
     def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Shard what was built and, without an ``error``, cast and name its parameters."""
         if self._inner is None:
             return
         self._handle.remove()
@@ -135,9 +137,10 @@ class Init:
         found = [parameter for reference in self._built if (parameter := reference()) is not None]
         self._built.clear()
         if error is None:
-            self._finish(found)
+            self._cast_and_name(found)
 
-    def _finish(self, parameters: Iterable[nn.Parameter]) -> None:
+    def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Cast floating parameters to the dtype, and give all of them DeepSpeed's names."""
         for parameter in parameters:
             if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                 record = sharded_record(parameter)
@@ -145,15 +148,16 @@ class Init:
                     record.convert(self._dtype)
                 else:
                     parameter.data = parameter.data.to(self._dtype)
-            adopt([parameter], self._shards)
+            add_names([parameter], self._shards)
 
-    def _registered(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+    def _record_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        """Remember a parameter that a module registers: a hook of torch's."""
         if parameter is not None:
             self._built.append(weakref.ref(parameter))
 
 
-def _refuse_elsewhere(**given: bool) -> None:
-    """Arguments for what the configuration decides when the engine is made."""
+def _refuse_configured_elsewhere(**given: bool) -> None:
+    """Raise `UnsupportedError` for an argument that is given; the error names its key of the configuration."""
     keys = {
         "zero_param_parallel_group": "zero_hpz_partition_size",
         "zero_quantized_weights": "zero_quantized_weights",
@@ -168,8 +172,8 @@ def _refuse_elsewhere(**given: bool) -> None:
 
 
 @contextmanager
-def suspended() -> Iterator[None]:
-    """An open `Init` does nothing inside."""
+def init_suspended() -> Iterator[None]:
+    """Context manager: shard what an open `Init` has built so far, and disable it inside."""
     active = _ACTIVE.get()
     if active:
         active[0]._close(None, None, None)
@@ -183,9 +187,9 @@ def suspended() -> Iterator[None]:
 class GatheredParameters(AbstractContextManager[None]):
     """Context manager: ``params`` (one, or an iterable; None and plain tensors are ignored) are gathered inside.
 
-    With ``modifier_rank`` that rank's changes become every rank's at the end; without it an engine keeps those that are
-    the same on all ranks, and refuses others. ``fwd_module``: also have them gathered whenever that module runs.
-    Contexts may overlap. Collective.
+    With ``modifier_rank`` the changes of that rank are broadcast at the end. Without it an engine keeps changes that
+    are the same on all ranks, and refuses others. ``fwd_module``: gather the parameters also whenever this module
+    runs. Contexts may overlap. Collective.
     """
 
     def __init__(
@@ -209,31 +213,33 @@ class GatheredParameters(AbstractContextManager[None]):
         if self._enabled:
             self._context = gathered_anywhere(self._parameters, self._modifier_rank)
             self._context.__enter__()
-            note_gather(self._parameters, 1)
+            count_gathers(self._parameters, 1)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._context is not None:
-            note_gather(self._parameters, -1)
+            count_gathers(self._parameters, -1)
             context, self._context = self._context, None
             context.__exit__(kind, error, trace)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Have ``parameter``, which another module owns, gathered whenever ``module`` runs."""
+    """Gather ``parameter``, which another module owns, whenever ``module`` runs."""
     register_use(module, parameter)
-    note_external(parameter)
+    mark_external(parameter)
 
 
 def unwrap_model_for_generation(model: Any, **_options: Any) -> AbstractContextManager[Any]:
-    """Context manager: the plain module behind an engine, its parameters full and its hooks off, so that ranks may
-    generate as much as each likes. Collective."""
-    return _unwrapped(model)
+    """Return a context manager that yields the plain module of an engine, with full parameters and without hooks.
+
+    Inside, ranks may call the module a different number of times, as generation does. Collective.
+    """
+    return _full_without_hooks(model)
 
 
 @contextmanager
-def _unwrapped(engine: Any) -> Iterator[nn.Module]:
+def _full_without_hooks(engine: Any) -> Iterator[nn.Module]:
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return

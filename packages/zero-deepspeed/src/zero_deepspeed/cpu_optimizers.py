@@ -1,8 +1,8 @@
 """`deepspeed.ops`: CPU optimizers with DeepSpeed's arguments, over the kernels of zero-optim-kernels.
 
-They are built over the model's parameters, released or in half precision, before `initialize`; the arithmetic runs on
-fragments in the optimizer's precision. Param groups that were another optimizer's stay the same dict objects, and
-options in them that belong to that one are left alone.
+They are constructed before `initialize`, over parameters of the model that may be released or in half precision; steps
+run on fragments in the optimizer's precision. Param groups of another optimizer stay the same dict objects, and keep
+that optimizer's options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Parameters = Any
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """Adam, or AdamW with ``adamw_mode``."""
+    """AdamW, or Adam with ``adamw_mode=False``, by the CPU kernels."""
 
     same_arithmetic_as = CPUAdam
 
@@ -45,11 +45,11 @@ class DeepSpeedCPUAdam(CPUAdam):
 
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         forced = {"decoupled_weight_decay": adamw_mode}
-        _over_stand_ins(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
+        _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """Adagrad."""
+    """Adagrad by the CPU kernels."""
 
     same_arithmetic_as = CPUAdagrad
 
@@ -66,11 +66,11 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
             raise UsageError("DeepSpeedCPUAdagrad(amsgrad=True): Adagrad has no such variant; leave it false")
 
         options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        _over_stand_ins(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
+        _init_without_checks(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
 
 
 class DeepSpeedCPULion(CPULion):
-    """Lion."""
+    """Lion by the CPU kernels."""
 
     same_arithmetic_as = CPULion
 
@@ -83,11 +83,11 @@ class DeepSpeedCPULion(CPULion):
         fp32_optimizer_states: bool = True,
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        _over_stand_ins(self, CPULion, model_params, fp32_optimizer_states, options)
+        _init_without_checks(self, CPULion, model_params, fp32_optimizer_states, options)
 
 
 class FusedAdam(torch.optim.AdamW):
-    """Adam, or AdamW with ``adam_w_mode``: torch's fused one."""
+    """torch's fused AdamW, or Adam with ``adam_w_mode=False``."""
 
     elementwise = True
 
@@ -111,7 +111,7 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class FusedLion(Lion):
-    """Lion."""
+    """Lion with torch's foreach operations."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class FusedLion(Lion):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
 
-def _over_stand_ins(
+def _init_without_checks(
     optimizer: Optimizer,
     kind: type[CPUAdam | CPUAdagrad | CPULion],
     parameters: Parameters,
@@ -132,8 +132,11 @@ def _over_stand_ins(
     options: Mapping[str, Any],
     forced: Mapping[str, Any] | None = None,
 ) -> None:
-    """Build as ``kind`` with ``options`` over one empty parameter, then take the user's groups as they are; ``forced``:
-    what they must say."""
+    """Initialise ``optimizer`` as ``kind`` over an empty parameter, with ``options``, then give it the user's groups.
+
+    So ``kind`` does not check parameters that it never updates. Groups get the options that they lack, and all those of
+    ``forced``.
+    """
     given = list(parameters)
     if not given:
         raise UsageError(f"{type(optimizer).__name__}: there are no parameters to optimise")

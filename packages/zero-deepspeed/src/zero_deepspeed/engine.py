@@ -26,7 +26,7 @@ from .client_state import from_plain, to_plain
 from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
-from .parameters import adopt, release
+from .parameters import add_names, remove_names
 from .state_files import state_files
 
 if TYPE_CHECKING:
@@ -36,15 +36,15 @@ logger = logging.getLogger("DeepSpeed")
 
 
 class StageError(UsageError, AssertionError):
-    """A call that the engine's stage does not allow."""
+    """A call is not allowed at the engine's stage."""
 
 
 class DeepSpeedEngine(nn.Module):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
-    It holds an `Engine` and hands on to it what both call alike. ``optimizer`` is a `ZeROOptimizer` (at stage 3 without
-    an optimizer a `ParameterOffload`), ``config`` the user's dict, and parameters at stage 3 carry DeepSpeed's names
-    (`ZeroParameter`). Every name that DeepSpeed's engine has not either is the model's.
+    It holds an `Engine`, to which names with the same meaning are delegated. ``optimizer`` is a `ZeROOptimizer` (at
+    stage 3 without an optimizer a `ParameterOffload`), ``config`` the user's dict, and parameters at stage 3 have
+    DeepSpeed's attributes (`ZeroParameter`). Any other attribute is looked up in the model.
 
     Attributes:
         zero_engine: the engine that trains.
@@ -126,11 +126,11 @@ class DeepSpeedEngine(nn.Module):
         self.module = core.module
         self.config = config
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
-        self._named: DeepSpeedOptimizer | None = offload
+        self._named_optimizer: DeepSpeedOptimizer | None = offload
         if core.sharded_optimizer is not None:
-            self._named = ZeROOptimizer(core, core.sharded_optimizer, offload)
+            self._named_optimizer = ZeROOptimizer(core, core.sharded_optimizer, offload)
         if offload is not None:
-            adopt(core.module.parameters())
+            add_names(core.module.parameters())
         core.partition.set_user(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -139,22 +139,25 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """The torch optimizer by DeepSpeed's names; None for inference below stage 3."""
-        return self._named
+        """Return the optimizer by DeepSpeed's names; None without an optimizer below stage 3."""
+        return self._named_optimizer
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its host."""
+        """Return this rank's index on its host."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype in which gradients travel."""
+        """Return the dtype of gradients in messages between ranks."""
         return self.zero_engine.training_state.precision.wire_dtype
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add up gradients on this rank (stages 0 and 1)."""
+        """Context manager: backward passes inside only accumulate gradients on this rank.
+
+        Raises `StageError` at stages 2 and 3.
+        """
         if self.zero_optimization_stage() >= 2:
             raise StageError(
                 f"no_sync() is for stages 0 and 1; stage {self.zero_optimization_stage()} reduces every micro-batch"
@@ -163,8 +166,10 @@ class DeepSpeedEngine(nn.Module):
             yield
 
     def get_global_grad_norm(self) -> float | None:
-        """Global norm, before clipping, of the last step that was taken, 0 when all were skipped; None before the first
-        step."""
+        """Return the global gradient norm, before clipping, of the last step that was not skipped.
+
+        0 if all steps were skipped; None before the first step.
+        """
         counters = self.zero_engine.training_state.counters
         if counters.last is None:
             return None
@@ -176,7 +181,10 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `Engine.save_16bit_model`; at stage 3 only when the configuration asks for full weights, else false."""
+        """Save the weights as `Engine.save_16bit_model`, and return whether it wrote them.
+
+        At stage 3 it only does so if the configuration asks for full weights.
+        """
         asked = self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self.zero_optimization_stage() == 3 and not asked:
             logger.warning(
@@ -194,13 +202,13 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """As `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
+        """Save as `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
 
-        `load_checkpoint` returns it with the ``ds_version`` that wrote it. Small files beside have DeepSpeed's names
-        (see `state_files`). Where ranks name different folders, as scripts with temporary ones do, the first rank's
-        counts.
+        `load_checkpoint` returns it together with the ``ds_version`` that wrote it. The folder also gets small files
+        with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with temporary ones
+        do, the first rank's is used.
         """
-        folder = self._first_folder("save_checkpoint", save_dir)
+        folder = self._folder_of_first_rank("save_checkpoint", save_dir)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -213,11 +221,11 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `Engine.load_checkpoint`; ``(None, None)`` when no tag is given and ``load_dir`` has no file `latest`.
+        """Load as `Engine.load_checkpoint`; ``(None, None)`` if no tag is given and ``load_dir`` has no file `latest`.
 
-        Where ranks name different folders the first rank's counts, as in `save_checkpoint`.
+        Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`.
         """
-        folder = self._first_folder("load_checkpoint", load_dir)
+        folder = self._folder_of_first_rank("load_checkpoint", load_dir)
         if tag is None and not (Path(folder) / "latest").is_file():
             logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
             return None, None
@@ -234,8 +242,8 @@ class DeepSpeedEngine(nn.Module):
 
     save_fp16_model = save_16bit_model
 
-    def _first_folder(self, call: str, folder: str | os.PathLike[str]) -> str:
-        """The folder that the first rank names: a checkpoint is in one."""
+    def _folder_of_first_rank(self, call: str, folder: str | os.PathLike[str]) -> str:
+        """Return the first rank's ``folder``, as a checkpoint is in one folder; ``call``: the method, for messages."""
         self.zero_engine.training_state.check_open(call)
         given = os.fspath(folder)
         told = self.partition.runtime.agree(call, "", given)
@@ -247,18 +255,18 @@ class DeepSpeedEngine(nn.Module):
         return first
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's number among those that train the same part of the model."""
+        """Return this rank's index among the ranks that train the same model-parallel part."""
         return self.global_rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that share a layer; 0 without an ``mpu``."""
+        """Return this rank's index among the ranks that share a layer; 0 without an ``mpu``."""
         return int(self.model_part.place.rank)
 
     get_tensor_parallel_rank = get_model_parallel_rank
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:
-        """Return whether ``obj`` has a length and items by number."""
+        """Return whether ``obj`` has a length and items by index."""
         return hasattr(obj, "__getitem__") and hasattr(obj, "__len__")
 
     @staticmethod
@@ -267,39 +275,39 @@ class DeepSpeedEngine(nn.Module):
         return isinstance(obj, IterableDataset)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Samples per step over all ranks, samples per micro-batch and rank, micro-batches per step."""
+        """Return (samples per step over all ranks, samples per micro-batch and rank, micro-batches per step)."""
         sizes = self.zero_engine.training_state.sizes
         return sizes.train, sizes.micro, sizes.steps
 
     def get_mom(self) -> list[Any]:
-        """The ``momentum``, else the ``betas``, of each param group; 0.0 for a group with neither."""
+        """Return the ``momentum``, else the ``betas``, of each param group; 0.0 for a group with neither."""
         groups = self.zero_engine.training_state.check_trainable("get_mom").param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """The ``type`` that each param group carries; 0.0 for a group without."""
+        """Return the key ``type`` of each param group; 0.0 for a group without it."""
         groups = self.zero_engine.training_state.check_trainable("get_type").param_groups
         return [group.get("type", 0.0) for group in groups]
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale adapts itself."""
+        """Return whether the loss scale is dynamic."""
         return self.sharded_optimizer is not None and isinstance(self.sharded_optimizer.loss_scale, DynamicLossScale)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of parameters and of accumulated gradients."""
+        """Return the dtypes of parameters and of accumulated gradients."""
         precision = self.zero_engine.training_state.precision
         return precision.param_dtype, precision.accumulate_dtype
 
     def empty_partition_cache(self) -> None:
-        """Give back the accelerator memory that torch keeps for later; parameters are released after each pass."""
+        """Free the accelerator memory that torch caches; parameters are released after each pass anyway."""
         self.zero_engine.training_state.check_open("empty_partition_cache")
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
     def destroy(self, unshard: bool = True) -> None:
-        """As `Engine.destroy`; the parameters are plain ones again."""
+        """Close the engine as `Engine.destroy`; its parameters become plain `nn.Parameter`s again."""
         self.zero_engine.destroy(unshard)
-        release(self.module.parameters())
+        remove_names(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:
@@ -315,17 +323,19 @@ class DeepSpeedEngine(nn.Module):
 
 
 class CheckpointNames:
-    """The content of a checkpoint of DeepSpeed's names besides its own files (a `zero_core.checkpoint.Dialect`).
-    ``config``: as given."""
+    """The additions to a checkpoint for scripts of DeepSpeed (a `zero_core.checkpoint.Dialect`).
+
+    ``config``: the configuration as the user gave it.
+    """
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given``, and the ``ds_version`` that writes it, as plain data."""
+        """Return ``given`` with the current ``ds_version``, as plain data."""
         plain: dict[str, Any] = to_plain({"ds_version": VERSION, **given})
         return plain
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return what `state_files` makes."""
+        """Return name -> content of the files of `state_files`."""
         return state_files(state, self._config, from_plain(client_state))

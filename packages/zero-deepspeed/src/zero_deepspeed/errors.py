@@ -1,4 +1,4 @@
-"""The error of a name that is not answered."""
+"""The error of a name of DeepSpeed that is not available."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from zero_core.errors import UsageError
 
 
 class UnsupportedError(UsageError, NotImplementedError):
-    """A name of DeepSpeed that is not answered here; the message says what to use."""
+    """A name of DeepSpeed is not available here; the message says what to use instead."""

@@ -10,7 +10,7 @@ from zero_plan import estimate_zero2, estimate_zero2_live, estimate_zero3, estim
 def zero2_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 2 needs for a model."""
+    """Print the memory that stage 2 needs for a model, by `zero_plan.estimate_zero2_live`."""
     print(
         estimate_zero2_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -21,7 +21,7 @@ def zero2_live(
 def zero2_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 2 needs for that many parameters."""
+    """Print the memory that stage 2 needs for ``total_params`` parameters (elements)."""
     print(
         estimate_zero2(
             int(total_params),
@@ -35,7 +35,7 @@ def zero2_cold(
 def zero3_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what stage 3 needs for a model."""
+    """Print the memory that stage 3 needs for a model, by `zero_plan.estimate_zero3_live`."""
     print(
         estimate_zero3_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -50,7 +50,7 @@ def zero3_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what stage 3 needs for that many parameters, of which the largest layer has so many."""
+    """Print the memory that stage 3 needs for ``total_params`` parameters; counts are elements."""
     print(
         estimate_zero3(
             int(total_params),

@@ -1,4 +1,4 @@
-"""Full and local values of sharded parameters, by DeepSpeed's names."""
+"""Full values and fragments of sharded parameters, their gradients and states, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient; None when there is none. Collective."""
+    """Return the full averaged gradient, or ``param.grad`` where that is set; None without a gradient. Collective."""
     owner = owner_of(param)
     if param.grad is not None or owner is None or owner.find(param) is None:
         return param.grad
@@ -70,34 +70,34 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of this rank's part in the optimizer's precision, 1-D; empty when this rank has none."""
-    return _local(param, lambda fragment: fragment.master())
+    """Return a copy of this rank's fragment in the optimizer's precision, 1-D; empty if this rank has none."""
+    return _read_fragment(param, lambda fragment: fragment.master())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """A copy of this rank's part of the averaged gradient, 1-D; None when there is no gradient yet."""
-    return _local(param, lambda fragment: fragment.gradient())
+    """Return a copy of this rank's fragment of the averaged gradient, 1-D; None before there is a gradient."""
+    return _read_fragment(param, lambda fragment: fragment.gradient())
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A copy of this rank's part of an optimizer state, 1-D; None when it has none yet."""
-    return _local(param, lambda fragment: fragment.state(optim_state_key))
+    """Return a copy of this rank's fragment of an optimizer state, 1-D; None before there is a state."""
+    return _read_fragment(param, lambda fragment: fragment.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's part of the parameter, its master included."""
+    """Replace this rank's fragment of the parameter, its master included. Needs stage 3."""
     for fragment in _local_fragments(param):
         fragment.set_master(value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's part of the averaged gradient until the next step."""
+    """Replace this rank's fragment of the averaged gradient until the next step. Needs stage 3."""
     for fragment in _local_fragments(param):
         fragment.set_gradient(value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's part of an optimizer state."""
+    """Replace this rank's fragment of an optimizer state. Needs stage 3."""
     for fragment in _local_fragments(param):
         fragment.set_state(optim_state_key, value)
 
@@ -109,61 +109,68 @@ class _LocalFragment:
         self._partition, self._unit, self._fragment = partition, unit, fragment
 
     def master(self) -> torch.Tensor:
-        kept = self._kept("master")
+        """Return a copy of the fragment's master; of the parameter where there is none."""
+        kept = self._stored_state("master")
         if kept is not None:
             return kept
         if self._unit.master is not None and self._unit.master.numel() == self._unit.layout.shard_numel:
-            return self._cut(self._unit.master).clone()
+            return self._slice(self._unit.master).clone()
         shard = self._partition.residency.acquire(self._unit.name)
-        copied = self._cut(shard).clone()
+        copied = self._slice(shard).clone()
         self._partition.residency.release(self._unit.name, dirty=False)
         return copied
 
     def set_master(self, value: torch.Tensor) -> None:
-        flat = self._checked(value)
+        """Replace the fragment of the parameter and of its master."""
+        flat = self._flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
             self._unit.states.write({self._name: {"master": flat.cpu()}})
         if self._unit.master is not None:
-            self._cut(self._unit.master).copy_(flat)
+            self._slice(self._unit.master).copy_(flat)
         shard = self._partition.residency.acquire(self._unit.name)
-        self._cut(shard).copy_(flat)
+        self._slice(shard).copy_(flat)
         self._partition.residency.release(self._unit.name, dirty=True)
         self._partition.runtime.shard_changed(self._unit)
 
     def gradient(self) -> torch.Tensor | None:
+        """Return a copy of the fragment's averaged gradient; None if the unit has none."""
         gradients = self._partition.runtime.gradients.get(self._unit.index)
         if gradients is None or not gradients.is_reduced:
             return None
         with gradients.averaged() as averaged:
-            return self._cut(averaged).clone()
+            return self._slice(averaged).clone()
 
     def set_gradient(self, value: torch.Tensor) -> None:
+        """Replace the fragment's averaged gradient; `UsageError` if the unit has none."""
         gradients = self._partition.runtime.gradients.get(self._unit.index)
         if gradients is None or not gradients.is_reduced:
             raise UsageError(f"parameter '{self._name}' has no gradient to replace; run backward first")
         with gradients.averaged(dirty=True) as averaged:
-            self._cut(averaged).copy_(self._checked(value))
+            self._slice(averaged).copy_(self._flat(value))
 
     def state(self, key: str) -> torch.Tensor | None:
-        kept = self._kept(key)
-        return kept if kept is not None else self._state(key)
+        """Return a copy of the fragment's optimizer state ``key``; None if there is none."""
+        kept = self._stored_state(key)
+        return kept if kept is not None else self._optimizer_state(key)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
+        """Replace the fragment's optimizer state ``key``; `UsageError` if there is none."""
         self._partition.readers.wait()
         if self._unit.states is not None:
-            self._unit.states.write({self._name: {key: self._checked(value).cpu()}})
+            self._unit.states.write({self._name: {key: self._flat(value).cpu()}})
             return
-        state = self._state(key, copied=False)
+        state = self._optimizer_state(key, copied=False)
         if state is None:
             raise UsageError(f"parameter '{self._name}' has no optimizer state '{key}' yet; take a step first")
-        state.view(-1).copy_(self._checked(value))
+        state.view(-1).copy_(self._flat(value))
 
     @property
     def _name(self) -> str:
         return self._fragment.entry.name
 
-    def _state(self, key: str, copied: bool = True) -> torch.Tensor | None:
+    def _optimizer_state(self, key: str, copied: bool = True) -> torch.Tensor | None:
+        """Return a state of the torch optimizer, as a 1-D copy or the tensor itself; None if there is none."""
         optimizer = _optimizer(self._partition)
         for owned in optimizer.fragments:
             if owned.fragment is self._fragment or owned.fragment == self._fragment:
@@ -172,26 +179,30 @@ class _LocalFragment:
                     return state.flatten().clone() if copied else state
         return None
 
-    def _kept(self, kind: str) -> torch.Tensor | None:
+    def _stored_state(self, kind: str) -> torch.Tensor | None:
+        """Return a copy of a state, or the master, from the tier's store; None if it is not there."""
         if self._unit.states is not None:
             for _, kept in self._unit.states.states([self._name]):
                 if kind in kept:
                     return kept[kind].flatten().clone()
         return None
 
-    def _cut(self, shard: torch.Tensor) -> torch.Tensor:
+    def _slice(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the fragment's slice of a shard."""
         start = self._fragment.shard_offset
         return shard[start : start + self._fragment.length]
 
-    def _checked(self, value: torch.Tensor) -> torch.Tensor:
+    def _flat(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` as 1-D; `UsageError` if it has another number of elements than the fragment."""
         if value.numel() != self._fragment.length:
             raise UsageError(
-                f"this rank's part of '{self._name}' has {self._fragment.length} elements, got {value.numel()}"
+                f"this rank's fragment of '{self._name}' has {self._fragment.length} elements, got {value.numel()}"
             )
         return value.detach().flatten()
 
 
 def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
+    """Yield this rank's fragment of a parameter, if it has one; `UsageError` below stage 3."""
     owner = _owner(param)
     if owner.options.stage < 3:
         raise UsageError("the safe_*_local_* functions are for parameters that stage 3 has partitioned")
@@ -205,13 +216,15 @@ def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
             yield _LocalFragment(owner, unit, fragment)
 
 
-def _local(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
+def _read_fragment(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the result of ``read`` for this rank's fragment; an empty tensor if it has none."""
     for fragment in _local_fragments(param):
         return read(fragment)
     return param.new_empty(0)
 
 
 def _owner(param: nn.Parameter) -> Partition:
+    """Return the partition that shards a parameter, or raise `UsageError`."""
     owner = owner_of(param)
     if owner is None:
         raise UsageError(f"a parameter of shape {tuple(param.shape)} does not belong to a model given to initialize")
@@ -219,6 +232,7 @@ def _owner(param: nn.Parameter) -> Partition:
 
 
 def _optimizer(owner: Partition) -> ShardedOptimizer:
+    """Return the optimizer of a partition, or raise `UsageError`."""
     optimizer = owner.optimizer
     if not isinstance(optimizer, ShardedOptimizer):
         raise UsageError("the engine of this parameter has no optimizer, hence no optimizer state")

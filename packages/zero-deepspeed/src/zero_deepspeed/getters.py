@@ -1,5 +1,5 @@
-"""The small methods of DeepSpeed's engine: one for each of many keys of its configuration, and those without a
-counterpart."""
+"""The small methods of DeepSpeed's engine: those that return a key of its configuration, and those that are not
+available."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from .errors import UnsupportedError
 Getter = Callable[[Config], Any]
 
 
-def _zero(*names: str) -> dict[str, Getter]:
-    """Getters that say ``zero_`` before the name of a key of `zero_optimization`."""
+def _zero_getters(*names: str) -> dict[str, Getter]:
+    """Return getters ``zero_NAME`` of the keys ``NAME`` in `zero_optimization`."""
     return {f"zero_{name}": attrgetter(f"zero_optimization.{name}") for name in names}
 
 
-def _stage3(*names: str) -> dict[str, Getter]:
+def _stage3_getters(*names: str) -> dict[str, Getter]:
+    """Return getters ``zero_NAME`` of the keys ``stage3_NAME`` in `zero_optimization`."""
     return {f"zero_{name}": attrgetter(f"zero_optimization.stage3_{name}") for name in names}
 
 
-def _idle(*names: str) -> dict[str, Getter]:
-    """Features that the configuration refuses, so that they are off in every engine."""
+def _off_getters(*names: str) -> dict[str, Getter]:
+    """Return getters that return False, for features that the configuration refuses."""
     return {name: lambda _: False for name in names}
 
 
@@ -37,29 +38,31 @@ def _autocast_dtype(config: Config) -> torch.dtype | None:
     return None if name is None else parse_dtype(name)
 
 
-def _optimizer_tier(config: Config) -> str:
+def _optimizer_device(config: Config) -> str:
     return str(config.zero_optimization.offload_optimizer.device)
 
 
-def _type(config: Config, section: str) -> str | None:
+def _section_type(config: Config, section: str) -> str | None:
+    """Return the key `type` of the section (`optimizer` or `scheduler`); None without the section."""
     chosen = getattr(config, section)
     return None if chosen is None else str(chosen.type)
 
 
 def _given_params(config: Config, section: str) -> Any:
+    """Return the key `params` of the section as the user wrote it; None if they did not."""
     return (config.raw.get(section) or {}).get("params")
 
 
 GETTERS: Mapping[str, Getter] = MappingProxyType(
     {
-        **_zero("reduce_scatter", "overlap_comm", "offload_optimizer", "offload_param", "sub_group_size"),
-        **_zero("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "compute_grad_norm"),
-        **_zero("contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1"),
-        **_zero("ignore_unused_parameters", "round_robin_gradients", "parameter_alignment"),
-        **_zero("log_trace_cache_warnings", "save_muon_momentum_buffer_in_memory"),
-        **_stage3("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "allgather_sequential"),
-        **_stage3("gather_16bit_weights_on_model_save"),
-        **_stage3("module_granularity_threshold", "param_persistence_threshold", "model_persistence_threshold"),
+        **_zero_getters("reduce_scatter", "overlap_comm", "offload_optimizer", "offload_param", "sub_group_size"),
+        **_zero_getters("reduce_bucket_size", "allgather_bucket_size", "allgather_partitions", "compute_grad_norm"),
+        **_zero_getters("contiguous_gradients", "load_from_fp32_weights", "elastic_checkpoint", "legacy_stage1"),
+        **_zero_getters("ignore_unused_parameters", "round_robin_gradients", "parameter_alignment"),
+        **_zero_getters("log_trace_cache_warnings", "save_muon_momentum_buffer_in_memory"),
+        **_stage3_getters("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "allgather_sequential"),
+        **_stage3_getters("gather_16bit_weights_on_model_save"),
+        **_stage3_getters("module_granularity_threshold", "param_persistence_threshold", "model_persistence_threshold"),
         **{
             name: attrgetter(f"zero_optimization.{name}")
             for name in (
@@ -96,19 +99,19 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
                 "output_file",
             )
         },
-        **_idle(
+        **_off_getters(
             "autotuning_enabled", "data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled"
         ),
-        **_idle("random_ltd_enabled", "compile_zero_optimization_stage", "compile_autosp", "compile_autotp"),
-        **_idle("uses_parallelization_pass_only", "is_deepcompile_enabled", "is_deepcompile_active"),
-        **_idle("super_offload", "optimizer_legacy_fusion"),
+        **_off_getters("random_ltd_enabled", "compile_zero_optimization_stage", "compile_autosp", "compile_autotp"),
+        **_off_getters("uses_parallelization_pass_only", "is_deepcompile_enabled", "is_deepcompile_active"),
+        **_off_getters("super_offload", "optimizer_legacy_fusion"),
         "zero_multi_rank_bucket_allreduce": attrgetter("zero_optimization.use_multi_rank_bucket_allreduce"),
         "is_sanity_checks_enabled": attrgetter("zero_optimization.enable_sanity_checks"),
         "zenflow_config": attrgetter("zero_optimization.zenflow"),
         "is_first_weights_partition_group": lambda config: config.zero_optimization.stage == 3,
-        "zero_use_cpu_optimizer": lambda config: _optimizer_tier(config) in ("cpu", "nvme"),
-        "zero_cpu_offload": lambda config: _optimizer_tier(config) == "cpu",
-        "zero_nvme_offload_optimizer": lambda config: _optimizer_tier(config) == "nvme",
+        "zero_use_cpu_optimizer": lambda config: _optimizer_device(config) in ("cpu", "nvme"),
+        "zero_cpu_offload": lambda config: _optimizer_device(config) == "cpu",
+        "zero_nvme_offload_optimizer": lambda config: _optimizer_device(config) == "nvme",
         "zero_partial_offload": attrgetter("zero_optimization.offload_optimizer.ratio"),
         "cpuadam_cores_perc": attrgetter("zero_optimization.offload_optimizer.cpuadam_cores_perc"),
         "fp16_auto_cast": attrgetter("fp16.auto_cast"),
@@ -127,8 +130,8 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
         "torch_autocast_dtype": _autocast_dtype,
         "autotp_size": attrgetter("tensor_parallel.autotp_size"),
         "tensor_parallel_config": attrgetter("tensor_parallel"),
-        "optimizer_name": lambda config: _type(config, "optimizer"),
-        "scheduler_name": lambda config: _type(config, "scheduler"),
+        "optimizer_name": lambda config: _section_type(config, "optimizer"),
+        "scheduler_name": lambda config: _section_type(config, "scheduler"),
         "gradient_clipping": attrgetter("gradient_clipping"),
         "zero_optimization": lambda config: config.zero_optimization.stage > 0,
         "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
@@ -139,7 +142,7 @@ GETTERS: Mapping[str, Getter] = MappingProxyType(
         "scheduler_params": lambda config: _given_params(config, "scheduler"),
     }
 )
-"""Name of a method of DeepSpeed's engine -> what it says of a configuration."""
+"""Name of a method of DeepSpeed's engine -> function that returns its result for a configuration."""
 
 
 REFUSED: Mapping[str, str] = MappingProxyType(
@@ -207,11 +210,11 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
-"""Name of a method of DeepSpeed's engine that is not answered -> what to use instead."""
+"""Name of a method of DeepSpeed's engine that is not available -> what to use instead."""
 
 
 def refuse(name: str) -> Callable[..., NoReturn]:
-    """Return what stands for a method of `REFUSED`: calling it raises `UnsupportedError`."""
+    """Return a stand-in for a method of `REFUSED`, whose call raises `UnsupportedError`."""
 
     def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
         raise UnsupportedError(f"DeepSpeedEngine.{name} is not available in zero-deepspeed: {REFUSED[name]}")

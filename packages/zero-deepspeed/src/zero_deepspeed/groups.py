@@ -9,30 +9,30 @@ from .errors import UnsupportedError
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """All ranks."""
+    """Return the group of all ranks."""
     return get_world_group()
 
 
 def get_data_parallel_world_size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return dist.get_world_size()
 
 
 def get_data_parallel_rank() -> int:
-    """This rank."""
+    """Return this rank."""
     return dist.get_rank()
 
 
-def one() -> int:
-    """Ranks that compute one layer, or one sequence, together."""
+def model_parallel_world_size() -> int:
+    """Return 1, the number of ranks that compute a layer, or a sequence, together."""
     return 1
 
 
-def zero() -> int:
-    """This rank's number among them."""
+def model_parallel_rank() -> int:
+    """Return 0, this rank's index among the ranks that compute a layer, or a sequence, together."""
     return 0
 
 
 def no_group() -> dist.ProcessGroup:
-    """Raises `UnsupportedError`: there is no such group."""
+    """Raise `UnsupportedError`: there is no such group."""
     raise UnsupportedError("there is no tensor, sequence or expert parallelism here; use the group of all ranks")

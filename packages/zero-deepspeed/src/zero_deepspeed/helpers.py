@@ -1,4 +1,4 @@
-"""Small things that scripts import from DeepSpeed."""
+"""Small functions and classes that scripts import from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONSTRUCTORS = frozenset([torch.empty, torch.zeros, torch.ones, torch.full, tor
 
 
 class OnDevice(TorchFunctionMode):
-    """Context manager: tensors made inside are on ``device`` (by default one without memory), in ``dtype``."""
+    """Context manager: tensors created inside are on ``device`` (default: meta), floating ones in ``dtype``."""
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         super().__init__()
@@ -56,34 +56,34 @@ class OnDevice(TorchFunctionMode):
 
 
 class DummyOptim:
-    """Param groups without an optimizer, for schedules."""
+    """Param groups without an optimizer, for schedules that need some."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
 
 
 def unchanged(function: Callable[..., Any], *_args: Any, **_kwargs: Any) -> Callable[..., Any]:
-    """``function`` itself: nothing in torch is replaced, and no ranges are added to profiles."""
+    """Return ``function`` itself: the decorators of DeepSpeed that use this change nothing here."""
     return function
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Return whether stage 3 or `Init` keeps a parameter in parts."""
+    """Return whether a parameter is sharded by stage 3 or `Init`."""
     return isinstance(parameter, ZeroParameter)
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Return whether an optimizer can be tried: every torch optimizer can, and is checked for what it needs."""
+    """Return whether it is a torch optimizer: `initialize` accepts all of them and checks what they need."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested containers whose tensors are detached and have memory of their own, on ``device``."""
+    """Return a copy of nested containers with every tensor copied to memory of its own on ``device``, detached."""
     return tree_map(lambda leaf: _copied(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, item)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Nested containers with their tensors (those that ``criterion_func`` chooses) on ``device``."""
+    """Return nested containers with their tensors moved to ``device``, if ``criterion_func`` (None: always) is true."""
 
     def moved(leaf: Any) -> Any:
         chosen = isinstance(leaf, torch.Tensor) and (criterion_func is None or criterion_func(leaf))
@@ -102,7 +102,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With ``force``, log the memory in use and its peak, in GiB."""
+    """Log the device memory in use and its peak, in GiB; do nothing without ``force``."""
     if force:
         device = get_accelerator()
         used, most = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
@@ -110,6 +110,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a detached copy on ``device``; of a parameter, a parameter."""
     copied = tensor.detach().to(device, copy=True)
     return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
 

@@ -1,4 +1,4 @@
-"""`deepspeed.initialize`: from what a script gives to an engine by DeepSpeed's names."""
+"""`deepspeed.initialize`: an engine by DeepSpeed's names from a script's arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zero_partition import owner_of
 from . import VERSION
 from .accelerator import compute_device
 from .communication import init_distributed
-from .construction import suspended
+from .construction import init_suspended
 from .engine import CheckpointNames, DeepSpeedEngine
 from .errors import UnsupportedError
 from .settings import load_config, raw_config
@@ -50,23 +50,23 @@ def initialize(
     `zero_core.initialize`. Collective.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
-    of JSON text. A model that an engine of these names still holds is taken from it first. ``mpu``: who shares a layer
-    with whom, in tensor parallelism. Without an optimizer a schedule has no effect. A mesh with sequence parallelism
-    (``mesh_param``) is not available.
+    of JSON text. If a `DeepSpeedEngine` still holds the model, that engine is destroyed first. ``mpu``: the ranks that
+    share a layer, in tensor parallelism. Without an optimizer a schedule has no effect. A mesh with sequence
+    parallelism (``mesh_param``) is not available.
     """
     logger.info("DeepSpeed info: version=%s, answered by zero-deepspeed", VERSION)
     _refuse_mesh(mesh_param)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    raw = raw_config(_one_source(args, config, config_params))
+    raw = raw_config(_given_config(args, config, config_params))
     if isinstance(model, nn.Module):
-        _take_back(model)
+        _destroy_former_engines(model)
     trains = optimizer is not None or raw.get("optimizer") is not None
-    with suspended():
+    with init_suspended():
         core = assemble(
             model,
             lambda world_size: load_config(supervisor().config(raw, world_size), world_size, trains=trains),
             optimizer=optimizer,
-            model_parameters=_some(model_parameters),
+            model_parameters=_none_if_empty(model_parameters),
             training_data=training_data,
             lr_scheduler=lr_scheduler if trains else None,
             mpu=mpu,
@@ -86,8 +86,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _one_source(args: Any, config: Any, config_params: Any) -> Any:
-    """``config`` and ``config_params`` are one thing; ``args.deepspeed_config`` is for scripts that give neither."""
+def _given_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Return the configuration from the one argument that has it; `UsageError` for none, and for both kinds."""
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
     if given is not None and from_args is not None:
@@ -97,16 +97,16 @@ def _one_source(args: Any, config: Any, config_params: Any) -> Any:
     return given if given is not None else from_args
 
 
-def _some(parameters: Parameters | None) -> Parameters | None:
-    """An empty list of parameters is what frameworks pass for inference: nothing is chosen."""
+def _none_if_empty(parameters: Parameters | None) -> Parameters | None:
+    """Return the parameters; None for an empty list, which frameworks pass for inference."""
     if parameters is None:
         return None
     listed: Any = list(parameters)
     return listed or None
 
 
-def _take_back(model: nn.Module) -> None:
-    """Destroy the engines that hold parts of ``model``: a new one takes their place."""
+def _destroy_former_engines(model: nn.Module) -> None:
+    """Destroy the engines that hold parameters of ``model``, so that a new one can take them."""
     for parameter in model.parameters():
         owner = owner_of(parameter)
         held = None if owner is None else owner.user

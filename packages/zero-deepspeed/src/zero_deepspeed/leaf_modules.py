@@ -1,4 +1,4 @@
-"""Leaf modules, by DeepSpeed's names."""
+"""Leaf modules, whose parameters are gathered together, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -14,83 +14,86 @@ LeafChoice = type[nn.Module] | str
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Have ``model`` gathered as a whole (or, with a false ``flag``, not any more)."""
+    """Make ``model`` a leaf module, gathered with all that is inside; with a false ``flag`` no longer."""
     set_leaf_modules(model, [""], leaf=flag)
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether ``model`` is gathered as a whole."""
+    """Return whether ``model`` is a leaf module."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` that are gathered as a whole."""
+    """Return the leaf modules of ``model``."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[LeafChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Have modules of these classes (or class names) gathered as a whole; return them. Before `initialize`.
+    """Make modules of these classes (or class names) leaf modules; return them. Call it before `initialize`.
 
-    Raises `UsageError` when there is none, unless told not to.
+    Raises `UsageError` if there is none and ``raise_if_not_found``.
     """
-    return _mark(model, list(leaf_module_classes), True, raise_if_not_found)
+    return _set_leaves_by_class(model, list(leaf_module_classes), True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[LeafChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Undo `set_z3_leaf_modules`."""
-    return _mark(model, list(leaf_module_classes), False, raise_if_not_found)
+    """Make modules of these classes (or class names) no leaf modules any more; return them."""
+    return _set_leaves_by_class(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Have the modules of these names gathered as a whole; return them, and the names that fit none."""
+    """Make the modules of these names leaf modules; return them, and the names that match none."""
     known = dict(model.named_modules())
     wanted = list(module_names)
-    return _mark_named(wanted, lambda name: [known[name]] if name in known else [], flag, raise_if_not_found)
+    return _set_leaves_by_name(wanted, lambda name: [known[name]] if name in known else [], flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Have the modules whose names end so gathered as a whole; return them, and the endings that fit none."""
+    """Make modules whose names end so leaf modules; return them, and the suffixes that match none."""
 
     def ending(suffix: str) -> list[nn.Module]:
         return [module for name, module in model.named_modules() if name.endswith(suffix)]
 
-    return _mark_named(list(module_name_suffixes), ending, flag, raise_if_not_found)
+    return _set_leaves_by_name(list(module_name_suffixes), ending, flag, raise_if_not_found)
 
 
-def _mark_named(
-    wanted: list[str], find: Callable[[str], list[nn.Module]], flag: bool, must: bool
+def _set_leaves_by_name(
+    wanted: list[str], find: Callable[[str], list[nn.Module]], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
+    """Set or unset the modules that ``find`` returns for the names ``wanted``; return them, and names without any."""
     found = {id(module): module for name in wanted for module in find(name)}
     missing = [name for name in wanted if not find(name)]
-    if missing and must:
+    if missing and raise_if_not_found:
         raise UsageError(f"no module of the model is named so: {', '.join(missing)}")
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing
 
 
-def _mark(model: nn.Module, classes: list[Any], flag: bool, must: bool) -> list[nn.Module]:
+def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
+    """Set or unset the modules of these classes or class names as leaf modules; return them."""
     for choice in classes:
         if not isinstance(choice, (str, type)):
             raise UsageError(f"leaf_module_classes: expected classes or their names, got {choice!r}")
-    found = [module for module in model.modules() if any(_fits(module, choice) for choice in classes)]
-    if not found and must:
+    found = [module for module in model.modules() if any(_is_of_class(module, choice) for choice in classes)]
+    if not found and raise_if_not_found:
         raise UsageError(f"no module of the model is one of {classes}")
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
 
 
-def _fits(module: nn.Module, choice: LeafChoice) -> bool:
+def _is_of_class(module: nn.Module, choice: LeafChoice) -> bool:
+    """Return whether a module is of a class, or of exactly the class with this name, short or with its module."""
     if isinstance(choice, str):
         kind = type(module)
         return choice in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

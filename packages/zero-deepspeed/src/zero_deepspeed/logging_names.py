@@ -1,4 +1,4 @@
-"""`deepspeed.utils.logging`: the logger `DeepSpeed`, which this layer speaks through."""
+"""`deepspeed.utils.logging`: the logger `DeepSpeed`, which this package logs to."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 @cache
 def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, once for each message."""
+    """Call `log_dist` once for each message."""
     log_dist(message, ranks, level)
 
 
 @cache
 def warning_once(message: str) -> None:
-    """Warn once for each message."""
+    """Log a warning once for each message."""
     logger.warning(message)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level by name (debug, info, warning, error, critical). Raises ValueError for another name."""
+    """Set the logger's level by name (debug, info, warning, error, critical). Raises ValueError for another name."""
     (custom_logger if custom_logger is not None else logger).setLevel(log_level_str.upper())

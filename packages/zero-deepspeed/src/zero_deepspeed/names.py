@@ -1,8 +1,8 @@
-"""Every name of DeepSpeed that is answered, by module: where the answer is, or why there is none.
+"""The table of DeepSpeed's names, by module: the object that answers each, or what to use instead.
 
-An answer is "module:attribute"; "module:" for an attribute of the same name; "module" for a module. What is not
-available says what to use instead. Submodules have rows of their own, and are attributes without a row. `answering.py`
-makes the modules from this table; nothing else says which names there are.
+An answer is "module:attribute"; "module:" for an attribute of the same name; "module" for a module. A name that is not
+available is `Unavailable`. Submodules have rows of their own, and need no row in their parent. `answering.py` creates
+the modules from this table, which alone defines the names that exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 
 class Unavailable(str):
-    """Return what to use instead of a name, or of a whole module, that is not answered."""
+    """The row of a name, or of a whole module, that is not available: the text says what to use instead."""
 
     __slots__ = ()
 
@@ -336,22 +336,22 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "_get_data_parallel_world_size": "zero_deepspeed.groups:get_data_parallel_world_size",
         "_get_expert_data_parallel_group": "zero_deepspeed.groups:no_group",
         "_get_expert_parallel_group": "zero_deepspeed.groups:no_group",
-        "_get_model_parallel_world_size": "zero_deepspeed.groups:one",
+        "_get_model_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
         "_get_sequence_data_parallel_group": "zero_deepspeed.groups:get_data_parallel_group",
         "_get_sequence_data_parallel_rank": "zero_deepspeed.groups:get_data_parallel_rank",
         "_get_sequence_data_parallel_world_size": "zero_deepspeed.groups:get_data_parallel_world_size",
         "_get_sequence_parallel_group": "zero_deepspeed.groups:no_group",
-        "_get_sequence_parallel_rank": "zero_deepspeed.groups:zero",
-        "_get_sequence_parallel_world_size": "zero_deepspeed.groups:one",
+        "_get_sequence_parallel_rank": "zero_deepspeed.groups:model_parallel_rank",
+        "_get_sequence_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
         "get_data_parallel_group": "zero_deepspeed.groups:",
         "get_data_parallel_rank": "zero_deepspeed.groups:",
         "get_data_parallel_world_size": "zero_deepspeed.groups:",
         "get_model_parallel_group": "zero_deepspeed.groups:no_group",
-        "get_model_parallel_rank": "zero_deepspeed.groups:zero",
-        "get_model_parallel_world_size": "zero_deepspeed.groups:one",
+        "get_model_parallel_rank": "zero_deepspeed.groups:model_parallel_rank",
+        "get_model_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
         "get_tensor_model_parallel_group": "zero_deepspeed.groups:no_group",
-        "get_tensor_model_parallel_rank": "zero_deepspeed.groups:zero",
-        "get_tensor_model_parallel_world_size": "zero_deepspeed.groups:one",
+        "get_tensor_model_parallel_rank": "zero_deepspeed.groups:model_parallel_rank",
+        "get_tensor_model_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
         "initialize": Unavailable("there are no expert groups to set up"),
     },
     "deepspeed.utils.init_on_device": _ON_DEVICE,
@@ -369,4 +369,4 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "main": "zero_ckpt.zero_to_fp32:",
     },
 }
-"""Module of DeepSpeed -> its names, each with its answer; or why there is no such module."""
+"""Module of DeepSpeed -> its names, each with its answer; `Unavailable` for a module that is not available."""

@@ -1,4 +1,4 @@
-"""The hooks that gather at stage 3, by the names with which scripts switch them off for generation."""
+"""The hooks that gather at stage 3, by the names with which scripts remove them for generation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .optimizer import DeepSpeedOptimizer
 class ParameterOffload(DeepSpeedOptimizer):
     """Removes the hooks of an engine's model and registers them again.
 
-    Without the hooks the model runs as a plain module, which is of use inside `GatheredParameters(model.parameters())`:
-    ranks may then call it a different number of times.
+    Without the hooks the model runs as a plain module: inside `GatheredParameters(model.parameters())`, ranks may then
+    call it a different number of times.
 
     Attributes:
         module: the model (`HookedModule`).
@@ -30,7 +30,7 @@ class ParameterOffload(DeepSpeedOptimizer):
         self.backward_hooks: list[Any] = []
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks: from now on the model's calls gather nothing."""
         self._partition.runtime.pause()
 
     def setup_zero_stage3_hooks(self) -> None:
@@ -43,13 +43,13 @@ class ParameterOffload(DeepSpeedOptimizer):
 
 
 class HookedModule:
-    """A module with the one name more that scripts ask for; everything else is the module's own."""
+    """A module with the method `ds_external_parameters`, which scripts call; all other attributes are the module's."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Nothing: a parameter that is used elsewhere is found where it belongs, by `named_parameters`."""
+        """Return an empty iterator: `named_parameters` has every parameter of the model."""
         return iter(())
 
     def __getattr__(self, name: str) -> Any:

@@ -24,11 +24,11 @@ _STATE_KEYS = {
 
 
 class DeepSpeedOptimizer:
-    """The base of what `engine.optimizer` is."""
+    """The base class of all that `engine.optimizer` can be."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The torch optimizer of an engine, its param groups live, and the facts about its step.
+    """The torch optimizer of an engine, with attributes and methods of DeepSpeed's ZeRO optimizers.
 
     ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects.
     """
@@ -41,22 +41,22 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimizer."""
+        """Return the torch optimizer."""
         return self._sharded.inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The torch optimizer's param groups; what is written to them takes effect at the next step."""
+        """Return the torch optimizer's param groups; changes to them take effect at the next step."""
         return self._sharded.param_groups
 
     @property
     def state(self) -> Any:
-        """The torch optimizer's state, by fragment."""
+        """Return the torch optimizer's state, by fragment."""
         return self._sharded.state
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The torch optimizer's defaults."""
+        """Return the torch optimizer's defaults."""
         return self._sharded.inner.defaults
 
     @property
@@ -66,32 +66,34 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss."""
+        """Return the factor of the loss."""
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the factor adapts itself."""
+        """Return whether the loss scale is dynamic."""
         return isinstance(self._sharded.loss_scale, DynamicLossScale)
 
     @property
     def clip_grad(self) -> float:
-        """The largest global gradient norm; 0 when gradients are not clipped."""
+        """Return the maximal global gradient norm of clipping; 0 without clipping."""
         return self._sharded.clip
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's masters: one flat tensor per unit where they are on the device, else one per parameter."""
+        """Return this rank's masters: a flat tensor per unit if on the device, else one per parameter."""
         partition = self._engine.partition
         return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part under DeepSpeed's names: the torch optimizer's state dict, the masters (not copies), and
-        facts. `engine.save_checkpoint` saves everything."""
+        """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict and the masters (no copies).
+
+        `engine.save_checkpoint` saves the state of all ranks.
+        """
         stage = self._engine.zero_optimization_stage()
         inner, masters = _STATE_KEYS[stage == 3]
         return {
@@ -106,8 +108,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_options: Any) -> None:
-        """Load the torch optimizer's part of what `state_dict` gave on this rank, at the same number of ranks and kind
-        of stage. Weights are not touched."""
+        """Load the torch optimizer's state from what `state_dict` returned on this rank; masters and weights stay.
+
+        It must come from the same number of ranks, and from stage 3 if and only if this is stage 3: `UsageError`.
+        """
         key = _STATE_KEYS[self._engine.zero_optimization_stage() == 3][0]
         if key not in state_dict:
             raise UsageError(
@@ -117,15 +121,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._sharded.inner.load_state_dict(state_dict[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients collected so far (`engine.step` does it by itself)."""
+        """Drop the gradients accumulated so far (`engine.step` does so itself)."""
         self._engine.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_options: Any) -> None:
-        """`engine.backward` without the division by the accumulation steps."""
+        """Call `engine.backward` without dividing the loss by the accumulation steps."""
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """`engine.step`, but the learning rate is left to the caller. Raises `UsageError` for a ``closure``."""
+        """Call `engine.step` without its learning rate schedule. Raises `UsageError` for a ``closure``."""
         if closure is not None:
             raise UsageError("engine.optimizer.step(closure=…): call the closure yourself, then step()")
         self._engine.step_without_schedule()
@@ -148,6 +152,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
+    """Return this rank's masters of a unit: the flat one, or those of its fragments in a store; may be empty."""
     if unit.master is not None:
         return [unit.master]
     if unit.states is None:

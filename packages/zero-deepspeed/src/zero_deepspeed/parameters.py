@@ -1,4 +1,4 @@
-"""Attributes of a parameter under stage 3, by DeepSpeed's names."""
+"""DeepSpeed's attributes of parameters that stage 3 or `Init` shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FACTS = "_ds_facts"
 
 
 class ZeroParamType(enum.Enum):
-    """How a parameter is kept; here those of `Init` and of stage 3 are PARTITIONED, all others NORMAL."""
+    """The kind of a parameter; here those of `Init` and of stage 3 are PARTITIONED, all others NORMAL."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -40,7 +40,7 @@ class ZeroParamType(enum.Enum):
 
 
 class ZeroParamStatus(enum.Enum):
-    """Where the full values are: here (AVAILABLE), not here, or on their way."""
+    """The presence of a parameter's full values: gathered (AVAILABLE), released, or being gathered (INFLIGHT)."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -48,7 +48,10 @@ class ZeroParamStatus(enum.Enum):
 
 
 class _Facts:
-    """The facts that a `ZeroParameter` keeps besides its data; copies and pickles of the parameter carry none of it."""
+    """The data of a `ZeroParameter` besides its tensor; copies and pickles of the parameter do not contain it.
+
+    ``gathers``: number of open gathers of the user's; ``held``: the context of `ZeroParameter.all_gather`.
+    """
 
     def __init__(self, group: Group | None) -> None:
         self.number = next(_NUMBERS)
@@ -66,36 +69,36 @@ class _Facts:
 
 
 class ZeroParameter(nn.Parameter):
-    """The class that parameters have while stage 3 or `Init` keeps them; every name is computed when it is read.
+    """The class of parameters that stage 3 or `Init` shards; its attributes are computed when they are read.
 
-    Under one rank a parameter is always full; ``ds_status`` still says NOT_AVAILABLE outside of
-    `GatheredParameters`, so that scripts take the path that they take under more ranks.
+    With one rank a parameter is always full. ``ds_status`` is NOT_AVAILABLE outside of `GatheredParameters` all the
+    same, so that scripts behave as they do with several ranks.
     """
 
     @property
     def ds_id(self) -> int:
-        """A number of its own, in order of creation: the same on all ranks."""
+        """Return its unique number, in order of creation: the same on all ranks."""
         return _facts(self).number
 
     @property
     def ds_shape(self) -> torch.Size:
-        """The shape of the full parameter."""
+        """Return the shape of the full parameter."""
         return self.shape
 
     @property
     def ds_numel(self) -> int:
-        """Elements of the full parameter."""
+        """Return the number of elements of the full parameter."""
         return self.shape.numel()
 
     @property
     def ds_param_type(self) -> ZeroParamType:
-        """PARTITIONED."""
+        """Return PARTITIONED."""
         return ZeroParamType.PARTITIONED
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether the full values are in ``data`` now."""
-        place = _place(self)
+        """Return whether ``data`` has the full values now, or a gather of them is in flight."""
+        place = _find_unit(self)
         if place is not None:
             unit = place[0]
             if unit.releasable and unit.state is not UnitState.GATHERED:
@@ -110,8 +113,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """A copy of the part that this rank holds, 1-D."""
-        place = _place(self)
+        """Return this rank's fragment, 1-D, a copy while an engine has the parameter; all of it if not sharded."""
+        place = _find_unit(self)
         if place is None:
             record = sharded_record(self)
             return self.data.flatten() if record is None else record.shard
@@ -128,43 +131,45 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_persist(self) -> bool:
-        """Return whether it is replicated, as small parameters do."""
-        place = _place(self)
+        """Return whether it is persistent: always gathered, as small parameters are."""
+        place = _find_unit(self)
         return place is not None and place[0].plan.persistent
 
     @property
     def ds_active_sub_modules(self) -> set[Any]:
-        """A set that scripts may clear; nothing here depends on it."""
+        """Return a set that scripts may clear; nothing here depends on it."""
         return _facts(self).active
 
     @property
     def is_external_param(self) -> bool:
-        """Return whether a module that does not own it registered it."""
+        """Return whether a module that does not own it uses it (`register_external_parameter`)."""
         return _facts(self).external
 
     @property
     def ds_process_group(self) -> dist.ProcessGroup:
-        """The process group whose ranks hold the shards: a replica's under MiCS, the data-parallel one under an mpu."""
+        """Return the group whose ranks hold the shards: a replica's under MiCS, the data-parallel one under an mpu."""
         group = _shard_group(self)
         return get_world_group() if group is None else group.torch_group()
 
     @property
     def ds_zero_partition_rank(self) -> int:
-        """This rank's number in `ds_process_group`."""
+        """Return this rank's index in `ds_process_group`."""
         group = _shard_group(self)
         return dist.get_rank() if group is None else group.rank
 
     @property
     def ds_zero_partition_world_size(self) -> int:
-        """The number of ranks in `ds_process_group`."""
+        """Return the number of ranks in `ds_process_group`."""
         group = _shard_group(self)
         return dist.get_world_size() if group is None else group.world_size
 
     @property
     def ds_secondary_tensor(self) -> torch.Tensor | None:
-        """A copy of this rank's part in the secondary shards of its node (hpZ), 1-D, as the last gather left it; None
-        without them, and before the first gather."""
-        place = _place(self)
+        """Return a copy of the parameter's elements in this rank's secondary shard (hpZ), 1-D, as of the last gather.
+
+        None without secondary shards, and before the first gather.
+        """
+        place = _find_unit(self)
         secondary = None if place is None else place[0].route.secondary
         if place is None or secondary is None or secondary.part is None:
             return None
@@ -175,43 +180,43 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def nvme_swapper(self) -> None:
-        """None: the store that keeps the part belongs to the engine."""
+        """Return None: the engine owns the store of its shards."""
         return
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
-        """Have this parameter (or those of ``param_list``) gathered until `partition`. Collective."""
+        """Gather this parameter (or those of ``param_list``) until `partition`. Collective."""
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is None:
                 _facts(parameter).held = gathered_anywhere(parameter)
                 _facts(parameter).held.__enter__()
-                note_gather([parameter], 1)
+                count_gathers([parameter], 1)
 
     def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_options: Any) -> None:
-        """`all_gather` of ``params``. Collective."""
+        """Gather ``params`` as `all_gather` does. Collective."""
         self.all_gather(params)
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
-        """Let go what `all_gather` brought. Collective."""
+        """Release this parameter (or those of ``param_list``) after `all_gather`. Collective."""
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is not None:
                 held, _facts(parameter).held = _facts(parameter).held, None
                 held.__exit__(None, None, None)
-                note_gather([parameter], -1)
+                count_gathers([parameter], -1)
 
     def partition_numel(self) -> int:
-        """Elements of a rank's part, the last one's padding included."""
+        """Return the number of elements per rank in DeepSpeed's layout, padding included."""
         return math.ceil(self.ds_numel / self.ds_zero_partition_world_size)
 
     def aligned_size(self) -> int:
-        """Elements of all parts together."""
+        """Return the number of elements over all ranks in DeepSpeed's layout, padding included."""
         return self.partition_numel() * self.ds_zero_partition_world_size
 
     def padding_size(self) -> int:
-        """Elements of padding."""
+        """Return the number of padding elements in DeepSpeed's layout."""
         return self.aligned_size() - self.ds_numel
 
     def ds_summary(self, **_options: Any) -> dict[str, Any]:
-        """The facts about this parameter as a dict."""
+        """Return the attributes of this parameter as a dict."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -224,9 +229,9 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter with the full values. Collective where they are not here."""
+        """Return a plain parameter with the full values. Collective where they are not gathered."""
         if id(self) not in memo:
-            with nullcontext() if _is_whole(self) else gathered_anywhere(self):
+            with nullcontext() if _is_full(self) else gathered_anywhere(self):
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         copied: nn.Parameter = memo[id(self)]
         return copied
@@ -237,32 +242,34 @@ class ZeroParameter(nn.Parameter):
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-def adopt(parameters: Iterable[nn.Parameter], group: Group | None = None) -> None:
-    """Give plain parameters the names of `ZeroParameter`; others are left as they are. ``group``: the ranks that hold
-    their shards until an engine owns them."""
+def add_names(parameters: Iterable[nn.Parameter], group: Group | None = None) -> None:
+    """Make plain parameters `ZeroParameter`s; parameters of other classes stay as they are.
+
+    ``group``: the ranks that hold their shards until an engine owns them.
+    """
     for parameter in parameters:
         if present_class(parameter) is nn.Parameter:
             change_class(parameter, ZeroParameter)
             setattr(parameter, _FACTS, _Facts(group))
 
 
-def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Take the names away again."""
+def remove_names(parameters: Iterable[nn.Parameter]) -> None:
+    """Make parameters plain `nn.Parameter`s again."""
     for parameter in parameters:
         if present_class(parameter) is ZeroParameter:
             change_class(parameter, nn.Parameter)
             delattr(parameter, _FACTS)
 
 
-def note_gather(parameters: Iterable[object], change: int) -> None:
-    """A gather of ``parameters`` begins (1) or ends (-1)."""
+def count_gathers(parameters: Iterable[object], change: int) -> None:
+    """Change the number of the user's open gathers of ``parameters``: by 1 at the begin, by -1 at the end."""
     for parameter in parameters:
         if isinstance(parameter, ZeroParameter):
             _facts(parameter).gathers += change
 
 
-def note_external(parameter: nn.Parameter) -> None:
-    """A module that does not own the parameter registered it."""
+def mark_external(parameter: nn.Parameter) -> None:
+    """Mark a parameter as used by a module that does not own it."""
     if isinstance(parameter, ZeroParameter):
         _facts(parameter).external = True
 
@@ -272,20 +279,21 @@ def _facts(parameter: nn.Parameter) -> _Facts:
     return facts
 
 
-def _is_whole(parameter: nn.Parameter) -> bool:
-    place, record = _place(parameter), sharded_record(parameter)
+def _is_full(parameter: nn.Parameter) -> bool:
+    """Return whether ``data`` has the full values now."""
+    place, record = _find_unit(parameter), sharded_record(parameter)
     if place is not None:
         return not place[0].releasable or place[0].state is UnitState.GATHERED
     return record is None or record.is_full
 
 
 def _shard_group(parameter: nn.Parameter) -> Group | None:
-    """The ranks that hold the parameter's shards, or would if it were not replicated; None: nobody said."""
+    """Return the group whose ranks hold the parameter's shards; None before an engine or `Init` set it."""
     owner: Partition | None = owner_of(parameter)
     return _facts(parameter).group if owner is None else owner.groups.gather
 
 
-def _place(parameter: nn.Parameter) -> tuple[Unit, int] | None:
-    """The unit that holds the parameter, and its number there."""
+def _find_unit(parameter: nn.Parameter) -> tuple[Unit, int] | None:
+    """Return the unit of the parameter and its index there; None outside of an engine, and for a replicated one."""
     owner: Partition | None = owner_of(parameter)
     return None if owner is None else owner.find(parameter)

@@ -1,4 +1,4 @@
-"""The command `ds_report`, and which of DeepSpeed's operators have something that answers them."""
+"""The command `ds_report`, and the table of DeepSpeed's operators that are available."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ COMPATIBLE: dict[str, bool] = {
     "fused_lamb": True,
     "fused_lion": True,
 }
-"""DeepSpeed's name of an operator -> whether it is answered."""
+"""DeepSpeed's name of an operator -> whether it is available."""
 
 GIT_HASH = GIT_BRANCH = "zero-deepspeed"
 INSTALLED: dict[str, bool] = {}
 ACCELERATOR_NAME = ""
 TORCH_INFO: dict[str, str] = {}
-"""What `deepspeed.git_version_info` says of a build: nothing is built ahead of time."""
+"""The attributes of `deepspeed.git_version_info`; empty ones, as nothing is built ahead of time."""
 
 _PACKAGES = (
     "zero-deepspeed",
@@ -46,7 +46,7 @@ _PACKAGES = (
 
 
 def main() -> int:
-    """Print versions, the device and the operators."""
+    """Print versions, the device and the operators; return the exit status 0."""
     device = get_accelerator()
     print(f"deepspeed {VERSION}, answered by zero-deepspeed from {path()}")
     print(f"python {platform.python_version()} at {sys.executable}")
@@ -60,6 +60,7 @@ def main() -> int:
 
 
 def _version(name: str) -> str:
+    """Return the version of a distribution, or "not installed"."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, as its users and their frameworks write it, for `Config`."""
+"""Loading of DeepSpeed's configurations, as users and frameworks write them, into `Config`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _CLIPPING = "DeepSpeed's default since 0.19"
 
 
 def raw_config(source: Any) -> dict[str, Any]:
-    """The user's dict itself; or what a JSON or Hjson file, or urlsafe base64 of JSON text, holds."""
+    """Return a dict as it is, and the content of a JSON or Hjson file or of urlsafe base64 of JSON text as a dict.
+
+    Raises `ConfigError`.
+    """
     if isinstance(source, dict):
         return source
     if isinstance(source, (str, os.PathLike)) and not Path(source).exists():
@@ -31,38 +34,40 @@ def raw_config(source: Any) -> dict[str, Any]:
         except (binascii.Error, UnicodeDecodeError, json.JSONDecodeError) as error:
             expected = "expected a dict, the path of a JSON file, or urlsafe base64 of JSON text"
             raise ConfigError(Problem("config", expected, repr(os.fspath(source)))) from error
-    return _file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
+    return _read_file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
 
 
 def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True) -> Config:
     """Resolve DeepSpeed's configuration, with DeepSpeed's defaults where they differ.
 
-    ``trains``: false where there is no optimizer; the section `scheduler` of a training configuration has no effect.
+    ``trains``: false without an optimizer; then the section `scheduler` has no effect.
 
-    Keys that DeepSpeed has removed are accepted when they ask for nothing, unknown keys at the top and in sections that
-    it reads key by key are left out with a warning, offload at stage 0 has no effect, and a warm-up of no steps is one
-    of a single step. Raises `ConfigError`.
+    Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
+    that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
+    steps, which becomes 1 step. Raises `ConfigError`.
     """
     data = read(raw)
     if not trains:
         data.pop("scheduler", None)
-    _drop_idle(data)
-    _warm_up_at_once(data)
-    _drop_unknown(data)
+    _drop_idle_removed_keys(data)
+    _replace_zero_warmup(data)
+    _drop_unknown_keys(data)
     _drop_idle_offload(data)
-    return Config.load(data, world_size=world_size, defaults=_defaults(data))
+    return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data))
 
 
 def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
-    """`load_config` for building a model, when frameworks have not filled in every "auto" yet: batch sizes, the
-    optimizer and the schedule are left out."""
+    """Return `load_config` without batch sizes, optimizer and schedule, for building a model.
+
+    Frameworks may not have filled in every "auto" of these yet.
+    """
     unresolved = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     kept = {key: value for key, value in raw.items() if key not in (*unresolved, "optimizer", "scheduler")}
     return load_config({**kept, "train_micro_batch_size_per_gpu": 1}, world_size)
 
 
-def _file(path: Path) -> dict[str, Any]:
-    """A file as DeepSpeed reads it: JSON, or with comments and the like Hjson."""
+def _read_file(path: Path) -> dict[str, Any]:
+    """Return the content of a file: JSON, else Hjson (JSON with comments), as DeepSpeed reads it."""
     try:
         return read(path)
     except ConfigError as refused:
@@ -80,7 +85,8 @@ def _file(path: Path) -> dict[str, Any]:
             raise refused from None
 
 
-def _defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+def _dialect_defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    """Return path -> (value, reason) of the defaults of DeepSpeed that differ, for `Config.load`."""
     found: dict[str, tuple[Any, str]] = {"gradient_clipping": (1.0, _CLIPPING)}
     half = data.get("bf16", data.get("bfloat16"))
     if isinstance(half, dict) and half.get("enabled") is True and half.get("check_grad_overflow") is None:
@@ -91,8 +97,8 @@ def _defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     return found
 
 
-def _drop_idle(data: dict[str, Any]) -> None:
-    """Removed keys that are switched off."""
+def _drop_idle_removed_keys(data: dict[str, Any]) -> None:
+    """Delete removed keys that ask for nothing."""
     for path in REMOVED_KEYS:
         parent, _, key = path.rpartition(".")
         section = data.get(parent) if parent else data
@@ -101,21 +107,22 @@ def _drop_idle(data: dict[str, Any]) -> None:
 
 
 def _asks_nothing(value: Any) -> bool:
+    """Return whether a value is off: null, false, -1, empty, or a section that is not enabled."""
     if isinstance(value, dict) and value:
         return value.get("enabled") is False
     return any(value is idle or (value == idle and not isinstance(value, bool)) for idle in _ASKS_NOTHING)
 
 
-def _warm_up_at_once(data: dict[str, Any]) -> None:
-    """No warm-up, which DeepSpeed before 0.19.6 took for the shortest one and older frameworks fill in for "auto"."""
+def _replace_zero_warmup(data: dict[str, Any]) -> None:
+    """Replace 0 warm-up steps by 1: DeepSpeed before 0.19.6 did so, and older frameworks write 0 for "auto"."""
     section = data.get("scheduler")
     params = section.get("params") if isinstance(section, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
         params["warmup_num_steps"] = 1
 
 
-def _drop_unknown(data: dict[str, Any]) -> None:
-    """Keys that DeepSpeed does not read either."""
+def _drop_unknown_keys(data: dict[str, Any]) -> None:
+    """Delete keys that DeepSpeed would not read, with a warning."""
     for path, section, known in _lenient_sections(data):
         for key in [key for key in section if key not in known]:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -125,6 +132,7 @@ def _drop_unknown(data: dict[str, Any]) -> None:
 
 
 def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    """Yield (path with a dot at the end, section, its known keys) of sections in which DeepSpeed ignores other keys."""
     yield "", data, {*known_keys(""), *REMOVED_KEYS}
     for name in _READ_KEY_BY_KEY:
         if isinstance(data.get(name), dict):
@@ -134,6 +142,7 @@ def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _drop_idle_offload(data: dict[str, Any]) -> None:
+    """Delete `offload_optimizer` at stage 0, with a warning."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, "auto"):
         return

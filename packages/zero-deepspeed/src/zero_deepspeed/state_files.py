@@ -1,7 +1,7 @@
-"""The small files under DeepSpeed's names in a checkpoint's folder, for scripts that look for them and read facts.
+"""Small files with DeepSpeed's names in a checkpoint's folder, for scripts that look for them.
 
-They hold what DeepSpeed's files of the first rank say besides tensors; tensors are in the safetensors files beside
-them. Nothing here reads them back.
+They hold the content of DeepSpeed's files of the first rank without its tensors, which are in the safetensors files of
+the folder. Loading a checkpoint does not read them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _OPTIMIZER_FILES = "*_optim_states.pt"
 
 
 def state_files(state: TrainingState, config: dict[str, Any], client_state: dict[str, Any]) -> dict[str, bytes]:
-    """Name -> contents, for `torch.load`: the model's file, and from stage 1 the optimizer's. ``config``: as given."""
+    """Return name -> content (for `torch.load`) of the model's file and, from stage 1, the optimizer's.
+
+    ``config``: as the user gave it.
+    """
     stage, part, ranks = state.partition.options.stage, state.model_part.place, state.partition.data_world_size
     facts = {"ds_config": config, "ds_version": VERSION}
     shapes: dict[bool, dict[str, torch.Size]] = {True: {}, False: {}}
@@ -47,55 +50,59 @@ def state_files(state: TrainingState, config: dict[str, Any], client_state: dict
         **facts,
         **client_state,
     }
-    files = {_model_name(stage, part.rank): _saved(model)}
+    files = {_model_file_name(stage, part.rank): _torch_saved(model)}
     if stage > 0 and state.optimizer is not None:
         inner = {"zero_stage": stage, "partition_count": ranks, "ds_version": VERSION}
         prefix = "bf16_" if state.config.bf16.enabled else ""
         name = f"{prefix}zero_pp_rank_0_mp_rank_{part.rank:02d}_optim_states.pt"
-        files[name] = _saved({"optimizer_state_dict": inner, **facts})
+        files[name] = _torch_saved({"optimizer_state_dict": inner, **facts})
     return files
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """The path of the model's file in the folder of one tag. Raises FileNotFoundError."""
-    path = _folder(checkpoint_dir) / _model_name(zero_stage, 0)
+    """Return the path of the model's file in the folder of a tag. Raises FileNotFoundError."""
+    path = _existing_folder(checkpoint_dir) / _model_file_name(zero_stage, 0)
     if not path.is_file():
         raise FileNotFoundError(f"there is no model states file at '{path}'")
     return str(path)
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """The paths of the optimizer's files in the folder of one tag, by rank. Raises FileNotFoundError."""
-    return _globbed(checkpoint_dir, _OPTIMIZER_FILES)
+    """Return the paths of the optimizer's files in the folder of a tag, by rank. Raises FileNotFoundError."""
+    return _files_by_rank(checkpoint_dir, _OPTIMIZER_FILES)
 
 
 def get_model_state_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """The paths of the model's files in the folder of one tag, by rank. Raises FileNotFoundError."""
-    return _globbed(checkpoint_dir, "*_model_states.pt")
+    """Return the paths of the model's files in the folder of a tag, by rank. Raises FileNotFoundError."""
+    return _files_by_rank(checkpoint_dir, "*_model_states.pt")
 
 
-def _model_name(stage: int, part: int) -> str:
+def _model_file_name(stage: int, model_parallel_rank: int) -> str:
+    """Return the name of the model's file; `UsageError` for an impossible stage."""
     if stage not in (0, 1, 2, 3):
         raise UsageError(f"zero_stage: expected 0, 1, 2 or 3, got {stage!r}")
-    return f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{part:02d}_model_states.pt"
+    return f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_{model_parallel_rank:02d}_model_states.pt"
 
 
-def _folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
+def _existing_folder(checkpoint_dir: str | os.PathLike[str]) -> Path:
+    """Return the folder as a Path, or raise FileNotFoundError."""
     folder = Path(checkpoint_dir)
     if not folder.is_dir():
         raise FileNotFoundError(f"the directory '{folder}' does not exist")
     return folder
 
 
-def _globbed(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
-    found = _folder(checkpoint_dir).glob(pattern)
+def _files_by_rank(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
+    """Return the files that match ``pattern``, sorted by the numbers in their names. Raises FileNotFoundError."""
+    found = _existing_folder(checkpoint_dir).glob(pattern)
     numbered = sorted(found, key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)])
     if not numbered:
         raise FileNotFoundError(f"there are no {pattern} files in '{checkpoint_dir}'")
     return [str(path) for path in numbered]
 
 
-def _saved(state: dict[str, Any]) -> bytes:
+def _torch_saved(state: dict[str, Any]) -> bytes:
+    """Return the bytes that `torch.save` writes for ``state``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

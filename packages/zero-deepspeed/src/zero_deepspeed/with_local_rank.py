@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script, or with ``-m`` the module, as ``__main__``."""
+    """Run the script of the command line, or with ``-m`` the module, as ``__main__``."""
     module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[2:] if module else sys.argv[1:]
     sys.argv = [name, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}", *arguments]

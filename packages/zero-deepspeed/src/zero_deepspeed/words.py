@@ -1,4 +1,4 @@
-"""Words of the configuration as enumerations, which scripts pass instead of strings."""
+"""Values of the configuration as enumerations, which scripts may pass instead of strings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class OffloadDeviceEnum(str, enum.Enum):
-    """Where something is kept."""
+    """The tiers of offloaded shards."""
 
     none = "none"
     cpu = "cpu"
@@ -14,7 +14,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """The states that `engine.offload_states` takes away."""
+    """The states that `engine.offload_states` can move to the host."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
