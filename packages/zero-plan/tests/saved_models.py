@@ -1,7 +1,8 @@
-"""Checkpoints of real runs, whose files and peaks of memory are compared with planned ones."""
+"""Checkpoints that real runs save and load, whose files, reads and peaks of memory are compared with planned ones."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,48 @@ class MeasuredSave(NamedTuple):
     files: dict[str, int]
     peaks: tuple[Peak, ...]
     message_nbytes: int
+
+
+class MeasuredLoad(NamedTuple):
+    """The peaks of a load, the bytes that a rank read of data files, and those that it wrote to its tier."""
+
+    peaks: tuple[Peak, ...]
+    read: int
+    written: int
+
+
+class LoadEnds(MeasuredEnds):
+    """Real memory that is followed, and one real engine for files."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__(memory)
+        from zero_nvme_aio import Engine
+
+        self.engine = Engine(queue_depth=4)
+
+    def io_engine(self, given: Any) -> Any:
+        return self.engine
+
+    def written(self, engine: Any) -> int:
+        for tier in (engine.partition.residency, engine.partition.states):
+            if tier is not None:
+                tier.flush()
+        return self.engine.counters()["bytes_written"]
+
+
+@contextmanager
+def reads_counted() -> Iterator[list[int]]:
+    """Count the bytes that come from positions in files."""
+    found: list[int] = []
+    preadv = os.preadv
+
+    def counted(*arguments: Any) -> int:
+        found.append(preadv(*arguments))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", counted)
+        yield found
 
 
 @contextmanager
@@ -71,3 +114,27 @@ def _save(case: Case, folder: Path) -> MeasuredSave:
         engine.destroy(unshard=False)
     messages = max(own, default=0) + watch.memory.peak.get("messages", 0)
     return MeasuredSave(files, peaks, messages)
+
+
+def load(cases: list[Case], folder: str) -> list[MeasuredLoad]:
+    """Load what `save` saved for each case, on this job's ranks."""
+    return [_load(case, Path(folder) / str(number)) for number, case in enumerate(cases)]
+
+
+def _load(case: Case, folder: Path) -> MeasuredLoad:
+    import zero_core
+    from zero_plan.dry_run.peak_watch import PeakWatch
+
+    watch = PeakWatch()
+    ends = LoadEnds(watch.memory)
+    with watch, LiveStorages(watch.memory), tier_ends(ends), messages_apart(watch.memory, []):
+        engine = zero_core.initialize(model=case.model(), config=case.config(str(folder / "loading")))[0]
+        watch.follow(engine)
+        before = ends.written(engine)
+        watch.reset_peaks("load")
+        with reads_counted() as reads:
+            engine.load_checkpoint(folder / "checkpoint", "real")
+        peaks = watch.peaks()
+        written = ends.written(engine) - before
+        engine.destroy(unshard=False)
+    return MeasuredLoad(peaks, sum(reads), written)

@@ -49,10 +49,10 @@ def test_its_numbers_are_those_of_plan(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_model_of_images_and_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = write(tmp_path, model=VIT, ds=ENGINE)
-    assert main([*command, "--batch", "2", "--world-size", "2", "--checkpoint"]) == 0
+    assert main([*command, "--batch", "2", "--world-size", "2", "--checkpoint", "--saved-by", "1"]) == 0
     printed = capsys.readouterr().out
-    saved = "rank 1 of 2: a save, which writes"
-    for title in ("rank 0 of 2: between two steps", "at the peak", "rank 1 of 2: sent in a step", saved):
+    checkpoint = "rank 1 of 2: a save, which writes", "rank 1 of 2: loading a checkpoint of world size 1"
+    for title in ("rank 0 of 2: between two steps", "at the peak", "rank 1 of 2: sent in a step", *checkpoint):
         assert title in printed
 
 

@@ -156,7 +156,7 @@ class Checkpoint:
         jobs = [job for request in requests for job in self._slice_copies(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
             jobs = self._read_whole_slices(jobs)
-        by_slice: dict[tuple[int, str, int | None], list[_SliceCopy]] = {}
+        by_slice: dict[tuple[int, str, int | None], list[SliceCopy]] = {}
         for job in jobs:
             by_slice.setdefault((job.piece.file, job.piece.key, job.piece.begin), []).append(job)
         if threads <= 1 or len(by_slice) <= 1:
@@ -172,7 +172,7 @@ class Checkpoint:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _read_whole_slices(self, jobs: list[_SliceCopy]) -> list[_SliceCopy]:
+    def _read_whole_slices(self, jobs: list[SliceCopy]) -> list[SliceCopy]:
         """Read the jobs that are whole slices with direct I/O, 64 files at a time; returns the other jobs."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
@@ -180,7 +180,7 @@ class Checkpoint:
             self._read_directly([job for group in by_file[first : first + _OPEN_FILES] for job in group])
         return [job for job in jobs if not job.is_whole]
 
-    def _read_directly(self, jobs: list[_SliceCopy]) -> None:
+    def _read_directly(self, jobs: list[SliceCopy]) -> None:
         """Read jobs that are whole slices with direct I/O and compare their checksums."""
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
@@ -207,7 +207,7 @@ class Checkpoint:
         self.read_into(name, kind, offset, out)
         return out
 
-    def _slice_copies(self, request: ReadRequest) -> list[_SliceCopy]:
+    def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
         """Return one copy for each slice that a request overlaps."""
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
@@ -223,10 +223,10 @@ class Checkpoint:
         for piece in _overlapping(entry.slices, begin, end):
             low, high = max(begin, piece.offset), min(end, piece.offset + piece.length)
             view = out[(low - begin) * itemsize : (high - begin) * itemsize]
-            jobs.append(_SliceCopy(entry, piece, (low - piece.offset) * itemsize, view))
+            jobs.append(SliceCopy(entry, piece, (low - piece.offset) * itemsize, view))
         return jobs
 
-    def _copy_from_slice(self, jobs: Sequence[_SliceCopy], verify: bool) -> None:
+    def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
         """Do jobs that read from the same slice; to verify them it is read once."""
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
@@ -248,7 +248,7 @@ class Checkpoint:
             if job.view is not whole:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
-    def _verify_large(self, job: _SliceCopy, fd: int, begin: int, where: str) -> None:
+    def _verify_large(self, job: SliceCopy, fd: int, begin: int, where: str) -> None:
         """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did."""
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
@@ -256,11 +256,11 @@ class Checkpoint:
                 self._require_checksum(job, scan_fd(fd, begin, job.slice_nbytes, where))
                 self._large.add(place)
 
-    def _open(self, job: _SliceCopy) -> int:
+    def _open(self, job: SliceCopy) -> int:
         """Return a descriptor of the file that holds a job's slice."""
         return self._folder.open_named(self._manifest.files[job.piece.file].path, self._where(job))
 
-    def _require_checksum(self, job: _SliceCopy, found: str) -> None:
+    def _require_checksum(self, job: SliceCopy, found: str) -> None:
         """Raise DamagedError unless `found` is the checksum of a job's slice."""
         if found != job.piece.checksum:
             raise DamagedError(
@@ -268,12 +268,12 @@ class Checkpoint:
                 f"(checksum {found}, expected {job.piece.checksum})"
             )
 
-    def _where(self, job: _SliceCopy) -> str:
+    def _where(self, job: SliceCopy) -> str:
         """Return the tensor and the file of a job, for error messages."""
         file = self.path / self._manifest.files[job.piece.file].path
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
-    def _begin(self, job: _SliceCopy) -> int:
+    def _begin(self, job: SliceCopy) -> int:
         """Return the byte of its file at which a job's slice begins."""
         if job.piece.begin is not None:
             return job.piece.begin
@@ -294,7 +294,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _SliceCopy:
+class SliceCopy:
     """A copy of the bytes of one slice, from `skip` bytes after its begin on, into `view`."""
 
     entry: TensorEntry
@@ -304,10 +304,12 @@ class _SliceCopy:
 
     @property
     def slice_nbytes(self) -> int:
+        """The bytes of the slice."""
         return self.piece.length * ITEMSIZE[self.entry.dtype]
 
     @property
     def is_whole(self) -> bool:
+        """Return whether all of the slice is copied."""
         return self.view.nbytes == self.slice_nbytes
 
 

@@ -1,10 +1,14 @@
-"""A save of which only one rank exists, over tensors without memory, into files that have lengths and no content.
+"""Saves and loads of which only one rank exists, over tensors without memory, and files that have no content.
 
 [Note: rehearsed saves]
 For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
 intervals, the plan, the headers, the commit. Only the ends differ: the other ranks hold exactly what this one lacks and
 always succeed; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The
-manifest has this rank's slices only, so that such a checkpoint cannot be loaded.
+manifest has this rank's slices only, so that such a checkpoint cannot be opened.
+
+[Note: rehearsed loads]
+A load reads from a manifest that the rehearsal is given, merged from those of rehearsed saves. Everything that decides
+what is read runs as ever; the reads themselves are counted and touch neither files nor memory.
 """
 
 from __future__ import annotations
@@ -19,21 +23,26 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .manifest import Manifest
 from .plain import pack
 from .types import Coordinator, numel
 
 _HEADS = "heads"
 
 
-class SaveRehearsal:
-    """The stand-in for memory in rehearsed saves, and what it learns of them.
+class CheckpointRehearsal:
+    """The stand-in for memory in rehearsed saves and loads, and what it learns of them.
 
     Attributes:
         message_nbytes: host memory of the largest exchange between the ranks: a message of each, padded to the longest.
+        manifest: of the last save, with this rank's slices only; loads read what it describes.
+        read_nbytes: bytes of data files that loads read.
+        scratch_nbytes: the most host memory into which a load reads slices of which it needs a part.
     """
 
-    def __init__(self) -> None:
-        self.message_nbytes = 0
+    def __init__(self, manifest: Manifest | None) -> None:
+        self.message_nbytes = self.read_nbytes = self.scratch_nbytes = 0
+        self.manifest = manifest
         self._blocks: list[mmap.mmap] = []  # a view of an earlier one may be in use
 
     def address(self, nbytes: int) -> int:
@@ -43,13 +52,16 @@ class SaveRehearsal:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._blocks[-1]))
 
 
-_REHEARSAL: ContextVar[SaveRehearsal | None] = ContextVar("zero_ckpt_rehearsal", default=None)
+_REHEARSAL: ContextVar[CheckpointRehearsal | None] = ContextVar("zero_ckpt_rehearsal", default=None)
 
 
 @contextmanager
-def rehearsed() -> Iterator[SaveRehearsal]:
-    """Rehearse the saves of this context (see [Note: rehearsed saves]); threads that start inside it save for real."""
-    rehearsal = SaveRehearsal()
+def rehearsed(manifest: Manifest | None = None) -> Iterator[CheckpointRehearsal]:
+    """Rehearse the saves of this context (see [Note: rehearsed saves]); threads that start inside it save for real.
+
+    Loads are rehearsed too, of the checkpoint that ``manifest`` describes (see [Note: rehearsed loads]).
+    """
+    rehearsal = CheckpointRehearsal(manifest)
     token = _REHEARSAL.set(rehearsal)
     try:
         yield rehearsal
@@ -57,7 +69,7 @@ def rehearsed() -> Iterator[SaveRehearsal]:
         _REHEARSAL.reset(token)
 
 
-def current_rehearsal() -> SaveRehearsal | None:
+def current_rehearsal() -> CheckpointRehearsal | None:
     """Return the rehearsal of this context; None outside of `rehearsed`."""
     return _REHEARSAL.get()
 
@@ -89,7 +101,7 @@ class RehearsedSink:
 class RehearsedRanks:
     """A coordinator whose other ranks hold the elements that this one lacks, and write them elsewhere."""
 
-    def __init__(self, given: Coordinator, rehearsal: SaveRehearsal) -> None:
+    def __init__(self, given: Coordinator, rehearsal: CheckpointRehearsal) -> None:
         self.rank, self.world_size = given.rank, given.world_size
         self._rehearsal = rehearsal
 

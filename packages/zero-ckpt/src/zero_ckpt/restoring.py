@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from .coordination import together
 from .errors import DamagedError, ReplacedError
 from .opening import open_checkpoint
 from .reader import Checkpoint
+from .rehearsal import current_rehearsal
+from .rehearsed_reads import RehearsedCheckpoint
 from .types import Coordinator, SoloCoordinator
 
 T = TypeVar("T")
@@ -35,6 +38,10 @@ def restore(
 
     Any other exception on any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
     """
+    rehearsal = current_rehearsal()
+    if rehearsal is not None:
+        rehearsed = RehearsedCheckpoint(Path(root), rehearsal)
+        return rehearsed, fill(rehearsed)
     group = coordinator or SoloCoordinator()
     damaged: dict[str, str] = {}
     attempts = 0

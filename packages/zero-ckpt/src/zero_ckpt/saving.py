@@ -173,6 +173,9 @@ class _Save:
         for name, data in beside.items():
             _write_beside(self._staging.path, name, data)
         manifest = replace(_build_manifest(self._plan, described, written, self._own_ranks()), tag=self.tag)
+        rehearsal = current_rehearsal()
+        if rehearsal is not None:
+            rehearsal.manifest = manifest
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
         self._staging.commit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from .errors import PlanError
+from .errors import PlanError, at_least_one
 from .planned import Plan
 from .ranks import chosen_ranks
 
@@ -23,6 +23,7 @@ def plan(
     ranks: Iterable[int] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     checkpoint: bool = False,
+    saved_by: int | None = None,
 ) -> Plan:
     """Return what a run needs, measured by a dry run: `zero_core.initialize`, forward, backward and step run in this
     process as one rank after the other, over tensors that have shapes and no memory.
@@ -30,20 +31,22 @@ def plan(
     ``model_fn``: returns the model. ``config``: as for `zero_core.initialize`, with an optimizer. ``batch``: one
     micro-batch, of which only shapes and dtypes matter: a mapping of the model's keyword arguments, a tuple of its
     arguments, or its one argument. ``ranks``: by default the first and the last. ``loss``: returns the loss of the
-    model's output; by default see `loss_of`. ``checkpoint``: plan a save after the steps too. Needs
-    `pip install zero-plan[dry-run]`.
+    model's output; by default see `loss_of`. ``checkpoint``: plan a save after the steps too, and a load of a
+    checkpoint that ``saved_by`` ranks saved (by default ``world_size``). A load also runs those of its savers dry whose
+    files it reads. Needs `pip install zero-plan[dry-run]`.
 
     The compute device is the CPU; offload of activations is refused. Raises `PlanError` for a run that cannot be
     planned, naming the line if code reads a tensor's values, and the errors of `zero_core.initialize`.
     """
     chosen = chosen_ranks(world_size, ranks)
+    savers = world_size if saved_by is None else saved_by
+    at_least_one(saved_by=savers)
     try:
-        from .dry_run import rehearse
+        from .dry_run import DryRun, rehearse
     except ModuleNotFoundError as error:
         raise PlanError(f"a dry run needs {error.name}: pip install 'zero-plan[dry-run]'") from error
-    found = [
-        rehearse(model_fn, config, batch, loss or loss_of, rank, world_size, checkpoint=checkpoint) for rank in chosen
-    ]
+    run = DryRun(model_fn, config, batch, loss or loss_of)
+    found = rehearse(run, chosen, world_size, checkpoint=checkpoint, saved_by=savers)
     return Plan(world_size, tuple(found))
 
 

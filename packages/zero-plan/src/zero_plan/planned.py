@@ -98,6 +98,31 @@ class SavedPlan:
 
 
 @dataclass(frozen=True)
+class LoadedPlan:
+    """What loading a checkpoint into a new engine needs.
+
+    ``saved_by``: the number of ranks that saved it. ``peaks``: the peaks of memory during the load, as in `RankPlan`.
+    ``read``: bytes that the rank reads of the checkpoint's data files; ``written``: bytes that it writes to its tier on
+    NVMe. ``scratch_nbytes``: the most host memory, beside ``peaks``, for slices of which the rank needs a part.
+    """
+
+    saved_by: int
+    peaks: tuple[Peak, ...]
+    read: int
+    written: int = 0
+    scratch_nbytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data for JSON."""
+        return {**vars(self), "peaks": _peaks_as_dicts(self.peaks)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> LoadedPlan:
+        """Return the plan that `as_dict` converted."""
+        return cls(**{**data, "peaks": _peaks_from_dicts(data["peaks"])})
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """What one rank needs: memory, files, traffic and operations.
 
@@ -105,7 +130,8 @@ class RankPlan:
     of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``: the peaks
     during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``:
     bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by the dtype that
-    they compute in. ``saved``: what saving a checkpoint after the steps needs; None if it was not asked for.
+    they compute in. ``saved``, ``loaded``: what saving a checkpoint after the steps needs, and loading one into a new
+    engine; None if it was not asked for.
     """
 
     rank: int
@@ -117,6 +143,7 @@ class RankPlan:
     written: int = 0
     flops: Mapping[str, int] = field(default_factory=dict)
     saved: SavedPlan | None = None
+    loaded: LoadedPlan | None = None
 
     @property
     def peak(self) -> Peak:
@@ -158,6 +185,7 @@ class RankPlan:
             "written": self.written,
             "flops": dict(self.flops),
             "saved": None if self.saved is None else self.saved.as_dict(),
+            "loaded": None if self.loaded is None else self.loaded.as_dict(),
         }
 
     @classmethod
@@ -173,6 +201,7 @@ class RankPlan:
             data["written"],
             data["flops"],
             None if data.get("saved") is None else SavedPlan.from_dict(data["saved"]),
+            None if data.get("loaded") is None else LoadedPlan.from_dict(data["loaded"]),
         )
 
 

@@ -37,8 +37,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes; it keeps the tensor alive.
 
-    In a rehearsed save it is a read-only view of zeros. Raises CheckpointError for a tensor on another device or with
-    strides.
+    In a rehearsal it is a view of zeros, which nobody writes. Raises CheckpointError for a tensor on another device or
+    with strides.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise CheckpointError(f"a buffer needs a contiguous CPU tensor, got {tensor.device} with {tensor.stride()}")
@@ -50,8 +50,7 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
         tensor.data_ptr() if rehearsal is None else rehearsal.address(nbytes)
     )
     memory.owner = tensor.detach(), rehearsal  # type: ignore[attr-defined]
-    view = memoryview(memory).cast("B")
-    return view if rehearsal is None else view.toreadonly()
+    return memoryview(memory).cast("B")
 
 
 class Stager:

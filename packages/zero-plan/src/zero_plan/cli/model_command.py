@@ -37,6 +37,9 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         metavar="NxM",
         help="a micro-batch: samples x tokens, or samples",
     )
+    parser.add_argument(
+        "--saved-by", type=int, metavar="N", help="ranks that saved the checkpoint to load; default: as many as load it"
+    )
     add_plan_arguments(parser)
     parser.set_defaults(run=_model)
 
@@ -52,8 +55,15 @@ def _model(options: argparse.Namespace) -> int:
     from zero_partition import PartitionError
 
     try:
-        asked = {"world_size": options.world_size, "ranks": options.rank, "checkpoint": options.checkpoint}
-        found = plan(build, config, batch=batch, **asked)
+        found = plan(
+            build,
+            config,
+            batch=batch,
+            world_size=options.world_size,
+            ranks=options.rank,
+            checkpoint=options.checkpoint,
+            saved_by=options.saved_by,
+        )
     except (ConfigError, UsageError, PartitionError) as error:
         raise PlanError(f"the engine refuses it: {error}") from error
     return print_plan(found, machine, as_json=options.json)

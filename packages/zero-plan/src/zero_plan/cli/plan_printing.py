@@ -12,7 +12,7 @@ from ..bounding import step_bounds
 from ..fitting import judge_fit
 from ..limits import step_time
 from ..machine import Machine, load_machine
-from ..planned import Peak, Plan, RankPlan, SavedPlan
+from ..planned import LoadedPlan, Peak, Plan, RankPlan, SavedPlan
 from ..quantities import format_quantity
 from .machine_printing import print_bounds, print_fits
 from .printing import print_table
@@ -30,7 +30,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine", metavar="NAME", help="a preset or a machine file: does it fit, and how long does a step take"
     )
-    parser.add_argument("--checkpoint", action="store_true", help="plan a save after the steps too")
+    parser.add_argument("--checkpoint", action="store_true", help="plan a checkpoint too")
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes")
 
 
@@ -93,6 +93,8 @@ def _print_rank(rank: RankPlan, title: str) -> None:
     print_table(title + "moved and computed in a step", ("link", "amount"), [*links, *flops])
     if rank.saved is not None:
         _print_save(rank.saved, title)
+    if rank.loaded is not None:
+        _print_load(rank.loaded, title)
 
 
 def _print_peaks(peaks: Iterable[Peak], title: str) -> None:
@@ -114,6 +116,17 @@ def _print_save(saved: SavedPlan, title: str) -> None:
     ]
     rows.append(("messages, in host memory", format_quantity(saved.message_nbytes, "B"), "sent"))
     print_table(title + f"a save, which writes {format_quantity(saved.written, 'B')}", ("file", "bytes", "how"), rows)
+
+
+def _print_load(loaded: LoadedPlan, title: str) -> None:
+    """Print the peaks and bytes of a checkpoint's load; ``title``: text before the title of each table."""
+    _print_peaks(loaded.peaks, title)
+    rows = [
+        ("read from the checkpoint", format_quantity(loaded.read, "B")),
+        ("written to the tier on NVMe", format_quantity(loaded.written, "B")),
+        ("slices read for a part of them, in host memory, at most", format_quantity(loaded.scratch_nbytes, "B")),
+    ]
+    print_table(title + f"loading a checkpoint of world size {loaded.saved_by}", ("what", "bytes"), rows)
 
 
 def _sent_rows(rank: RankPlan) -> list[tuple[str, str, str, str]]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
-from .rank import rehearse
+from .loading import rehearse
+from .rank import DryRun
 
-__all__ = ["rehearse"]
+__all__ = ["DryRun", "rehearse"]

@@ -32,6 +32,9 @@ ANSWERS: dict[tuple[str, str], bool | int] = {
     ("zero_partition.masters", "store_masters"): False,
     # Do the masters round to the weights? Yes: the step wrote both.
     ("zero_partition.masters", "follow_weights"): True,
+    # How many steps have loaded states taken? At least one.
+    ("zero_core.checkpoint.tiers", "tier_values"): 1,
+    ("zero_core.checkpoint.loading", "_drop_unstarted"): True,
     # Are the scales of encoded blocks finite? Yes.
     ("zero_core.kernels", "quantize_blocks"): True,
     # Are drawn values outside the bounds? No.

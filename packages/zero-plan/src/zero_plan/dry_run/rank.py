@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ from .fakes import PlanMode
 from .lines import describe_error
 from .peak_watch import PeakWatch
 from .recorder import DryRunRecorder
-from .saving import rehearse_save
+from .saving import SavedPart, rehearse_save
 from .supervising import Rehearsal
 from .world import fake_world
 
@@ -49,42 +49,52 @@ def dry_run_context(by: Supervisor, rank: int, world_size: int, recorder: DryRun
             yield
 
 
-def rehearse(
-    model_fn: Callable[[], nn.Module],
-    config: Any,
-    batch: Any,
-    loss: Callable[[Any], torch.Tensor],
-    rank: int,
-    world_size: int,
-    *,
-    checkpoint: bool = False,
-) -> RankPlan:
-    """Train for `STEPS` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
-    traffic and operations of the last step.
+class DryRun(NamedTuple):
+    """The run to plan. ``loss``: returns the loss of the model's output; the others are those of `zero_plan.plan`."""
 
-    ``loss``: returns the loss of the model's output. ``checkpoint``: plan a save after the steps too. The other
-    arguments are those of `zero_plan.plan`.
+    model_fn: Callable[[], nn.Module]
+    config: Any
+    batch: Any
+    loss: Callable[[Any], torch.Tensor]
+
+
+def rehearse_rank(
+    run: DryRun, rank: int, world_size: int, *, steps: int = STEPS, checkpoint: bool = False
+) -> tuple[RankPlan, SavedPart | None]:
+    """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
+    traffic and operations of the last step, and what the rank saved.
+
+    ``checkpoint``: plan a save after the steps too.
     """
-    recorder = DryRunRecorder()
+    recorder, part = DryRunRecorder(), None
+    with new_engine(run, rank, world_size, recorder) as (engine, folder):
+        micro_batch = tree_map(without_values, run.batch)
+        for _ in range(steps):
+            recorder.begin_step(engine)
+            _run_step(engine, micro_batch, run.loss, recorder.watch)
+        found = recorder.plan(engine)
+        if checkpoint:
+            saved, part = rehearse_save(engine, recorder.watch, folder)
+            found = replace(found, saved=saved)
+    return found, part
+
+
+@contextmanager
+def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[tuple[Engine, Path]]:
+    """Yield an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder`` watches, and a
+    temporary folder on the file system of the tiers' files.
+    """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,
         dry_run_context(Rehearsal(Path(folder)), rank, world_size, recorder),
+        PlanMode(recorder.watch.memory, recorder.operations),
     ):
-        with PlanMode(recorder.watch.memory, recorder.operations):
-            model = _build_model(model_fn)
-            engine = zero_core.initialize(model=model, config=config)[0]
-            if engine.optimizer is None:
-                raise PlanError('config: a dry run trains, so the configuration has to name an "optimizer"')
-            micro_batch = tree_map(without_values, batch)
-            recorder.watch.follow(engine)
-            for _ in range(STEPS):
-                recorder.begin_step(engine)
-                _run_step(engine, micro_batch, loss, recorder.watch)
-            found = recorder.plan(engine)
-            if checkpoint:
-                found = replace(found, saved=rehearse_save(engine, recorder.watch, Path(folder)))
-            engine.destroy(unshard=False)
-    return found
+        engine = zero_core.initialize(model=_build_model(run.model_fn), config=run.config)[0]
+        if engine.optimizer is None:
+            raise PlanError('config: a dry run trains, so the configuration has to name an "optimizer"')
+        recorder.watch.follow(engine)
+        yield engine, Path(folder)
+        engine.destroy(unshard=False)
 
 
 def _build_model(model_fn: Callable[[], nn.Module]) -> nn.Module:

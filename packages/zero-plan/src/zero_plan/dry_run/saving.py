@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
+from zero_ckpt.manifest import Manifest
 from zero_ckpt.rehearsal import rehearsed
 from zero_core.engine import Engine
+from zero_partition import Layout
 
+from ..errors import PlanError
 from ..planned import FileRow, SavedPlan
 from .peak_watch import PeakWatch
 
 _TAG = "planned"
 
 
-def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> SavedPlan:
-    """Save a checkpoint of ``engine`` below ``folder``, into files without content, and return the save's needs.
+@dataclass(frozen=True)
+class SavedPart:
+    """What one rank saved: ``manifest`` has its slices only. ``layout``: of its run, in which the rank holds shard
+    number ``shard`` of ``shards``, and the states of shards ``owned``; the first ranks, one per shard, write for all.
+    """
+
+    manifest: Manifest
+    layout: Layout
+    shard: int
+    shards: int
+    owned: range
+
+
+def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> tuple[SavedPlan, SavedPart]:
+    """Save a checkpoint of ``engine`` below ``folder``, into files without content; return the save's needs, and what
+    it saved.
 
     ``folder``: on the same file system as the tiers' files, so that the save can link them.
     """
@@ -25,4 +43,8 @@ def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> SavedPlan:
     payload = sorted(path for path in (root / _TAG).iterdir() if path.suffix in (".safetensors", ".extents"))
     files = tuple(FileRow(path.name, path.stat().st_size) for path in payload)
     linked = tuple(path.name for path in payload if path.suffix == ".extents")
-    return SavedPlan(watch.peaks(), files, linked, rehearsal.message_nbytes)
+    if rehearsal.manifest is None:
+        raise PlanError("the engine saved no checkpoint")
+    parts = engine.partition
+    part = SavedPart(rehearsal.manifest, parts.layout, parts.rank, parts.world_size, parts.owned_ranks())
+    return SavedPlan(watch.peaks(), files, linked, rehearsal.message_nbytes), part

@@ -89,7 +89,8 @@ class ScriptRehearsal(Rehearsal):
         if self.steps == STEPS:
             self.found = self._recorder.plan(engine)
             if self._asked.checkpoint:
-                self.found = replace(self.found, saved=rehearse_save(engine, self._recorder.watch, self.folder))
+                saved, _ = rehearse_save(engine, self._recorder.watch, self.folder)
+                self.found = replace(self.found, saved=saved)
             raise StepsTaken
         self._recorder.begin_step(engine)
 

@@ -1,0 +1,95 @@
+"""A checkpoint of rehearsed saves, whose reads are counted; see [Note: rehearsed loads] in `rehearsal`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .errors import NotFoundError
+from .manifest import FileEntry, Manifest, Slice, TensorEntry
+from .opened import Folder
+from .plan import MAX_SLICE_BYTES
+from .reader import Checkpoint, OpenReport, ReadRequest, SliceCopy
+from .rehearsal import CheckpointRehearsal
+
+_REHEARSED = "rehearsed"
+
+
+class RehearsedCheckpoint(Checkpoint):
+    """The checkpoint that the manifest of a rehearsal describes; ``root``: any directory. Reads are counted only.
+
+    Raises NotFoundError when the rehearsal has no manifest, and for elements of ranks whose saves were not rehearsed.
+    """
+
+    def __init__(self, root: Path, rehearsal: CheckpointRehearsal) -> None:
+        if rehearsal.manifest is None:
+            raise NotFoundError(f"{root}: there is no checkpoint to load in this rehearsal")
+        tag = rehearsal.manifest.tag or _REHEARSED
+        super().__init__(root, tag, rehearsal.manifest, OpenReport(tag, tag), Folder(root, follow=True))
+        self._rehearsal = rehearsal
+        self._counting = threading.Lock()
+        self._opened: set[int] = set()
+        self._scratch: list[int] = []
+
+    def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
+        """Count the reads of many requests."""
+        self._scratch.clear()
+        super().read_many(requests, verify=verify, threads=threads)
+        most = sum(sorted(self._scratch, reverse=True)[:threads])
+        self._rehearsal.scratch_nbytes = max(self._rehearsal.scratch_nbytes, most)
+
+    def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
+        found = super()._slice_copies(request)
+        if sum(job.view.nbytes for job in found) != memoryview(request.out).nbytes:
+            raise NotFoundError(
+                f"{request.name!r} ({request.kind}): elements from {request.offset} on are those of a rank whose save "
+                "was not rehearsed"
+            )
+        return found
+
+    def _read_directly(self, jobs: list[SliceCopy]) -> None:
+        for job in jobs:
+            self._count(job, job.slice_nbytes)
+
+    def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
+        first, parts = jobs[0], sum(job.view.nbytes for job in jobs)
+        if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
+            place = (first.piece.file, first.piece.key, first.piece.begin)
+            self._count(first, parts + (0 if place in self._large else first.slice_nbytes))
+            self._large.add(place)
+        elif verify:
+            self._count(first, first.slice_nbytes, 0 if first.is_whole else first.slice_nbytes)
+        else:
+            self._count(first, parts)
+
+    def _count(self, job: SliceCopy, nbytes: int, scratch: int = 0) -> None:
+        """Count bytes that are read from a job's file, with its header at the first time, and bytes of scratch."""
+        with self._counting:
+            if job.piece.begin is None and job.piece.file not in self._opened:
+                self._opened.add(job.piece.file)
+                nbytes += self.manifest.files[job.piece.file].header_nbytes
+            self._rehearsal.read_nbytes += nbytes
+            self._scratch.append(scratch)
+
+
+def merge_manifests(parts: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of one checkpoint of which ``parts`` have one rank's slices each.
+
+    All else is the first's, but for the ranks' own states (random generators), which a rehearsal leaves alone.
+    """
+    files: list[FileEntry] = []
+    tensors: dict[tuple[str, str], TensorEntry] = {}
+    slices: dict[tuple[str, str], list[Slice]] = {}
+    for part in parts:
+        for tensor in part.tensors:
+            key = tensor.name, tensor.kind
+            tensors.setdefault(key, tensor)
+            slices.setdefault(key, []).extend(replace(piece, file=piece.file + len(files)) for piece in tensor.slices)
+        files += part.files
+    merged = [
+        replace(tensor, slices=tuple(sorted(slices[key], key=lambda piece: piece.offset)))
+        for key, tensor in tensors.items()
+    ]
+    return replace(parts[0], files=tuple(files), tensors=tuple(merged), rank_state=())

@@ -1,0 +1,97 @@
+"""The engine's own load, of a checkpoint whose savers run dry too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from zero_ckpt.manifest import Manifest, TensorEntry
+from zero_ckpt.rehearsal import rehearsed
+from zero_ckpt.rehearsed_reads import merge_manifests
+from zero_partition import Fragment
+
+from ..planned import LoadedPlan, RankPlan
+from .rank import DryRun, new_engine, rehearse_rank
+from .recorder import DryRunRecorder
+from .saving import SavedPart
+
+
+def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int) -> list[RankPlan]:
+    """Return what each of ``ranks`` needs; ``checkpoint``: to save one too, and to load one of ``saved_by`` ranks."""
+    found = {rank: rehearse_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
+    if not checkpoint:
+        return [plan for plan, _ in found.values()]
+    own = {rank: part for rank, (_, part) in found.items() if part is not None}
+    saved = SavedRun(run, saved_by, own if saved_by == world_size else {})
+    return [
+        replace(plan, loaded=rehearse_load(run, rank, world_size, saved, part))
+        for rank, (plan, part) in found.items()
+        if part is not None
+    ]
+
+
+class SavedRun:
+    """The checkpoint of a run of ``world_size`` ranks. Those that write what a load reads are rehearsed; ``parts``: of
+    ranks that were.
+    """
+
+    def __init__(self, run: DryRun, world_size: int, parts: dict[int, SavedPart]) -> None:
+        self.world_size = world_size
+        self._run = run
+        self._parts = dict(parts)
+
+    def manifest(self, loader: SavedPart) -> Manifest:
+        """Return a manifest with all slices that a rank reads, and all names; ``loader``: its own part of a save."""
+        first = self._part(0)
+        merged = merge_manifests([self._part(rank).manifest for rank in sorted(writers(first, loader))])
+        known = {tensor.name for tensor in merged.tensors if tensor.kind == "param"}
+        entries = [entry for unit in first.layout.units for entry in unit.entries if entry.name not in known]
+        unread = [TensorEntry(entry.name, "param", tuple(entry.shape), "F32", ()) for entry in entries]
+        return replace(merged, tensors=(*merged.tensors, *unread))
+
+    def _part(self, rank: int) -> SavedPart:
+        if rank not in self._parts:
+            _, part = rehearse_rank(self._run, rank, self.world_size, steps=1, checkpoint=True)
+            if part is not None:
+                self._parts[rank] = part
+        return self._parts[rank]
+
+
+def writers(saved: SavedPart, loader: SavedPart) -> set[int]:
+    """Return the ranks that write what a rank loads; ``saved``: any rank's part.
+
+    They are rank 0, which writes what is replicated; those that have elements which the loader holds; those that have
+    the first elements of the same parameters, and so write their states that are not per element; and, if there are as
+    many shards, the rank of the same shard, which has state of its own.
+    """
+    wanted: dict[str, list[Fragment]] = {}
+    for unit in loader.layout.units:
+        for shard in loader.owned:
+            for fragment in unit.fragments(shard):
+                wanted.setdefault(fragment.entry.name, []).append(fragment)
+    found = {0, loader.shard} if loader.shards == saved.shards else {0}
+    for unit in saved.layout.units:
+        for rank in range(saved.shards):
+            for fragment in unit.fragments(rank):
+                own = wanted.get(fragment.entry.name, ())
+                if own and (fragment.param_offset == 0 or any(_overlap(fragment, part) for part in own)):
+                    found.add(rank)
+    return found
+
+
+def _overlap(one: Fragment, other: Fragment) -> bool:
+    """Return whether two fragments of a parameter share elements."""
+    end = min(one.param_offset + one.length, other.param_offset + other.length)
+    return max(one.param_offset, other.param_offset) < end
+
+
+def rehearse_load(run: DryRun, rank: int, world_size: int, saved: SavedRun, part: SavedPart) -> LoadedPlan:
+    """Return what rank ``rank`` of ``world_size`` needs to load ``saved``; ``part``: its own part of a save."""
+    manifest, recorder = saved.manifest(part), DryRunRecorder()
+    with new_engine(run, rank, world_size, recorder) as (engine, folder):
+        recorder.watch.reset_peaks("load")
+        _, before = recorder.ends.bytes_moved()
+        with rehearsed(manifest) as rehearsal:
+            engine.load_checkpoint(folder)
+        peaks, (_, written) = recorder.watch.peaks(), recorder.ends.bytes_moved()
+    return LoadedPlan(saved.world_size, peaks, rehearsal.read_nbytes, written - before, rehearsal.scratch_nbytes)
