@@ -109,6 +109,7 @@ class OptimizerSection(ClassByName):
 
     @classmethod
     def canonical(cls, name: str) -> str:
+        """Return a known name in lower case, however it is written; any other name as it is."""
         return name.lower() if name.lower() in OPTIMIZERS else name
 
 

@@ -129,10 +129,12 @@ class TorchParams(Params):
     @model_validator(mode="before")
     @classmethod
     def _frozen(cls, data: Any) -> Any:
+        """Freeze the values of the arguments, which no field validates."""
         return {key: freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
 
     @classmethod
     def accepts_auto(cls, key: str) -> bool:
+        """Return True: any argument may be "auto"."""
         return True
 
 

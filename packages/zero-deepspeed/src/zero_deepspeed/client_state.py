@@ -50,6 +50,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], data: bytes) -> torch.Tensor:
+    """Return a CPU tensor with a copy of its bytes ``data``."""
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

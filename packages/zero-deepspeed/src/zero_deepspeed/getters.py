@@ -39,6 +39,7 @@ def _autocast_dtype(config: Config) -> torch.dtype | None:
 
 
 def _optimizer_device(config: Config) -> str:
+    """Return the tier of optimizer shards: none, cpu or nvme."""
     return str(config.zero_optimization.offload_optimizer.device)
 
 

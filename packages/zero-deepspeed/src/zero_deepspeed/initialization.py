@@ -116,6 +116,7 @@ def _destroy_former_engines(model: nn.Module) -> None:
 
 
 def _refuse_mesh(mesh_param: Any) -> None:
+    """Raise `UnsupportedError` for a mesh (data, sequence) with more than one sequence-parallel rank."""
     size = mesh_param[1] if isinstance(mesh_param, (list, tuple)) and len(mesh_param) > 1 else 1
     if size > 1:
         raise UnsupportedError(

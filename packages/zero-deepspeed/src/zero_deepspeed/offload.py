@@ -39,6 +39,7 @@ class ParameterOffload(DeepSpeedOptimizer):
         self.forward_hooks = [self]
 
     def _register_deepspeed_module(self, module: Any) -> None:
+        """Register the hooks of the model again; ``module`` is not read."""
         self.setup_zero_stage3_hooks()
 
 

@@ -142,6 +142,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def _engine(self) -> Engine:
+        """Return the engine, or raise `UsageError` if it no longer exists."""
         engine = self._reference()
         if engine is None:
             raise UsageError("engine.optimizer outlived its engine; keep a reference to the engine")

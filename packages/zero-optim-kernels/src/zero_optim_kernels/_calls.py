@@ -15,15 +15,32 @@ __all__ = ["kernels", "rehearsed"]
 class _Kernels(Protocol):
     """The functions of `_native` that read or write memory, with its arguments."""
 
-    def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None: ...
-    def norm_squared(self, x: Any, n: Any, dtype: str, threads: int, /) -> float: ...
-    def norms_squared(self, x: Any, /, *arguments: Any) -> None: ...
-    def count_nonfinite(self, x: Any, n: Any, dtype: str, threads: int, /) -> int: ...
-    def scale(self, x: Any, /, *arguments: Any) -> None: ...
-    def cast(self, x: Any, /, *arguments: Any) -> None: ...
-    def sum_slices(self, slices: Any, /, *arguments: Any) -> None: ...
-    def quantize(self, x: Any, /, *arguments: Any) -> None: ...
-    def dequantize(self, payload: Any, /, *arguments: Any) -> None: ...
+    def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None:
+        """Run one step of the rule with this number in `_rules`; return the norms of `lamb_step`, else None."""
+
+    def norm_squared(self, x: Any, n: Any, dtype: str, threads: int, /) -> float:
+        """Do what `buffers.l2_norm_squared` does."""
+
+    def norms_squared(self, x: Any, /, *arguments: Any) -> None:
+        """Do what `buffers.l2_norms_squared` does."""
+
+    def count_nonfinite(self, x: Any, n: Any, dtype: str, threads: int, /) -> int:
+        """Do what `buffers.count_nonfinite` does."""
+
+    def scale(self, x: Any, /, *arguments: Any) -> None:
+        """Do what `buffers.scale` does."""
+
+    def cast(self, x: Any, /, *arguments: Any) -> None:
+        """Do what `buffers.cast` does."""
+
+    def sum_slices(self, slices: Any, /, *arguments: Any) -> None:
+        """Do what `buffers.sum_slices` does."""
+
+    def quantize(self, x: Any, /, *arguments: Any) -> None:
+        """Do what `blocks.quantize_blocks` does."""
+
+    def dequantize(self, payload: Any, /, *arguments: Any) -> None:
+        """Do what `blocks.dequantize_blocks` does."""
 
 
 class _Rehearsal:

@@ -181,12 +181,14 @@ class DynamicLossScale:
 
 
 def _positive_float(name: str, value: float) -> float:
+    """Return ``value`` as a float; `PrecisionError` by ``name`` unless it is positive and finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise PrecisionError(f"{name}: expected a positive finite number, got {value!r}")
     return float(value)
 
 
 def _positive_int(name: str, value: int) -> int:
+    """Return ``value``; `PrecisionError` by ``name`` unless it is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PrecisionError(f"{name}: expected an integer of at least 1, got {value!r}")
     return value

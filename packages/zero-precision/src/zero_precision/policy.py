@@ -97,6 +97,7 @@ class PrecisionPolicy:
 
     @classmethod
     def _mixed(cls, half: torch.dtype, overrides: dict[str, Any]) -> PrecisionPolicy:
+        """Return a policy with parameters and wire in ``half`` and all else in float32, then ``overrides``."""
         fields: dict[str, Any] = {"param_dtype": half, "wire_dtype": half, "master_dtype": torch.float32}
         return cls(**{**fields, **overrides})
 
@@ -165,6 +166,7 @@ class PrecisionPolicy:
         return "\n".join(line.rstrip() for line in lines)
 
     def _check_training_dtype(self, field: str) -> None:
+        """Raise `PrecisionError` unless the field is a training dtype; None passes where it is allowed."""
         dtype = getattr(self, field)
         if dtype is None and field in ("master_dtype", "buffer_dtype"):
             return
@@ -173,6 +175,7 @@ class PrecisionPolicy:
             raise PrecisionError(f"PrecisionPolicy.{field}: expected one of {known}, got {dtype!r}")
 
     def _check_one_half_format(self) -> None:
+        """Raise `PrecisionError` if the policy has both float16 and bfloat16."""
         fields = {field: getattr(self, field) for field in _DTYPE_FIELDS}
         half = [field for field, dtype in fields.items() if dtype == torch.float16]
         brain = [field for field, dtype in fields.items() if dtype == torch.bfloat16]

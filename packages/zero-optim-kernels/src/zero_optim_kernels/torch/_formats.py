@@ -144,6 +144,7 @@ def zero_scales(param: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    """Return the address of the first element of this rank's shard."""
     return local(tensor).data_ptr()
 
 

@@ -66,6 +66,7 @@ class CPUAdagrad(KernelOptimizer):
             check_range(name, group[name], 0.0)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update the cohort by `adagrad_step`."""
         adagrad_step(
             cohort.param_pointers,
             grads,

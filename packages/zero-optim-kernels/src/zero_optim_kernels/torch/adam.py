@@ -74,6 +74,7 @@ class CPUAdam(KernelOptimizer):
             raise ValueError("amsgrad is not supported; use torch.optim.Adam(amsgrad=True) for it")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update the cohort by `adam_step`."""
         own = cohort.pointers
         adam_step(
             cohort.param_pointers,

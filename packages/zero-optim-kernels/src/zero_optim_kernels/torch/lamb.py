@@ -64,11 +64,13 @@ class CPULamb(KernelOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
+        """Raise as the base class, and ``TypeError`` for a DTensor."""
         super()._check_param(group, position, param)
         if hasattr(param, "to_local"):
             raise TypeError(f"{self._param_name(group, position)}: LAMB needs whole parameters, got a DTensor")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update the cohort by `lamb_step` and `lamb_apply`, in batches whose directions fit one scratch buffer."""
         dtype = torch.float64 if cohort.param_dtype == "f64" else torch.float32
         scratch = torch.empty(min(sum(cohort.sizes), max(_SCRATCH, max(cohort.sizes, default=0))), dtype=dtype)
         offset = common["element_offset"]

@@ -46,6 +46,7 @@ class CPULion(KernelOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update the cohort by `lion_step`."""
         lion_step(
             cohort.param_pointers,
             grads,

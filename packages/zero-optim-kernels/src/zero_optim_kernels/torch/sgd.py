@@ -64,6 +64,7 @@ class CPUSGD(KernelOptimizer):
             )
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
+        """Update the cohort by `sgd_step`."""
         sgd_step(
             cohort.param_pointers,
             grads,

@@ -165,6 +165,7 @@ class OneBitAdam(OneBitOptimizer):
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:
+        """Take a step of Adam; with own gradients freeze the variance, and average the momenta over the ranks."""
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)

@@ -50,10 +50,12 @@ class OneBitLamb(OneBitOptimizer):
         return number > self.freeze_step
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the base's state and three float64 scalars, under DeepSpeed's names: frozen ratio, factor, scale."""
         numbers = {"lamb_coeff_freeze": 0.0, "last_factor": 1.0, "scaling_coeff": 1.0}
         return {**super()._new_state(p), **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _take_step(self, number: int, own: bool) -> None:
+        """Take a step of LAMB; with own gradients a compressed one, with frozen variance and ratios."""
         if own:
             self._compressed_step(number)
             return
