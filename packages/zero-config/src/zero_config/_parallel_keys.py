@@ -16,7 +16,7 @@ class Deterministic(Section):
         description="Virtual ranks, a power of two: micro-batches of a step at any number of ranks that divides it."
     )
     seed: NaturalInt | None = Field(
-        default=None, description="Of the virtual ranks' random numbers; by default rank 0's torch.initial_seed()."
+        default=None, description="Seed of the virtual ranks' random numbers; by default rank 0's torch.initial_seed()."
     )
 
 

@@ -56,7 +56,7 @@ class OffloadParam(Section):
     device: Device = "none"
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     buffer_count: PositiveInt = 5
-    buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: of the largest shard.")
+    buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: those of the largest shard.")
     max_in_cpu: NaturalInt = Field(default=0, description="Elements that stay in host memory, besides the buffers.")
     pin_memory: Flag = True
 
@@ -235,12 +235,12 @@ class Offload(Section):
         default=False, description="Run the update beside the next forward and backward; weights arrive one step late."
     )
     state_dtype: Literal["fp32", "bf16", "int8"] | None = Field(
-        default=None, description="Of moments on a tier; int8 is one byte and a scale for 256 elements."
+        default=None, description="Dtype of moments on a tier; int8: one byte per element and a scale per 256 elements."
     )
     verify: Flag = Field(default=False, description="Compare checksums on every read from files.")
     report: Flag = Field(default=False, description="Print bytes, bandwidth and overlap of every hop.")
     trace: Text | None = Field(
-        default=None, description="A file for Perfetto, each rank's with its number before the suffix."
+        default=None, description="A trace file for Perfetto; each rank puts its number before the suffix."
     )
     trace_steps: PositiveInt = Field(default=10, description="Steps that the trace covers.")
     activations: OffloadActivations = OffloadActivations()
