@@ -230,6 +230,7 @@ def again_and_again(stage: int, variant: str, accumulation: int, names: list[str
     [
         (2, 3, "plain", 1, ["load", "zero_grad of the optimizer"]),
         (3, 2, "plain", 2, ["gathered"]),
+        (2, 1, "frozen", 1, ["zero_grad of the optimizer", "zero_grad of the model"]),
         *(pytest.param(n, s, v, 1, [*FIRST_CALLS], marks=SOAK) for n in (2, 3) for s in range(4) for v in VARIANTS),
         *(pytest.param(n, s, "plain", 3, [*FIRST_CALLS], marks=SOAK) for n in (2, 3) for s in (2, 3)),
     ],

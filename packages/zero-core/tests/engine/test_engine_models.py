@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import (
+    LR,
     RANKS,
     STAGES,
     adamw,
@@ -58,6 +59,45 @@ def test_frozen_parameters_stay_and_have_no_state(what: str, stage: int) -> None
         assert distance(seen["weights"], weights(reference)) <= 1e-12
         assert seen["norm"] == pytest.approx(norms[-1], rel=1e-12)
     assert sum(seen["held"] for seen in answers) == trained * (RANKS if stage == 0 else 1)
+
+
+def loop_over_frozen(what: str, stage: int, listed: bool) -> tuple[dict[str, torch.Tensor], str]:
+    """Train as a script does that looks at every ``.grad`` and zeroes by the optimizer, which lists all parameters
+    or the trained ones; then write ``.grad`` of a frozen one."""
+    model = freeze(build(), what)
+    chosen = [p for p in model.parameters() if listed or p.requires_grad]
+    engine, optimizer, _, _ = zero_core.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(chosen, lr=LR, weight_decay=0.01),
+        config=without(config(stage), "optimizer"),
+    )
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for number in range(3):
+        optimizer.zero_grad(set_to_none=number != 1)
+        engine.backward(engine(*batch(number)))
+        assert all(p.grad is None for p in frozen)
+        assert float(torch.nn.utils.clip_grad_norm_(frozen, 1.0)) == 0.0
+        frozen[0].grad = None
+        if what == "a whole unit":
+            model.blocks[0].zero_grad()
+        engine.step()
+    found = weights(engine)
+    engine.backward(engine(*batch(0)))
+    frozen[0].grad = torch.ones_like(frozen[0])
+    return found, outcome(engine.step)
+
+
+@pytest.mark.parametrize("ranks", (1, RANKS))
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("what", "listed"), [("a whole unit", True), ("all but a bias", True), ("a whole unit", False)]
+)
+def test_gradients_of_frozen_parameters_are_as_in_torch(what: str, listed: bool, stage: int, ranks: int) -> None:
+    reference = freeze(build(), what)
+    plain(reference, adamw(reference), 0, 3)
+    for found, said in run_ranks(loop_over_frozen, ranks, what, stage, listed):
+        assert distance(found, weights(reference)) <= 1e-12
+        assert (said.startswith("PartitionError: parameter '") and "was frozen" in said) == listed, said
 
 
 class NoParameters(nn.Module):

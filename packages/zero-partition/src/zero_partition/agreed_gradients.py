@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from .errors import PartitionError
 from .groups import hyperparameters, hyperparameters_digest
+from .host_facts import any_gradient
 from .messages import StepReport
 from .model_parts import ModelParts
 from .needs import AveragingOptimizer
@@ -38,13 +39,15 @@ class GradientAgreement:
     """Exchanges, in one message, the facts that each rank knows of the reduced gradients.
 
     ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact.
-    ``tensors``: the optimizer's, which know whether user code has registered step pre-hooks.
+    ``tensors``: the optimizer's, which know whether user code has registered step pre-hooks. ``places``: of the
+    parameters in its param groups, by name, the unit's index and the position in it.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         tensors: OptimizerTensors,
+        places: Mapping[str, tuple[int, int]],
         partition: Partition,
         parts: ModelParts,
         *,
@@ -55,6 +58,11 @@ class GradientAgreement:
         self._tensors = tensors
         self._partition = partition
         self._parts = parts
+        self._frozen = [
+            (name, partition.units[index].parameters[number])
+            for name, (index, number) in places.items()
+            if index not in partition.runtime.gradients
+        ]
         exact = partition.options.virtual_ranks > 0
         self._sums: NormSums = ExactSums() if exact else RankOrderSums()
         self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
@@ -69,8 +77,10 @@ class GradientAgreement:
         """Take over gradients that user code wrote, and return the facts that all ranks agree on. Collective.
 
         One message, unless late or edited gradients have to be reduced first. Raises `PartitionError` on every rank
-        when hyperparameters differ between ranks, or gradients were written on some ranks only.
+        when hyperparameters differ between ranks, or gradients were written on some ranks only; and on the rank where
+        a frozen parameter has one.
         """
+        self._refuse_frozen()
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
         full = self._partition.options.stage == 0 and not apart
@@ -125,6 +135,17 @@ class GradientAgreement:
                     "over the ranks (torch.distributed.all_reduce). The weights were not changed."
                 )
         raise PartitionError("param_groups: expected the same keys on every rank. The weights were not changed.")
+
+    def _refuse_frozen(self) -> None:
+        """Raise `PartitionError` if a parameter of the param groups that the engine does not train has a ``.grad``."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if any_gradient([parameter for _, parameter in self._frozen]):
+                name = next(name for name, parameter in self._frozen if parameter.grad is not None)
+                raise PartitionError(
+                    f"parameter '{name}' was frozen when the engine was made and has a .grad, with which torch's "
+                    "optimizer would update it. Set it to None, or make the engine while the parameter requires "
+                    "gradients. The weights were not changed."
+                )
 
     def refuse_incomplete(self) -> None:
         """Raise `PartitionError` if some micro-batches of a step under virtual ranks are missing.

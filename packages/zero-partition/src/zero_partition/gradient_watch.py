@@ -90,8 +90,8 @@ class GradientWatch:
             if self._begun and not cancels:
                 self._refuse_to_clip_alone(parameter)
             return
-        if not any(g.is_reduced or g.has_unreduced for g in self._watched):
-            return
+        if id(parameter) not in self._held or not any(g.is_reduced or g.has_unreduced for g in self._watched):
+            return  # nothing of its unit is trained, or nothing has a gradient
         if cancels:
             self._discard([parameter])
             return

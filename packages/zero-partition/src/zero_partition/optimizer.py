@@ -110,7 +110,7 @@ class ShardedOptimizer:
         )
         self._tensors = self._guard_tensors(own_hook)
         self._gradients = GradientAgreement(
-            optimizer, self._tensors, partition, self._parts, norm=norm, squares=squares
+            optimizer, self._tensors, self._places, partition, self._parts, norm=norm, squares=squares
         )
         partition.runtime.watch_optimizer(optimizer)
         partition.runtime.on_close(self._states.restore_plain_state)
@@ -271,8 +271,12 @@ class ShardedOptimizer:
             if (place := self._places.get(name)) is None:
                 return False
             index, number = place
-            gradients = runtime.gradients[index]
-            return (gradients.is_reduced or gradients.has_unreduced) and gradients.touched[number]
+            gradients = runtime.gradients.get(index)  # None: all of the unit is frozen
+            return (
+                gradients is not None
+                and gradients.touched[number]
+                and (gradients.is_reduced or gradients.has_unreduced)
+            )
 
         tensors = OptimizerTensors(
             self.inner,
