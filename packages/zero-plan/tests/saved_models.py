@@ -13,11 +13,13 @@ import torch
 from dry_models import Case, tokens
 from peak_models import LiveStorages, MeasuredEnds
 
+from zero_ckpt import snapshot
 from zero_ckpt.plain import pack
 from zero_ckpt.torch.coordinator import DistCoordinator
 from zero_offload.ends import tier_ends
 from zero_plan import Peak
 from zero_plan.dry_run.memory import LiveMemory
+from zero_plan.planned import MEMORY_TIERS
 
 
 class MeasuredSave(NamedTuple):
@@ -25,8 +27,9 @@ class MeasuredSave(NamedTuple):
     that messages took."""
 
     files: dict[str, int]
-    peaks: tuple[Peak, ...]
+    peaks: dict[str, int]
     message_nbytes: int
+    copied_nbytes: int
 
 
 class MeasuredLoad(NamedTuple):
@@ -54,6 +57,27 @@ class LoadEnds(MeasuredEnds):
             if tier is not None:
                 tier.flush()
         return self.engine.counters()["bytes_written"]
+
+
+@contextmanager
+def copies_followed(memory: LiveMemory) -> Iterator[list[int]]:
+    """Count the bytes of memory for copies that saves behind training take, and follow storages on their thread."""
+    found: list[int] = []
+    private_memory, finish = snapshot._private_memory, snapshot.Snapshot.finish
+
+    def counted(nbytes: int) -> Any:
+        found.append(nbytes)
+        return private_memory(nbytes)
+
+    def followed(copied: snapshot.Snapshot) -> None:
+        with LiveStorages(memory):
+            finish(copied)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot.Snapshot, "finish", followed)
+        patch.setattr(memory, "_at_peak", lambda tier: None)  # owners of states are known when the copies are made
+        patch.setattr(snapshot, "_private_memory", counted)
+        yield found
 
 
 @contextmanager
@@ -106,14 +130,17 @@ def _save(case: Case, folder: Path) -> MeasuredSave:
             engine.backward(engine(**batch))
             engine.step()
         watch.reset_peaks("save")
-        engine.save_checkpoint(folder / "checkpoint", "real")
-        peaks = watch.peaks()
-        mine = f"rank-{engine.partition.data_rank:05d}"
+        with copies_followed(watch.memory) as copies:
+            engine.save_checkpoint(folder / "checkpoint", "real")
+            engine.partition.readers.wait()
+            watch.memory.refresh_sizes()
+            peaks = {tier: watch.memory.peak[tier] for tier in MEMORY_TIERS if watch.memory.peak.get(tier)}
+            mine = f"rank-{engine.partition.data_rank:05d}"
+            engine.destroy(unshard=False)
         written = (folder / "checkpoint" / "real").iterdir()
         files = {path.name: path.stat().st_size for path in written if path.name.startswith(mine)}
-        engine.destroy(unshard=False)
     messages = max(own, default=0) + watch.memory.peak.get("messages", 0)
-    return MeasuredSave(files, peaks, messages)
+    return MeasuredSave(files, peaks, messages, sum(copies))
 
 
 def load(cases: list[Case], folder: str) -> list[MeasuredLoad]:

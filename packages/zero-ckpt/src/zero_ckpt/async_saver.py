@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from .direct import default_copy, make_sink
 from .plain import to_plain
+from .rehearsal import current_rehearsal
 from .saving import save_sharded
 from .snapshot import Arena, Behind, CopyUnderWay, nothing
 from .types import Coordinator, Interval, SoloCoordinator
@@ -110,7 +111,10 @@ class AsyncSaver:
                 if key in arguments:
                     arguments[key] = to_plain(arguments[key], key)
             snapshot = arena.begin(list(intervals), copying, behind)
-            self._copying = self._copier.submit(snapshot.finish)
+            if current_rehearsal() is None:
+                self._copying = self._copier.submit(snapshot.finish)
+            else:
+                snapshot.finish()
         except Exception as error:
             if copying is not None:
                 copying.end()
@@ -122,7 +126,11 @@ class AsyncSaver:
             self._arenas.put(arena)
             raise
         arguments["intervals"] = snapshot.intervals
-        self._jobs.put(_SaveJob(arena, arguments, self._copying, first))
+        job = _SaveJob(arena, arguments, self._copying, first)
+        if current_rehearsal() is None:
+            self._jobs.put(job)
+        else:
+            self._perform(job)
         self.check()
 
     def copied(self) -> None:
@@ -180,17 +188,21 @@ class AsyncSaver:
     def _run(self) -> None:
         """Run the saves one after another on the background thread, and keep their exceptions, until a job is None."""
         while (job := self._jobs.get()) is not None:
-            try:
-                job.prepare()
-                path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
-                if self._then is not None:
-                    self._then(path)
-            except Exception as error:  # raised again by the next call from the training thread
-                if not job.told:
-                    self._failures.put(error)
-            finally:
-                job.drop_references()
-                self._arenas.put(job.arena)
+            self._perform(job)
+
+    def _perform(self, job: _SaveJob) -> None:
+        """Run one save, and keep its exception."""
+        try:
+            job.prepare()
+            path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
+            if self._then is not None:
+                self._then(path)
+        except Exception as error:  # raised again by the next call from the training thread
+            if not job.told:
+                self._failures.put(error)
+        finally:
+            job.drop_references()
+            self._arenas.put(job.arena)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from .errors import CheckpointError
 from .rehearsal import RehearsedSink, current_rehearsal
-from .snapshot import Copy, move_memory
+from .snapshot import Copy, copy_nothing, move_memory
 from .writer import BufferedSink, FileSink, OpenSink
 
 _DIRECT_BYTES = 4 << 20
@@ -53,8 +53,11 @@ def default_sink() -> OpenSink:
 def default_copy() -> Copy:
     """Return the function that copies snapshots: with the `nvme` extra one that bypasses the processor's caches.
 
-    Training uses those caches meanwhile. Without the extra, or with an early version of it, it is `memmove`.
+    Training uses those caches meanwhile. Without the extra, or with an early version of it, it is `memmove`. In a
+    rehearsal it does nothing.
     """
+    if current_rehearsal() is not None:
+        return copy_nothing
     if find_spec("zero_nvme_aio") is None:
         return move_memory
     import zero_nvme_aio

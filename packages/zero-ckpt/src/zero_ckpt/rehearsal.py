@@ -2,7 +2,8 @@
 
 [Note: rehearsed saves]
 For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
-intervals, the plan, the headers, the commit. Only the ends differ: the other ranks hold exactly what this one lacks and
+intervals, the plan, the headers, the commit. A save in the background is done before its call returns, and copies
+nothing. Only the ends differ: the other ranks hold exactly what this one lacks and
 always succeed; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The
 manifest has this rank's slices only, so that such a checkpoint cannot be opened.
 
@@ -34,6 +35,7 @@ class CheckpointRehearsal:
     """The stand-in for memory in rehearsed saves and loads, and what it learns of them.
 
     Attributes:
+        copied_nbytes: host memory for the copies that saves in the background make, kept for the next.
         message_nbytes: host memory of the largest exchange between the ranks: a message of each, padded to the longest.
         manifest: of the last save, with this rank's slices only; loads read what it describes.
         read_nbytes: bytes of data files that loads read.
@@ -41,7 +43,7 @@ class CheckpointRehearsal:
     """
 
     def __init__(self, manifest: Manifest | None) -> None:
-        self.message_nbytes = self.read_nbytes = self.scratch_nbytes = 0
+        self.copied_nbytes = self.message_nbytes = self.read_nbytes = self.scratch_nbytes = 0
         self.manifest = manifest
         self._blocks: list[mmap.mmap] = []  # a view of an earlier one may be in use
 

@@ -68,12 +68,14 @@ class SavedPlan:
     ``peaks``: the peaks of memory during the save, as in `RankPlan`. ``files``: the files that the rank puts into the
     checkpoint, without the manifest and plain data; ``linked``: the names of files that are on its tier already and are
     linked, not written. ``message_nbytes``: host memory of the ranks' messages about their shards, not in ``peaks``.
+    ``copied_nbytes``: host memory, not in ``peaks``, for the copies of a save behind training, kept until the run ends.
     """
 
     peaks: tuple[Peak, ...]
     files: tuple[FileRow, ...]
     linked: tuple[str, ...] = ()
     message_nbytes: int = 0
+    copied_nbytes: int = 0
 
     @property
     def written(self) -> int:
@@ -88,13 +90,15 @@ class SavedPlan:
             "files": files,
             "linked": list(self.linked),
             "message_nbytes": self.message_nbytes,
+            "copied_nbytes": self.copied_nbytes,
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> SavedPlan:
         """Return the plan that the result of `as_dict` describes."""
         files = tuple(FileRow(**row) for row in data["files"])
-        return cls(_peaks_from_dicts(data["peaks"]), files, tuple(data["linked"]), data["message_nbytes"])
+        numbers = data["message_nbytes"], data.get("copied_nbytes", 0)
+        return cls(_peaks_from_dicts(data["peaks"]), files, tuple(data["linked"]), *numbers)
 
 
 @dataclass(frozen=True)

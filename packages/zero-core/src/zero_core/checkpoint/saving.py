@@ -199,12 +199,13 @@ def checkpoint_options(
 
 
 def own_group(state: TrainingState) -> dist.ProcessGroup:
-    """Return a new gloo group of the engine's ranks, for one background thread. Collective over the world.
+    """Return a new gloo group (fake in a fake world) of the engine's ranks, for a background thread. Collective.
 
     torch names a group that only its members make after its ranks: a second one of the same ranks would use addresses
     that the first has left in the store.
     """
-    made = {row: dist.new_group(list(row), backend="gloo") for row in map(tuple, state.model_part.place.data_rows)}
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    made = {row: dist.new_group(list(row), backend=backend) for row in map(tuple, state.model_part.place.data_rows)}
     group: dist.ProcessGroup = next(group for row, group in made.items() if dist.get_rank() in row)
     return group
 

@@ -115,6 +115,8 @@ def _print_save(saved: SavedPlan, title: str) -> None:
         for row in saved.files
     ]
     rows.append(("messages, in host memory", format_quantity(saved.message_nbytes, "B"), "sent"))
+    if saved.copied_nbytes:
+        rows.append(("copies, in host memory", format_quantity(saved.copied_nbytes, "B"), "kept"))
     print_table(title + f"a save, which writes {format_quantity(saved.written, 'B')}", ("file", "bytes", "how"), rows)
 
 

@@ -47,4 +47,4 @@ def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> tuple[Saved
         raise PlanError("the engine saved no checkpoint")
     parts = engine.partition
     part = SavedPart(rehearsal.manifest, parts.layout, parts.rank, parts.world_size, parts.owned_ranks())
-    return SavedPlan(watch.peaks(), files, linked, rehearsal.message_nbytes), part
+    return SavedPlan(watch.peaks(), files, linked, rehearsal.message_nbytes, rehearsal.copied_nbytes), part

@@ -52,6 +52,9 @@ class Rehearsal(Unsupervised):
         """
         raw = read(given.raw if isinstance(given, Config) else given)
         plain: dict[str, Any] = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
+        checkpoint: Any = raw.get("checkpoint")
+        if isinstance(checkpoint, dict) and "writer" in checkpoint:
+            plain["checkpoint"] = {"writer": checkpoint["writer"]}
         zero: Any = plain.get("zero_optimization")
         for name in ("offload_optimizer", "offload_param"):
             section = zero.get(name) if isinstance(zero, dict) else None
