@@ -37,8 +37,7 @@ _CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
 class ReleasedValues(torch.Tensor):
     """The tensor that ``data`` and ``detach()`` of a released parameter return.
 
-    Torch functions compute with the values that the parameter has when they are called. Pickles are plain tensors of
-    NaN.
+    Torch functions compute with the values that the parameter has when they are called, and pickles hold them.
 
     Attributes:
         parameter: the parameter whose values these are.
@@ -54,10 +53,8 @@ class ReleasedValues(torch.Tensor):
         return _call(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if find_owner(self.parameter) is None and init_record(self.parameter) is not None:
-            _gathered_value(self, "a pickle", writes=False)
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        values = _gathered_value(self, "pickle", writes=False)
+        return values.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return copy.deepcopy(self.parameter, memo).detach()
@@ -107,6 +104,7 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         body["detach"] = detached
     copies = unwatched(kind).__deepcopy__
     body["__deepcopy__"] = _copy_with_values if copies is nn.Parameter.__deepcopy__ else copies
+    body["__reduce_ex__"] = _pickle_with_values
     metaclass: Any = type(kind)
     made: type[nn.Parameter] = metaclass(f"Released{kind.__name__}", (kind,), body)
     return made
@@ -242,6 +240,12 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
                 memo[id(parameter)] = copy.deepcopy(parameter, memo)
     copied: nn.Parameter = memo[id(parameter)]
     return copied
+
+
+def _pickle_with_values(parameter: nn.Parameter, protocol: Any) -> Any:
+    """Return what pickle writes of a released parameter, gathered. Raises `ReleasedParameterError` if it cannot be."""
+    _gathered_value(parameter, "pickle", writes=False)
+    return unwatched(type(parameter)).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
 
 
 def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
