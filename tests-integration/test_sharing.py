@@ -182,8 +182,8 @@ def test_the_tutorials_configuration_trains_at_any_world_size(world_size: int, s
     way = {**ZEROPP, "zero_hpz_partition_size": size, "comm": {"ranks_per_node": size}}
     quantized = run_ranks(sharing_runs.weights, world_size, run, stage, way)[0]
     plain = one_process(run)
-    moved = max(float((p - q).abs().max()) for p, q in zip(plain.values(), initial(run).values(), strict=True))
-    assert training.deviation(quantized, plain) < moved  # rounded, not lost
+    # no further from the plain run, of the way that it went, than a quarter: up to 0.17, and 0 on one rank
+    assert distance(quantized, plain) < 0.25 * distance(plain, initial(run))
 
 
 @pytest.mark.parametrize(
@@ -198,12 +198,13 @@ def test_copies_train_with_codes_between_them(world_size: int, size: int, per_no
     way = {**QGZ, **QWZ, "mics_shard_size": size, "comm": {"ranks_per_node": per_node}}
     quantized = run_ranks(sharing_runs.weights, world_size, run, stage, way)[0]
     plain, start = one_process(run), initial(run)
-
-    def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-        return math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
-
     # no further from the plain run, of the way that it went, than a quarter: 0.15 without copies
     assert 0 < distance(quantized, plain) < 0.25 * distance(plain, start)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The length of the difference of all weights as one vector."""
+    return math.hypot(*(float((one[name] - other[name]).norm()) for name in one))
 
 
 def initial(run: Run) -> dict[str, torch.Tensor]:
