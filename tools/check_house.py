@@ -8,12 +8,14 @@
   its docstring, and chooses by the version's number. No other file asks for torch's version to choose by it.
 * No class name stands in two packages, or twice in one, unless all but one of its docstrings say what it is "Named as".
 * `ruff format` changes nothing.
+* The workflows name every foreign action by its commit, and a release downloads its own package's artifacts alone.
 * Every package has its README, CHANGELOG and LICENSE, a static version, and its siblings pinned to its own series.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib
 import re
 import subprocess
@@ -35,6 +37,12 @@ FORBIDDEN = {
     "a to-do": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
     "a merge conflict": re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE),
 }
+
+WORKFLOWS = ROOT / ".github" / "workflows"
+ACTION = re.compile(r"\buses: (?!\./)(\S+)")
+ARTIFACT = re.compile(r"uses: actions/upload-artifact@.*\n +with:\n +name: (dist-.*)")
+DOWNLOADED = re.compile(r"uses: actions/download-artifact@.*\n +with:\n +pattern: (.*)")
+EXPRESSION = re.compile(r"\$\{\{ (?:matrix|needs\.check\.outputs)\.(\w+) \}\}")
 
 TORCH_VERSION = re.compile(r"torch\s+(?:before\s+)?2\.\d+")
 
@@ -202,6 +210,34 @@ def metadata(package: Path) -> Iterator[str]:
             yield f"{package.name}: {sibling} is pinned {pin!r}, expected ~=0.N.0"
 
 
+def actions() -> Iterator[str]:
+    """Complaints about actions of others that a branch or a tag names, which their authors can move."""
+    for path in sorted(WORKFLOWS.glob("*.yml")):
+        for action in ACTION.findall(path.read_text(encoding="utf-8")):
+            if re.fullmatch(r".+@[0-9a-f]{40}", action) is None:
+                yield f"{path.relative_to(ROOT)}: {action} is not named by a commit"
+
+
+def artifacts() -> Iterator[str]:
+    """Complaints about what a release of each package downloads of what the workflow of the wheels makes."""
+    made = ARTIFACT.findall((WORKFLOWS / "wheels.yml").read_text(encoding="utf-8"))
+    patterns = DOWNLOADED.findall((WORKFLOWS / "release.yml").read_text(encoding="utf-8"))
+    if not made or len(patterns) != 1:
+        yield f"release.yml downloads {patterns} of wheels.yml's {made}: expected one pattern, and artifacts"
+        return
+    for package in PACKAGES:
+        pattern = filled(patterns[0], package)
+        for owner in PACKAGES:
+            for name in (filled(name, owner) for name in made):
+                if fnmatch.fnmatchcase(name, pattern) != (owner == package):
+                    yield f"a release of {package.name} downloads {pattern!r}, and {name!r} is of {owner.name}"
+
+
+def filled(text: str, package: Path) -> str:
+    """A name or pattern of a workflow for a package, on a machine."""
+    return EXPRESSION.sub(lambda match: {"package": package.name, "machine": "ubuntu-24.04-arm"}[match[1]], text)
+
+
 def tracked() -> list[Path]:
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -216,7 +252,7 @@ def main() -> int:
             complaints += one_door_to_nvme(package)
     complaints += [line for path in tracked() for line in written_down(path)]
     complaints += [line for package in PACKAGES for line in compatibility(package)]
-    complaints += namesakes()
+    complaints += [*namesakes(), *actions(), *artifacts()]
     complaints += unformatted()
     print("\n".join(complaints) or f"house rules: {len(PACKAGES)} packages, no complaint")
     return 1 if complaints else 0
