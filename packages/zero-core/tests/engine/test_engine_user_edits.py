@@ -46,18 +46,20 @@ def test_edits_that_cannot_count_are_refused_by_name_on_every_rank(stage: int, t
             assert "parameter '" in text and "but weights changed" not in text, (case, text)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=SOAK), pytest.param(2, marks=SOAK), 3])
-def test_a_router_that_forward_casts_to_float32_trains(stage: int, tmp_path: Path) -> None:
-    for facts in run_ranks(copies.routers, 2, stage, str(tmp_path)):
-        assert facts["moved"] > 0.01 and facts["distance"] <= TOLERANCE["bfloat16"]
-
-
 def some_of(often: list[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
     """The product of ``axes``, of which those ``often`` are no soak."""
     return [pytest.param(*case, marks=() if case in often else SOAK) for case in product(*axes)]
 
 
 TIERS = ("none", "cpu", "nvme")
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tier"), some_of([(0, 2, "none"), (3, 2, "none")], range(4), (1, 2, 3), TIERS)
+)
+def test_a_router_that_forward_casts_to_float32_trains(stage: int, world_size: int, tier: str, tmp_path: Path) -> None:
+    for facts in run_ranks(copies.routers, world_size, stage, tier, str(tmp_path)):
+        assert facts["moved"] > 0.01 and facts["distance"] <= TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -91,11 +93,16 @@ def test_a_weight_written_after_its_use_is_refused_in_backward_as_in_torch(stage
 
 
 @pytest.mark.parametrize(
-    ("stage", "tier"),
-    [(0, "none"), (3, "nvme"), *(pytest.param(*c, marks=SOAK) for c in product((1, 2, 3), ("none", "cpu", "nvme")))],
+    ("stage", "tier", "world_size", "dtype"),
+    some_of(
+        [(0, "none", 2, "bfloat16"), (3, "nvme", 2, "bfloat16"), (2, "cpu", 3, "float64")],
+        *(range(4), TIERS, (1, 2, 3), ("float64", "bfloat16")),
+    ),
 )
-def test_a_checkpoint_holds_what_was_edited_before_it(stage: int, tier: str, tmp_path: Path) -> None:
-    assert all(run_ranks(copies.saves_after_an_edit, 2, stage, tier, str(tmp_path)))
+def test_a_checkpoint_holds_what_was_edited_before_it(
+    stage: int, tier: str, world_size: int, dtype: str, tmp_path: Path
+) -> None:
+    assert all(run_ranks(copies.saves_after_an_edit, world_size, stage, tier, dtype, str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -118,9 +125,13 @@ def test_a_save_of_a_model_with_another_parameter_object_is_refused(stage: int, 
         assert "parameter 'first.weight'" in text
 
 
-@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=SOAK)])
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=SOAK) for stage in (0, 1, 2)), 3])
-def test_adapters_merge_and_unmerge_as_in_one_process(stage: int, dora: bool) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dora", "world_size", "tier"),
+    some_of([(3, False, 2, "none")], range(4), (False, True), (1, 2, 3), TIERS),
+)
+def test_adapters_merge_and_unmerge_as_in_one_process(
+    stage: int, dora: bool, world_size: int, tier: str, tmp_path: Path
+) -> None:
     pytest.importorskip("peft")
-    for facts in run_ranks(copies.adapters, 2, stage, dora):
+    for facts in run_ranks(copies.adapters, world_size, stage, dora, tier, str(tmp_path)):
         assert facts["merged"] <= 1e-12 and facts["apart"] <= 1e-12

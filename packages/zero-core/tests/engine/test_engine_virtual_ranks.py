@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import build, start, train
+from engine_cases import build, outcome, start, train
 from virtual_rank_cases import BF16_MASTERS, MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, refusals, resumed
 
 from zero_ckpt import open_checkpoint
@@ -41,7 +41,24 @@ def test_losses_norms_weights_and_moments_are_bitwise_equal_at_one_two_and_four_
             assert not differences(alone, merged([answer[case] for answer in found[ranks]])), (case, ranks)
 
 
-@pytest.mark.parametrize(("stage", "tier"), [(3, "nvme"), pytest.param(1, "device", marks=pytest.mark.soak)])
+def made_with(virtual: int) -> str:
+    return outcome(lambda: start(1, deterministic={"across_world_sizes": virtual}))
+
+
+@pytest.mark.parametrize(("ranks", "virtual", "said"), [(1, 6, "a power of two"), (2, 1, "2"), (3, 4, "3")])
+def test_numbers_of_ranks_and_virtual_ranks_that_do_not_fit_are_refused_by_key(
+    ranks: int, virtual: int, said: str
+) -> None:
+    for text in run_ranks(made_with, ranks, virtual):
+        assert text.startswith(("ConfigError", "UsageError")) and "across_world_sizes" in text and said in text, text
+
+
+OTHERS = [(0, "device"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS if (stage, tier) != (3, "nvme"))]
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier"), [(3, "nvme"), *(pytest.param(*case, marks=pytest.mark.soak) for case in OTHERS)]
+)
 def test_a_run_that_resumes_at_another_number_of_ranks_goes_on_bitwise(tmp_path: Path, stage: int, tier: str) -> None:
     several, alone = tmp_path / "several", tmp_path / "alone"
     parts = [merged(run_ranks(resumed, n, str(several), stage, tier, [2, 1, 1], k)) for k, n in enumerate((2, 4, 1))]

@@ -17,11 +17,11 @@ import zero_core
 from zero_partition import PartitionError
 
 
-def routers(stage: int, folder: str) -> dict[str, Any]:
+def routers(stage: int, tier: str, folder: str) -> dict[str, Any]:
     """A router that forward casts to float32 (Switch Transformers, NLLB-MoE): its movement, and its distance from one
     process that casts it from bfloat16 in every forward."""
     expected = Plain(Net(), torch.bfloat16)
-    ours = Sharded(Net(casts_its_router), torch.bfloat16, stage, "none", folder)
+    ours = Sharded(Net(casts_its_router), torch.bfloat16, stage, tier, folder)
     start = ours.weights()["router.weight"]
     for step in range(STEPS):
         router = expected.model.router
@@ -89,15 +89,16 @@ def writes_after_use(stage: int, folder: str) -> str:
     return "nothing"
 
 
-def saves_after_an_edit(stage: int, tier: str, folder: str) -> bool:
+def saves_after_an_edit(stage: int, tier: str, name: str, folder: str) -> bool:
     """Return whether weights that were edited before a save are those of the checkpoint, masters too."""
-    t = Sharded(Net(), torch.bfloat16, stage, tier, folder)
+    dtype: torch.dtype = getattr(torch, name)
+    t = Sharded(Net(), dtype, stage, tier, folder)
     t.step(0)
     if stage < 3:
         t.model.first.weight.data.clamp_(-0.1, 0.1)
     with t.gathered([t.model.second.weight]):
         t.model.second.weight.data.clamp_(-0.1, 0.1)
-    t.model.frozen.weight.data = given(t.model.frozen.weight.shape, torch.bfloat16)
+    t.model.frozen.weight.data = given(t.model.frozen.weight.shape, dtype)
     edited = t.weights()
     master = t.engine.full_param(t.model.second.weight)
     t.engine.save_checkpoint(f"{folder}/saved")
@@ -105,7 +106,7 @@ def saves_after_an_edit(stage: int, tier: str, folder: str) -> bool:
     t.engine.load_checkpoint(f"{folder}/saved")
     again = t.weights()
     masters = t.engine.full_param(t.model.second.weight)
-    clamped = float(masters.abs().max()) <= float(torch.tensor(0.1).bfloat16()) and torch.equal(master, masters)
+    clamped = float(masters.abs().max()) <= float(torch.tensor(0.1, dtype=dtype)) and torch.equal(master, masters)
     return clamped and all(torch.equal(again[n], v) for n, v in edited.items())
 
 
@@ -212,7 +213,7 @@ def ties_of(stage: int, tier: str, folder: str) -> dict[str, str]:
 # -- PEFT ------------------------------------------------------------------------------------------------------------
 
 
-def adapters(stage: int, dora: bool) -> dict[str, float]:
+def adapters(stage: int, dora: bool, tier: str, folder: str) -> dict[str, float]:
     """Merge, unmerge and train on: the distances from one process."""
     from peft import LoraConfig, get_peft_model
 
@@ -227,7 +228,7 @@ def adapters(stage: int, dora: bool) -> dict[str, float]:
 
     plain, ours = build(), build()
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, weight_decay=0.01)
-    engine = zero_core.initialize(model=ours, config=config(torch.float64, stage, "none", ""))[0]
+    engine = zero_core.initialize(model=ours, config=config(torch.float64, stage, tier, folder))[0]
     for step in range(3):
         loss(plain, step, False).backward()
         optimizer.step()
