@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from .discovery import discover, local_rank
+from .store import open_store
 
 
 def init(
@@ -22,7 +23,7 @@ def init(
     collectives; default torch's. The rank comes from the environment that the launcher sets (see `discover`: torchrun,
     zero-launch, Open MPI, PMI, Slurm, Kubernetes); without one the world is this single rank. Changes no environment
     variable. Returns once all ranks are connected. Raises ValueError when the ranks are on several hosts and nothing
-    says where rank 0 is.
+    says where rank 0 is, and OSError when rank 0 cannot listen there (with torchrun's variables torch's own error).
     """
     if dist.is_initialized():
         return
@@ -35,9 +36,8 @@ def init(
         dist.init_process_group(chosen, timeout=timeout)
     else:
         # An MPI's or Slurm's variables: torch does not read them, and they stay as they are.
-        url = f"tcp://{place.address}:{place.port}"
-        rank, world_size = place.rank, place.world_size
-        dist.init_process_group(chosen, url, timeout=timeout, rank=rank, world_size=world_size)
+        store = open_store(place, timeout)
+        dist.init_process_group(chosen, timeout=timeout, store=store, rank=place.rank, world_size=place.world_size)
     await_connections()
 
 
