@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,37 @@ def test_a_disk_without_room_for_the_next_generation_refuses_the_checkpoint(tmp_
         raise AssertionError(str(failure)) from None
     finally:
         subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+KILLED = """
+import os, signal, sys, torch, zero_core
+place = {"device": "nvme", "nvme_path": sys.argv[1]}
+zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
+          "zero_optimization": {**zero, "offload_optimizer": place, "offload_param": place}}
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+engine = zero_core.initialize(model=model, config=config, device="cpu")[0]
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 64)).sum())
+    engine.step()
+    engine.save_checkpoint(sys.argv[2])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_doctor_removes_what_a_rank_left_that_was_killed_after_a_save_and_the_checkpoints_stay(
+    tmp_path: Path,
+) -> None:
+    drive, folder = tmp_path / "drive", tmp_path / "saved"
+    drive.mkdir()
+    command = [sys.executable, "-c", KILLED, str(drive), str(folder)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert killed.returncode == -9, killed.stderr
+    assert list(drive.glob("*.index"))
+    for words, status in (([], 1), (["--remove"], 0), ([], 0)):
+        command = [sys.executable, "-m", "zero_launch", "doctor", "--swap", str(drive), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == status, done.stdout + done.stderr
+        assert ("nothing of a killed process" in done.stdout) == (not words and status == 0)
+    assert {path.suffix for path in drive.iterdir()} == {".lock"}
+    assert [verify(path).ok for path in sorted(folder.glob("global_step*"))] == [True, True]

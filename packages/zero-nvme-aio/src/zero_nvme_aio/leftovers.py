@@ -15,11 +15,16 @@ from dataclasses import dataclass
 __all__ = ["Leftover", "find", "report"]
 
 _FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extents|index|index\.part)")
+# The stores in which a rank of zero-core swaps: each start makes them anew, and a checkpoint has links of its own.
+_SWAP = re.compile(r"(?:optimizer|parameters|activations|parked)\.rank\d+")
 
 
 @dataclass(frozen=True)
 class Leftover:
-    """The unsealed files of one store: its prefix, its files, and the bytes that they take on the drive."""
+    """The files of one store that nobody needs: its prefix, the files, and the bytes of the drive that they alone take.
+
+    A file that a checkpoint has linked takes none: it stays there under its other name.
+    """
 
     prefix: str
     files: tuple[str, ...]
@@ -27,22 +32,25 @@ class Leftover:
 
 
 def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
-    """Return the unsealed generations in ``folders`` (all folders of the stores) of stores that no process has open.
+    """Return what nobody needs in ``folders`` (all folders of the stores) of stores that no process has open.
 
-    With ``remove`` they are deleted. Sealed generations stay, since a process may resume from them; so do files without
-    a lock file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
+    That is the unsealed generations, and of a rank's swap (``optimizer``, ``parameters``, ``activations`` or ``parked``
+    with ``.rank<N>``) the sealed ones too. With ``remove`` they are deleted; links that checkpoints have to the files
+    stay. The sealed generations of other stores stay, since a process may resume from them; so do files without a lock
+    file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
     """
     found = []
-    for prefix, paths in sorted(_stores(folders).items()):
+    for prefix in sorted(_stores(folders)):
         lock = next((p for f in folders if os.path.isfile(p := os.path.join(f, f"{prefix}.lock"))), None)
         if lock is None:
             continue
         with _locked(lock) as ours:
             # Looked at again: until the lock was ours, the store may have been sealing.
-            files = _unsealed(_stores(folders).get(prefix, paths)) if ours else []
+            files = _not_needed(prefix, _stores(folders).get(prefix, [])) if ours else []
             if not files:
                 continue
-            nbytes = sum(os.lstat(path).st_blocks * 512 for path in files)
+            details = [os.lstat(path) for path in files]
+            nbytes = sum(detail.st_blocks * 512 for detail in details if detail.st_nlink == 1)
             for path in files if remove else ():
                 os.unlink(path)
             found.append(Leftover(prefix, tuple(files), nbytes))
@@ -70,11 +78,16 @@ def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
     return stores
 
 
+def _not_needed(prefix: str, paths: Sequence[str]) -> list[str]:
+    """Return the files of one store that nobody needs, indexes first: without its index a generation does not exist."""
+    return sorted(paths if _SWAP.fullmatch(prefix) else _unsealed(paths), key=lambda path: not path.endswith(".index"))
+
+
 def _unsealed(paths: Sequence[str]) -> list[str]:
     """Return the files of one store whose generation has no index."""
     parts = {path: _FILE.fullmatch(os.path.basename(path)) for path in paths}
     sealed = {match["generation"] for match in parts.values() if match is not None and match["kind"] == "index"}
-    return sorted(path for path, match in parts.items() if match is not None and match["generation"] not in sealed)
+    return [path for path, match in parts.items() if match is not None and match["generation"] not in sealed]
 
 
 @contextmanager
