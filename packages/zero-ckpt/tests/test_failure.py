@@ -89,10 +89,10 @@ def test_a_checkpoint_moved_aside_by_a_dead_save_is_still_found_and_put_back(tmp
 
 
 def test_what_dead_saves_left_is_swept_and_what_lives_is_not(tmp_path: Path) -> None:
-    dead = tmp_path / ".saving-t.aaaa"
+    dead = tmp_path / ".saving-t.aaaaaaaaaaaa"
     dead.mkdir(parents=True)
     (dead / "rank-00000.safetensors").write_bytes(b"half")
-    (tmp_path / ".saving-latest.bbbb").write_bytes(b"t")
+    (tmp_path / ".saving-latest.bbbbbbbbbbbb").write_bytes(b"t")
     alive = Staging.create(tmp_path, "other", "cccc")
     save(tmp_path, "t", 1)
     assert names(tmp_path) == [alive.path.name, "latest", "t"]

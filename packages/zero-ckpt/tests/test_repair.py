@@ -42,6 +42,36 @@ def test_folders_of_the_user_are_left_alone(tmp_path: Path, capsys: pytest.Captu
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("prefix", [".saving-", ".replaced-", ".deleting-"])
+@pytest.mark.parametrize("rest", ["old", "s1", "s1.2024", ".0123456789ab", "s1.0123456789AB", "s1.0123456789abc"])
+def test_folders_of_the_user_with_our_prefixes_are_left_alone(tmp_path: Path, prefix: str, rest: str) -> None:
+    own = tmp_path / "run" / (prefix + rest)
+    own.mkdir(parents=True)
+    (own / "a.txt").write_text("mine")
+    with pytest.raises(NotFoundError, match="holds no checkpoint"):
+        repair(tmp_path / "run")
+    save(tmp_path / "run", 1)
+    before = tree(tmp_path)
+    assert repair(tmp_path / "run", dry_run=True) == [] and repair(tmp_path / "run") == []
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("prefix", [".saving-", ".replaced-", ".deleting-"])
+def test_a_folder_that_holds_folders_is_not_swept(
+    tmp_path: Path, prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    photos = tmp_path / f"{prefix}s1.0123456789ab" / "photos"
+    photos.mkdir(parents=True)
+    (photos / "a.jpg").write_bytes(b"mine")
+    before = tree(tmp_path)
+    assert repair(tmp_path, dry_run=True) == [] and repair(tmp_path) == [] and tree(tmp_path) == before
+    assert f"left {photos.parent}: it holds folders" in caplog.text
+    (photos / "a.jpg").unlink()
+    photos.rmdir()
+    assert repair(tmp_path) == [f"swept {photos.parent.name}"] and not photos.parent.exists()
+
+
 def test_a_parent_of_roots_is_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "run1", 1)
     save(tmp_path / "run2", 1)
@@ -61,7 +91,7 @@ def test_a_dry_run_changes_nothing_and_says_what_would_be_done(
     for step in (1, 2):
         save(tmp_path, step)
     spoil(tmp_path / "s2")
-    (tmp_path / ".saving-x.0123").mkdir()
+    (tmp_path / ".saving-x.0123456789ab").mkdir()
     before = tree(tmp_path)
     assert main(["repair", "--dry-run", str(tmp_path)]) == 0
     text = capsys.readouterr().out

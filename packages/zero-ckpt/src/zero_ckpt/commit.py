@@ -4,9 +4,10 @@
 A save writes into `<root>/.saving-<tag>.<token>` and renames that directory to `<tag>` when every file in it, the
 manifest last, is on disk. A tag that exists already is first renamed to `.replaced-<tag>.<token>`; if the process dies
 between the two renames, readers use the replaced directory and the next save puts it back. Names that start with a
-period are never taken for checkpoints. The saver holds an advisory lock on its directory, which the kernel drops when
-it dies: a directory that nobody locks is stale and is swept by the next save into the same root. Creating, renaming
-and sweeping happen under a lock on the root, so that several jobs may save into one root (see [Note: locks and forks]).
+period are never taken for checkpoints; those without the token of 12 hexadecimal digits are not ours. The saver holds
+an advisory lock on its directory, which the kernel drops when it dies: a directory that nobody locks is stale and is
+swept by the next save into the same root. Creating, renaming and sweeping happen under a lock on the root, so that
+several jobs may save into one root (see [Note: locks and forks]).
 Directories are removed under a name of their own, after the lock was given up.
 """
 
@@ -27,6 +28,7 @@ from .manifest import MANIFEST_NAME
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCKLESS_STALE_SECONDS = 24 * 3600.0
+_REMAINS = re.compile(r"\.(saving|replaced|deleting)-.+\.[0-9a-f]{12}", re.DOTALL)
 _DATA_FILE = re.compile(r"rank-\d{5}(-\d{4})?\.(safetensors|extents)")
 
 logger = logging.getLogger("zero_ckpt")
@@ -138,14 +140,32 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
 def _sweep_action(path: Path) -> str | None:
     """Return what a sweep does with `path`: "remove", "put back", or None to leave it alone, also when it is
     unclear."""
+    if not is_remains(path):
+        return None
     try:
-        if path.name.startswith(_REPLACED):
-            return "remove" if exists(path.parent / replaced_tag(path)) else "put back"
-        if path.name.startswith(_DELETING) or (path.name.startswith(_SAVING) and _is_stale(path)):
-            return "remove"
+        if path.name.startswith(_REPLACED) and not exists(path.parent / replaced_tag(path)):
+            return "put back"
+        if path.name.startswith(_SAVING) and not _is_stale(path):
+            return None
+        if not _is_flat(path):
+            logger.warning("left %s: it holds folders, which no checkpoint does; move it away or remove it", path)
+            return None
+        return "remove"
     except OSError as error:
         logger.warning("could not sweep %s: %s", path, error)
     return None
+
+
+def is_remains(path: Path) -> bool:
+    """Return whether `path` is named as what a save or a removal makes while it runs: with its token at the end."""
+    return _REMAINS.fullmatch(path.name) is not None
+
+
+def _is_flat(path: Path) -> bool:
+    """Return whether `path` is no directory, or one without directories in it, as checkpoints are."""
+    if path.is_symlink() or not path.is_dir():
+        return True
+    return not any(entry.is_dir() and not entry.is_symlink() for entry in path.iterdir())
 
 
 def _put_back_or_doom(path: Path, what: str) -> list[Path]:
@@ -185,7 +205,8 @@ def replaced_path(root: Path, tag: str) -> Path:
 
 def replaced_directories(root: Path) -> list[Path]:
     """Return checkpoints that were moved aside by a save that died before its own could take their name."""
-    return [path for path in root.glob(_REPLACED + "*") if not exists(root / replaced_tag(path))]
+    found = (path for path in root.glob(_REPLACED + "*") if is_remains(path))
+    return [path for path in found if not exists(root / replaced_tag(path))]
 
 
 def _is_stale(path: Path) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .catalog import examine, find_candidates
-from .commit import checkpoint_directories, exists, has_manifest, replaced_path, sweep, tag_of
+from .commit import checkpoint_directories, exists, has_manifest, is_remains, replaced_path, sweep, tag_of
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -66,8 +66,7 @@ def require_root(directory: Path) -> None:
 
 def is_root(directory: Path) -> bool:
     """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save."""
-    left = (".saving-", ".replaced-", ".deleting-")
-    return bool(checkpoint_directories(directory)) or any(path.name.startswith(left) for path in directory.iterdir())
+    return bool(checkpoint_directories(directory)) or any(is_remains(path) for path in directory.iterdir())
 
 
 def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list[str]:
