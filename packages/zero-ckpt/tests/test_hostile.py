@@ -10,7 +10,16 @@ import pytest
 import xxhash
 from bounded import OPEN, VERIFY, in_bounds
 
-from zero_ckpt import CheckpointError, DamagedError, Interval, NotPlainDataError, open_checkpoint, save_sharded, verify
+from zero_ckpt import (
+    CheckpointError,
+    DamagedError,
+    FileExtent,
+    Interval,
+    NotPlainDataError,
+    open_checkpoint,
+    save_sharded,
+    verify,
+)
 from zero_ckpt.checksum import checksum
 from zero_ckpt.cli import main
 from zero_ckpt.conversion import open_source
@@ -74,6 +83,25 @@ def test_repair_writes_nothing_outside_of_the_root(tmp_path: Path) -> None:
     data.symlink_to(outside)
     done = repair(tmp_path / "run")
     assert outside.read_bytes() == bad and any("set s2 aside" in line for line in done)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_repair_writes_through_no_hard_link(tmp_path: Path, linked: bool) -> None:
+    payload, mine = b"payload".ljust(300, b"#"), b"mine".ljust(300, b"#")
+    sealed, outside = tmp_path / "sealed", tmp_path / "outside"
+    sealed.write_bytes(payload)
+    save_sharded(tmp_path / "run", "s1", [Interval("w", "param", (300,), "U8", 0, payload)], step=1)
+    data = FileExtent(sealed, 0, 300) if linked else payload
+    path = save_sharded(tmp_path / "run", "s2", [Interval("w", "param", (300,), "U8", 0, data)], step=2)
+    (file,) = path.glob("rank-*")
+    before = file.read_bytes().replace(payload, mine)
+    outside.write_bytes(before)
+    outside.chmod(0o444)
+    file.unlink()
+    file.hardlink_to(outside)
+    assert repair(tmp_path / "run") == ["restored damaged slices of s2 from other checkpoints"]
+    assert outside.read_bytes() == before and verify(path).ok
+    assert outside.stat().st_nlink == 1 and file.stat().st_mode == outside.stat().st_mode
 
 
 def test_a_save_writes_through_no_link_that_lies_there(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import errno
 import os
 import stat
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import DamagedError, ReplacedError
@@ -53,6 +55,20 @@ def read_bounded(fd: int, limit: int, where: str) -> bytes:
     return b"".join(parts)
 
 
+def _copy_file(source: int, name: str, folder: int) -> None:
+    """Create `name` in a directory with the content and the mode of an open file, on disk on return."""
+    found = os.fstat(source)
+    target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
+    try:
+        position = 0
+        while position < found.st_size and (sent := os.sendfile(target, source, position, found.st_size - position)):
+            position += sent
+        os.fchmod(target, stat.S_IMODE(found.st_mode))
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
 class Folder:
     """An opened checkpoint directory; see [Note: opened folders]. `follow`: the path itself may be a link."""
 
@@ -69,6 +85,28 @@ class Folder:
 
     def open(self, relative: str, flags: int = os.O_RDONLY) -> int:
         """Return a descriptor of a regular file in it; raises OSError."""
+        with self._parent(relative) as (folder, name):
+            return open_regular(name, flags, folder)
+
+    def give_own_copy(self, relative: str) -> None:
+        """Put a copy of a file in its place, so that its other hard links do not change with it; raises OSError."""
+        with self._parent(relative) as (folder, name):
+            source = open_regular(name, os.O_RDONLY, folder)
+            copy = f".saving-{name}.{os.urandom(6).hex()}"
+            try:
+                _copy_file(source, copy, folder)
+                os.rename(copy, name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)
+            except BaseException:
+                with suppress(FileNotFoundError):
+                    os.unlink(copy, dir_fd=folder)
+                raise
+            finally:
+                os.close(source)
+
+    @contextmanager
+    def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
+        """Yield the descriptor of the directory that a file lies in, and the file's name; raises OSError."""
         *parents, name = relative.split("/")
         folder = self._fd
         try:
@@ -76,7 +114,7 @@ class Folder:
                 inner = os.open(parent, _DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
                 self._close_inner(folder)
                 folder = inner
-            return open_regular(name, flags, folder)
+            yield folder, name
         finally:
             self._close_inner(folder)
 

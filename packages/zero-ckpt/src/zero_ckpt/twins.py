@@ -67,8 +67,8 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 def restore_slices(path: Path, others: list[Path]) -> bool:
     """Rewrite each damaged slice of `path` from a twin with the same checksum; returns whether any was rewritten.
 
-    The bytes are written into the file in the checkpoint's own directory, through no symbolic link; other hard links to
-    that file are restored with it.
+    The bytes are written into the file in the checkpoint's own directory, through no link: a file with several hard
+    links is first replaced by a copy of its own, and the others keep what they hold.
     """
     try:
         source = _OpenCheckpoint(path)
@@ -123,7 +123,7 @@ def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int)
 def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
     """Overwrite a slice with `nbytes` bytes of `source` from byte `begin` on; read-only files are made writable for
     it."""
-    own = target.open(piece)
+    own = _open_unshared(target, piece)
     try:
         mode = os.fstat(own).st_mode
         os.fchmod(own, stat.S_IMODE(mode) | stat.S_IWUSR)
@@ -137,6 +137,19 @@ def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, n
             os.fchmod(own, stat.S_IMODE(mode))
     finally:
         os.close(own)
+
+
+def _open_unshared(target: _OpenCheckpoint, piece: Slice) -> int:
+    """Return a descriptor of the file that holds a slice, which has no other hard link; raises OSError naming it."""
+    own = target.open(piece)
+    if os.fstat(own).st_nlink == 1:
+        return own
+    os.close(own)
+    try:
+        target.folder.give_own_copy(target.manifest.files[piece.file].path)
+    except OSError as error:
+        raise OSError(error.errno, f"copying a linked file: {error.strerror}", target.where(piece)) from error
+    return target.open(piece)
 
 
 def _copy_range(target: int, position: int, source: int, begin: int, nbytes: int) -> None:
