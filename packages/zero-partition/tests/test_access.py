@@ -126,6 +126,8 @@ def whole_values(stage: int) -> dict[str, float | bool]:
         for p, q in trained
         for k in ("exp_avg", "exp_avg_sq")
     ]
+    with pytest.raises(PartitionError, match="no optimizer state 'momentum' per element; it has exp_avg, exp_avg_sq"):
+        full_state(parts, optimizer, trained[0][0], "momentum")
     frozen = next(p for p in model.parameters() if not p.requires_grad)
     try:
         full_state(parts, optimizer, frozen, "exp_avg")

@@ -21,7 +21,11 @@ def split_spec(spec: str) -> tuple[Path, str | None]:
 
 
 def open_spec(spec: str) -> Checkpoint:
-    """Open the checkpoint that `spec` names; after `@` stands a tag or a step. Raises NotFoundError or DamagedError."""
+    """Open the checkpoint that `spec` names: `ROOT@TAG`, `ROOT@STEP`, a checkpoint's directory or `ROOT`.
+
+    `ROOT` alone is its latest, or the newest whole one if that is damaged, as in `open_checkpoint`. Raises
+    NotFoundError or DamagedError.
+    """
     root, which = split_spec(spec)
     return open_checkpoint(root, None if which is None else find_tag(root, which))
 

@@ -100,13 +100,13 @@ class Standby:
     @property
     def ready(self) -> bool:
         """Return whether it has finished importing."""
-        self._read(0.0)
+        self._take_answers(0.0)
         return self._is_ready
 
     @property
     def is_used(self) -> bool:
         """Return whether a rank that it has forked still runs."""
-        self._read(0.0)
+        self._take_answers(0.0)
         return self.runs and any(pid not in self._statuses for pid in self._forked)
 
     def start(
@@ -150,15 +150,16 @@ class Standby:
 
     def _read_until(self, condition: Callable[[], bool], seconds: float | None) -> None:
         end = None if seconds is None else time.monotonic() + seconds
-        self._read(0.0)
+        self._take_answers(0.0)
         while not condition() and not self._is_over:
             left = None if end is None else end - time.monotonic()
             if left is not None and left <= 0:
                 return
-            self._read(left)
+            self._take_answers(left)
 
-    def _read(self, seconds: float | None) -> None:
-        """Handle the answers that have arrived, waiting up to ``seconds`` (None: for ever) for the first."""
+    def _take_answers(self, seconds: float | None) -> None:
+        """Take the answers that have arrived, waiting up to ``seconds`` (None: for ever) for the first; nothing if none
+        comes. The standby is over when it has closed the socket."""
         while not self._is_over and select.select([self._line], [], [], seconds)[0]:
             seconds = 0.0
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -147,15 +147,17 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
 def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter.
 
-    Fragments that have no such state yet are zeros. Collective. Raises `PartitionError` for a parameter that is not
-    trained.
+    Zeros before the first step. Collective. Raises `PartitionError` for a parameter that is not trained, and for a key
+    that is none of the states with a value for each element that it has.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
     if not unit.plan.trainable:
         raise PartitionError(f"parameter '{unit.names[index]}' is not trained and has no optimizer state")
     if unit.states is not None:
-        partition.runtime.agree("full state", f"{unit.names[index]}.{key}", None)
+        mine = unit.layout.fragment_of(unit.layout.entries[index], partition.rank)
+        kinds = list(unit.states.kinds(unit.names[index])) if mine is not None else []
+        _check_key(unit, index, key, partition.runtime.agree("full state", f"{unit.names[index]}.{key}", kinds))
         partition.finish_updates()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
@@ -163,7 +165,10 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     pieces = [(o, state) for o in held if (state := _elementwise_state(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
     has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
-    answers = partition.runtime.agree("full state", f"{entry.name}.{key}", has_full)
+    keys = [k for o in held for k in optimizer.state_of(o) if _elementwise_state(optimizer, o, k) is not None]
+    everyones = partition.runtime.agree("full state", f"{entry.name}.{key}", [has_full, sorted(set(keys))])
+    _check_key(unit, index, key, [names for _, names in everyones])
+    answers = [one for one, _ in everyones]
     if any(answers):
         full = torch.empty(
             entry.numel, dtype=update_dtype(unit.plan, partition.options.policy), device=partition.device
@@ -180,9 +185,10 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 
 
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's weights, masters included, by rank 0's ``value`` (of the parameter's shape). Collective.
+    """Replace a parameter's weights, masters included, by rank 0's ``value``. Collective.
 
-    Raises `PartitionError` for another shape.
+    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` for another shape, and for a parameter
+    of another model.
     """
     partition.runtime.reopen("set_full_param")
     unit, index = _find(partition, parameter)
@@ -200,7 +206,7 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
 
 
 def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's averaged gradient by rank 0's ``value`` (of the parameter's shape). Collective.
+    """Replace a parameter's averaged gradient by rank 0's ``value``, as `set_full_parameter` does. Collective.
 
     Raises `PartitionError` for another shape, and when its unit has had no gradient since the last step.
     """
@@ -220,8 +226,7 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
 def set_full_state(
     partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
 ) -> None:
-    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (of the parameter's shape).
-    Collective.
+    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value``. Collective.
 
     Raises `PartitionError` for another shape, and when the optimizer has no such state yet.
     """
@@ -286,6 +291,15 @@ def _write_to_tier(
         states.write({entry.name: {kind: part.cpu()}})
 
 
+def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[str]]) -> None:
+    """Raise `PartitionError` if a parameter has states, by the ranks' ``everyones``, and none of them is ``key``."""
+    known = sorted({name for names in everyones for name in names})
+    if known and key not in known:
+        raise PartitionError(
+            f"parameter '{unit.names[index]}' has no optimizer state '{key}' per element; it has {', '.join(known)}"
+        )
+
+
 def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
     """Return the optimizer's state ``key`` of an owned fragment; None unless it has one value per element."""
     state = optimizer.state_of(owned).get(key)
@@ -293,7 +307,7 @@ def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: s
 
 
 def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's ``value``, flattened, on every rank. Collective.
+    """Return rank 0's ``value``, flattened, on every rank, in float32 at least. Collective.
 
     ``what``: names the value in messages. Raises `PartitionError` if it has not the parameter's shape.
     """
@@ -302,7 +316,8 @@ def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, va
         raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
     partition.runtime.agree(f"set full {what}", entry.name, None)
     partition.finish_updates()
-    flat = value.detach().to(partition.device).flatten().clone()
+    wide = torch.promote_types(unit.plan.dtype, torch.float32)
+    flat = value.detach().to(partition.device, wide, copy=True).flatten()
     partition.groups.broadcast(flat, 0, Tag("broadcast", entry.name, partition.runtime.step))
     return flat
 

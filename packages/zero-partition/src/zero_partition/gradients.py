@@ -324,10 +324,11 @@ class UnitGradients:
         held = [t for t in (self._flat, self._spare, self.reduced, self._spare_leaf) if t is not None]
         return held if self.leaves is None else held + self.leaves.tensors()
 
-    def visible(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
-        """Yield (parameter, its averaged gradient in its own shape and dtype, whether this rank touched it).
+    def full_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
+        """Yield (parameter, its averaged gradient in its shape and the unit's dtype, whether this rank touched it).
 
-        Only after `gather_full`; nothing from stage 1 on.
+        Only after `gather_full`; nothing from stage 1 on. The gradients are views of `reduced`, or, where that has
+        another dtype, of a cast copy that the next call overwrites.
         """
         if self._full_group is None or self.reduced is None:
             return

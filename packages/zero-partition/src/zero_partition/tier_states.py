@@ -300,8 +300,9 @@ class TierState(MutableMapping[str, Any]):
         if plain:
             self._all_assigned[self.name] = self
 
-    def has(self, window: TierWindow) -> bool:
-        """Return whether ``window`` still shows a value of this state."""
+    def is_current_window(self, window: TierWindow) -> bool:
+        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned anew or
+        cleared. Its memory may be out of date; see `version`."""
         return self._windows.get(window.kind) is window and window.kind in self
 
     def version(self) -> tuple[int, int]:

@@ -23,8 +23,9 @@ class ShownState(Protocol):
     def reference(self) -> FragmentReference | None:
         """The guard's reference for tensors of this state; None if nothing guards them."""
 
-    def has(self, window: TierWindow) -> bool:
-        """Return whether ``window`` still shows a value of this state."""
+    def is_current_window(self, window: TierWindow) -> bool:
+        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned anew or
+        cleared. Its memory may be out of date; see `version`."""
 
     def version(self) -> tuple[int, int]:
         """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
@@ -63,13 +64,13 @@ class TierWindow:
     def refresh(self) -> None:
         """Copy the tier's values into this memory if they may have changed; nothing if the state has no such window."""
         self.state.store_assigned()
-        if self._version != self.state.version() and self.state.has(self):
+        if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
             self._version = self.state.version()
 
     def write_back(self) -> None:
         """Write this memory's values to the tier; nothing if the state has no such window any more."""
-        if self.state.has(self):
+        if self.state.is_current_window(self):
             self.state.write({self.kind: self.values})
             self._version = self.state.version()
 

@@ -52,7 +52,7 @@ class UserGradients:
         self._casts.clear()
         for index, gradients in self._gradients.items():
             shown: list[torch.Tensor | None] = []
-            for number, (parameter, view, touched) in enumerate(gradients.visible()):
+            for number, (parameter, view, touched) in enumerate(gradients.full_gradients()):
                 if parameter.shape != view.shape:  # the step refuses it
                     shown.append(parameter.grad)
                     continue

@@ -31,7 +31,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise PlanError(f"model: {name} has no shape yet; run the model once on an example before counting")
-        key = _memory_key(parameter)
+        key = _address_key(parameter)
         unique[key] = max(unique.get(key, 0), parameter.numel())
     total = sum(unique.values())
     if not total:
@@ -40,9 +40,9 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     return ParameterCount(total, largest)
 
 
-def _memory_key(parameter: Tensor) -> Hashable:
-    """Return a key that is equal for parameters that share memory; for a tensor without an address of its own (meta,
-    fake, a wrapper) its identity.
+def _address_key(parameter: Tensor) -> Hashable:
+    """Return a key that is equal for parameters that begin at the same address; for a tensor without an address of
+    its own (meta, fake, a wrapper) its identity.
     """
     import torch
 

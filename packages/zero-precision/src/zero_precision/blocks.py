@@ -84,7 +84,7 @@ def _pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def _unpack_nibbles(payload: Tensor, numel: int) -> Tensor:
-    """Return the first `numel` codes of a payload of nibbles, one per byte, as uint8 in two's complement."""
+    """Undo `_pack_nibbles`: return the first `numel` codes, one per byte, sign-extended to int8 and viewed as uint8."""
     signed = payload.view(torch.int8)
     low = (signed << 4) >> 4
     high = signed >> 4
