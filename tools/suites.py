@@ -29,10 +29,38 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-LANES = 2
-"""Suites at a time. Tests hold no bound on wall time that a busy machine could miss; benches measure alone."""
-LONGEST = ("tests-integration", "zero-core", "zero-launch")
+LANES = 3
+"""Suites at a time: of two, whose ranks wait for each other, two cores are idle half of the time. Tests hold no bound
+on wall time that a busy machine could miss; benches measure alone."""
+PARTS = {"tests-integration": 2, "zero-core": 2}
+"""Suites whose files are dealt out to several processes when suites run side by side."""
+LONGEST = ("tests-integration", "zero-core", "zero-launch", "zero-ckpt")
 """Suites that begin first, so that none of them runs on alone at the end."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One pytest process: a name, the suite's folder, and its tests, a folder or files."""
+
+    name: str
+    folder: Path
+    tests: tuple[Path, ...]
+
+    @classmethod
+    def of(cls, folder: Path) -> Suite:
+        """Return the suite of a package, of a folder of tests, or of one file."""
+        return cls(folder.name, folder, (folder / "tests" if (folder / "tests").is_dir() else folder,))
+
+    def parts(self) -> list[Suite]:
+        """Return the suite, or its test files in turn as the suites that `PARTS` says."""
+        count = PARTS.get(self.name, 1)
+        files = sorted(self.tests[0].rglob("test_*.py")) if count > 1 else []
+        if not files:
+            return [self]
+        return [
+            Suite(f"{self.name} {number + 1}-{count}", self.folder, tuple(files[number::count]))
+            for number in range(count)
+        ]
 
 
 @dataclass
@@ -72,44 +100,45 @@ def count(report: Path) -> tuple[int, int, int]:
     return passed, failed, skipped
 
 
-def run_suite(folder: Path, marker: str | None, pytest_args: list[str], scratch: Path, alone: bool) -> Outcome:
-    tests = folder / "tests" if (folder / "tests").is_dir() else folder
-    if not tests.exists():
-        return Outcome(folder.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
-    report = scratch / f"{folder.name}.xml"
-    command = [sys.executable, "-m", "pytest", str(tests), f"--junitxml={report}", "-o", "junit_family=xunit1", "-q"]
+def run_suite(suite: Suite, marker: str | None, pytest_args: list[str], scratch: Path, alone: bool) -> Outcome:
+    if not all(tests.exists() for tests in suite.tests):
+        return Outcome(suite.name, NO_TESTS_COLLECTED, 0, 0, 0, 0.0)
+    report = scratch / f"{suite.name}.xml"
+    command = [sys.executable, "-m", "pytest", *map(str, suite.tests), f"--junitxml={report}"]
+    command += ["-o", "junit_family=xunit1", "-q"]
     command += ["--durations=8", "--durations-min=2"]
     command += ["-m", marker] if marker else []
-    title = f"\n=== {folder.name} ===\n"
+    title = f"\n=== {suite.name} ===\n"
     begin = time.monotonic()
     # The working directory is not the repository: a test must not depend on it, nor import a package from its sources.
-    work = scratch / folder.name
+    work = scratch / suite.name
     work.mkdir()
     if alone:
         print(title, end="", flush=True)
         status = subprocess.run([*command, *pytest_args], cwd=work, check=False).returncode
     else:
-        print(f"{folder.name} begins", flush=True)
-        printed = scratch / f"{folder.name}.txt"
+        print(f"{suite.name} begins", flush=True)
+        printed = scratch / f"{suite.name}.txt"
         with printed.open("wb") as sink:
             status = subprocess.run(
                 [*command, *pytest_args], cwd=work, check=False, stdout=sink, stderr=subprocess.STDOUT
             ).returncode
         sys.stdout.write(title + printed.read_text(encoding="utf-8", errors="replace"))
         sys.stdout.flush()
-    return Outcome(folder.name, status, *count(report), time.monotonic() - begin)
+    return Outcome(suite.name, status, *count(report), time.monotonic() - begin)
 
 
 def run_suites(folders: list[Path], marker: str | None, pytest_args: list[str]) -> list[Outcome]:
     """Run the suites, `LANES` at a time; outcomes in the order of ``folders``. Marked tests run one suite at a time."""
     lanes = 1 if marker or len(folders) == 1 else LANES
-    begin_with = sorted(folders, key=lambda f: LONGEST.index(f.name) if f.name in LONGEST else len(LONGEST))
+    suites = [part for folder in folders for part in (Suite.of(folder).parts() if lanes > 1 else [Suite.of(folder)])]
+    last = len(LONGEST)
+    begin_with = sorted(suites, key=lambda s: LONGEST.index(s.folder.name) if s.folder.name in LONGEST else last)
     with tempfile.TemporaryDirectory(prefix="zero-suites-") as scratch, ThreadPoolExecutor(lanes) as pool:
         running = {
-            folder: pool.submit(run_suite, folder, marker, pytest_args, Path(scratch), lanes == 1)
-            for folder in begin_with
+            suite: pool.submit(run_suite, suite, marker, pytest_args, Path(scratch), lanes == 1) for suite in begin_with
         }
-        return [running[folder].result() for folder in folders]
+        return [running[suite].result() for suite in suites]
 
 
 def main() -> int:
