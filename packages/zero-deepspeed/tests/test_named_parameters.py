@@ -151,6 +151,7 @@ def named_parameters(_: int) -> dict[str, Any]:
     safe_set_full_fp32_param(weight, torch.full(weight.ds_shape, 3.0))
     with GatheredParameters(weight):
         seen["set whole"] = bool((weight == 3.0).all())
+        pickled = pickle.loads(pickle.dumps(weight))
     weight.all_gather()
     seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
     weight.partition()
@@ -158,7 +159,8 @@ def named_parameters(_: int) -> dict[str, Any]:
     seen["copies"] = (
         type(copied).__name__,
         bool((copied == 3.0).all()),
-        type(pickle.loads(pickle.dumps(weight))).__name__,
+        type(pickled).__name__,
+        bool((pickled == 3.0).all()),
     )
     with unwrap_model_for_generation(engine) as plain:
         seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
@@ -232,7 +234,7 @@ def test_parameters_answer_to_deepspeeds_names_on_two_ranks() -> None:
         assert seen["gradient"] == (True, 0.0) and seen["state"] == 0.0
         assert seen["local"][0] == seen["local"][1]
         assert seen["set"] and seen["set whole"] and seen["gathered"] == ("AVAILABLE", False)
-        assert seen["copies"] == ("Parameter", True, "Parameter")
+        assert seen["copies"] == ("Parameter", True, "Parameter", True)
         assert all(torch.equal(copied, seen["whole"]) for copied in seen["copied"])
         assert not any(seen["calls"]) and not any(seen["by hand"])
     assert first["ids"] == second["ids"]
