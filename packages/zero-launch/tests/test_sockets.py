@@ -182,6 +182,17 @@ def test_a_launcher_that_nodes_come_to_knows_them_by_a_token_and_takes_each_plac
     assert f"refused a connection from {address}: --node_rank 1 is taken" in err
 
 
+def test_a_node_may_come_as_soon_as_the_launcher_listens():
+    from zero_launch import peers
+
+    listener = peers.Listener(peers.Inbox(), address="127.0.0.1", token=TOKEN, nodes=[peers.Peer("1", ())])
+    try:
+        came = connect("127.0.0.1", listener.port, 0.0, token=TOKEN, about={"node_rank": 1, "nproc": 1})
+    finally:
+        listener.close()
+    assert came is not None
+
+
 def test_strangers_who_send_a_byte_now_and_then_do_not_keep_the_nodes_out(monkeypatch):
     from zero_launch import peers
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, BinaryIO
 
@@ -182,14 +182,16 @@ class Listener:
     """Accepts connections from hosts that know a token (see handshake.py), in a thread of its own.
 
     A host that the launcher starts gets its own token, valid for one connection. Nodes that connect by themselves share
-    ``token`` and send their node number; each number is accepted once. ``address``: where to listen; empty for every
-    interface of this host. ``port``: 0 for a free one.
+    ``token`` and send their node number; each number is accepted once. ``nodes``: those that may connect from the
+    start. ``address``: where to listen; empty for every interface of this host. ``port``: 0 for a free one.
     """
 
-    def __init__(self, inbox: Inbox, *, address: str = "", port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self, inbox: Inbox, *, address: str = "", port: int = 0, token: str | None = None, nodes: Iterable[Peer] = ()
+    ) -> None:
         self._inbox = inbox
         self._expected: dict[str, Peer] = {}
-        self._open_peers: dict[str, Peer] = {}
+        self._open_peers = {peer.name: peer for peer in nodes}  # before anybody can connect
         self._token = token
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)

@@ -57,7 +57,9 @@ class Roster:
         spec = self._spec
         if self._come_by_themselves:
             own = self.addresses.of_launcher()
-            self._listener = Listener(self._inbox, address=own, port=spec.master_port, token=spec.token)
+            self._listener = Listener(
+                self._inbox, address=own, port=spec.master_port, token=spec.token, nodes=self._come_by_themselves
+            )
             self.addresses.listening = self._listener.address
         elif not spec.transport.carries_input:
             self._listener = Listener(self._inbox)
