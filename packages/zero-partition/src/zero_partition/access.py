@@ -148,7 +148,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter.
 
     Zeros before the first step. Collective. Raises `PartitionError` for a parameter that is not trained, and for a key
-    that is none of the states with a value for each element that it has.
+    other than those of its states with a value for each element.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
@@ -295,9 +295,8 @@ def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[st
     """Raise `PartitionError` if a parameter has states, by the ranks' ``everyones``, and none of them is ``key``."""
     known = sorted({name for names in everyones for name in names})
     if known and key not in known:
-        raise PartitionError(
-            f"parameter '{unit.names[index]}' has no optimizer state '{key}' per element; it has {', '.join(known)}"
-        )
+        name, have = unit.names[index], ", ".join(known)
+        raise PartitionError(f"parameter '{name}' has no optimizer state '{key}' per element; it has {have}")
 
 
 def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:

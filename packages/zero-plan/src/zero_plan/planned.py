@@ -103,7 +103,7 @@ class SavedPlan:
 
 @dataclass(frozen=True)
 class LoadedPlan:
-    """What loading a checkpoint into a new engine needs.
+    """The memory and transfers of loading a checkpoint into a new engine.
 
     ``saved_by``: the number of ranks that saved it. ``peaks``: the peaks of memory during the load, as in `RankPlan`.
     ``read``: bytes that the rank reads of the checkpoint's data files; ``written``: bytes that it writes to its tier on

@@ -19,7 +19,7 @@ _TAG = "planned"
 
 @dataclass(frozen=True)
 class SavedPart:
-    """What one rank saved: ``manifest`` has its slices only. ``layout``: of its run, in which the rank holds shard
+    """The save of one rank: ``manifest`` has its slices only. ``layout``: of its run, in which the rank holds shard
     number ``shard`` of ``shards``, and the states of shards ``owned``; the first ranks, one per shard, write for all.
     """
 
