@@ -78,13 +78,14 @@ def lint_failures(python: str) -> list[str]:
             ),
             "house rules": check_aside("house rules", python, str(ROOT / "tools" / "check_house.py")),
             "mypy": check_aside("mypy", python, "-m", "mypy", f"@{modules.name}"),
+            "torch's names": check_aside("torch's names", python, str(ROOT / "tools" / "torch_names.py")),
         }
     return [name for name, passed in verdicts.items() if not passed]
 
 
 def docs_failures(python: str) -> list[str]:
-    """Check the pages and return the names of the checks that complained."""
-    names = ("check_docs", "torch_names")
+    """Check the text of the pages and return the names of the checks that complained; needs no package."""
+    names = ("check_docs",)
     return [name for name in names if not check_aside(name, python, str(ROOT / "tools" / f"{name}.py"))]
 
 
@@ -106,7 +107,7 @@ def check(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style (ruff), types (mypy --strict), the arrows between packages, the export lists."""
+    """Style (ruff), types (mypy --strict), arrows between packages, export lists, torch's private names."""
     failed = lint_failures(shared(session))
     if failed:
         session.error(f"not passed: {', '.join(failed)}; the output above says why")
@@ -237,10 +238,14 @@ def ray(session: nox.Session) -> None:
         run(session, *command)
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def docs(session: nox.Session) -> None:
-    """Links between the pages resolve, the examples in them parse, and torch's private names are all listed."""
-    failed = docs_failures(shared(session))
+    """Check the pages and build their site, build/site, in an environment that holds no package of this repository."""
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    pip_install(session, python, *group("docs"))
+    failed = docs_failures(python)
+    if not attempt(session, python, str(ROOT / "tools" / "build_site.py")):
+        failed.append("build_site")
     if failed:
         session.error(f"not passed: {', '.join(failed)}; the output above says why")
 

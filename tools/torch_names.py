@@ -2,7 +2,7 @@
 
 A name is private when a part of it begins with an underscore. Found in the sources are imports from private modules of
 torch, attributes that begin with an underscore and that the package does not define itself, private attributes of
-modules and tensors, and what subclasses of the classes in `BASES` override or read. Run by `nox -s docs` and by every
+modules and tensors, and what subclasses of the classes in `BASES` override or read. Run by `nox -s lint` and by every
 `nox -s "torch(…)"`. The exit status is 1 when the page, the sources and torch do not agree.
 """
 

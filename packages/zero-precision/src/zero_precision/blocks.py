@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 BlockFormat = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2"]
+"""The codes of a block: 8-bit or 4-bit integers, or one of the 8-bit floating-point formats."""
 
 LARGEST_CODE: dict[str, float] = {"int8": 127.0, "int4": 7.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 SMALLEST_BLOCK = 2.0**-100
