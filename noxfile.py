@@ -77,6 +77,7 @@ def lint_failures(python: str) -> list[str]:
                 env={"PYTHONPATH": sources},
             ),
             "house rules": check_aside("house rules", python, str(ROOT / "tools" / "check_house.py")),
+            "docstrings": check_aside("docstrings", python, str(ROOT / "tools" / "check_docstrings.py")),
             "mypy": check_aside("mypy", python, "-m", "mypy", f"@{modules.name}"),
             "torch's names": check_aside("torch's names", python, str(ROOT / "tools" / "torch_names.py")),
         }

@@ -12,15 +12,15 @@ from .work import Work
 
 
 class Reduction(Protocol):
-    """Averages flat buffers into the owners' slices: `Group`, or a reduction in several hops.
-
-    ``rank``: the slice that this rank owns. ``world_size``: the number of slices.
-    """
+    """Averages flat buffers into the owners' slices: `Group`, or a reduction in several hops."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Return the number of the slice that this rank owns."""
+
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """Return the number of slices."""
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Start to average the ranks' ``flat`` into the owners' ``out``; see `Group.reduce_scatter`."""

@@ -80,7 +80,7 @@ class AveragingOptimizer(Protocol):
 
     @property
     def wants_own_gradients(self) -> bool:
-        """Whether the next step takes this rank's own gradients instead of the ranks' average."""
+        """Return whether the next step takes this rank's own gradients instead of the ranks' average."""
 
     def connect(self, group: Group) -> None:
         """Average over ``group`` from now on; called once, before the first step."""

@@ -57,7 +57,7 @@ class PartitionOptions:
 
     @property
     def reduces_each(self) -> bool:
-        """Whether every backward pass reduces (else only the last one before a step)."""
+        """Return whether every backward pass reduces (else only the last one before a step)."""
         return self.stage >= 2 or self.reduce_each_micro_batch or self.virtual_ranks > 0
 
 

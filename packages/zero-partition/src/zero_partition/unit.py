@@ -208,7 +208,7 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Whether user gathers keep the parameters gathered across passes."""
+        """Return whether user gathers keep the parameters gathered across passes."""
         return self.pins > 0
 
     def pin(self) -> None:

@@ -128,7 +128,7 @@ class LoadedPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank needs: memory, files, traffic and operations.
+    """The needs of one rank: memory, files, traffic and operations.
 
     ``held``: model states between two steps. ``sent``: the collectives of a step, once the engine has learned the order
     of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``: the peaks

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from .errors import PlanError, at_least_one, one_of
 
 CHECKPOINTING = ("none", "attention", "operators", "full")
-"""What backward recomputes: nothing; the attention's scores; all but the attention's output and every second matrix
-product of a block; everything but a block's input."""
+"""The values that backward recomputes: none; the attention's scores; all but the attention's output and every second
+matrix product of a block; everything but a block's input."""
 
 
 @dataclass(frozen=True)

@@ -41,17 +41,22 @@ class Difference:
 
 
 class Judge(Protocol):
-    """Decides which differences count. ``number``: the step's number, from 0.
+    """Decides which differences count. ``number``: the step's number, from 0."""
 
-    `loss` and `norm` return a description of a difference, empty if it is acceptable. `reads` (weights that forward
-    read) and `tensors` (of a ``kind``) yield (parameter, description) for each. `goes_on`: compare further steps.
-    """
+    def loss(self, number: int, expected: float, got: float) -> str:
+        """Return a description of the difference between two losses, empty if it is acceptable."""
 
-    def loss(self, number: int, expected: float, got: float) -> str: ...
-    def norm(self, number: int, expected: float, got: float) -> str: ...
-    def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]: ...
-    def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]: ...
-    def goes_on(self, expected: Step, got: Step) -> bool: ...
+    def norm(self, number: int, expected: float, got: float) -> str:
+        """Return a description of the difference between two gradient norms, empty if it is acceptable."""
+
+    def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Yield (parameter, description) for each weight that forward read and that differs."""
+
+    def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
+        """Yield (parameter, description) for each tensor of a ``kind`` that differs."""
+
+    def goes_on(self, expected: Step, got: Step) -> bool:
+        """Return whether to compare further steps."""
 
 
 def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | None:

@@ -35,6 +35,7 @@ class LRRangeTest(Schedule):
             self._last_lr = self._write(self.min_lr)
 
     def get_lr(self) -> list[Rate]:
+        """Return the learning rate of each param group at `last_batch_iteration`."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -134,6 +135,7 @@ class OneCycle(Schedule):
                 self._write_momentum(self.min_moms)
 
     def get_lr(self) -> list[Rate]:
+        """Return the learning rate of each param group at `last_batch_iteration`."""
         if self.last_batch_iteration < self.cycle.total:
             height = self.cycle.height(self.last_batch_iteration + 1)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]

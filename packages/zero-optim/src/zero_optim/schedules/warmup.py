@@ -54,6 +54,7 @@ class WarmupLR(Schedule):
             self._last_lr = self._write(self.min_lrs)
 
     def get_lr(self) -> list[Rate]:
+        """Return the learning rate of each param group at `last_batch_iteration`."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         warming = self.last_batch_iteration < self.ramp.steps
@@ -133,6 +134,7 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
     def get_lr(self) -> list[Rate]:
+        """Return the learning rate of each param group at `last_batch_iteration`."""
         if self.last_batch_iteration < 0:
             return [0.0] * len(self.org_lrs)
         ratio = self.get_lr_ratio()
