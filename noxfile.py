@@ -78,6 +78,7 @@ def lint_failures(python: str) -> list[str]:
             ),
             "house rules": check_aside("house rules", python, str(ROOT / "tools" / "check_house.py")),
             "docstrings": check_aside("docstrings", python, str(ROOT / "tools" / "check_docstrings.py")),
+            "command lines": check_aside("command lines", python, str(ROOT / "tools" / "command_page.py"), "--check"),
             "mypy": check_aside("mypy", python, "-m", "mypy", f"@{modules.name}"),
             "torch's names": check_aside("torch's names", python, str(ROOT / "tools" / "torch_names.py")),
         }
@@ -86,7 +87,7 @@ def lint_failures(python: str) -> list[str]:
 
 def docs_failures(python: str) -> list[str]:
     """Check the text of the pages and return the names of the checks that complained; needs no package."""
-    names = ("check_docs",)
+    names = ("check_docs", "check_reference")
     return [name for name in names if not check_aside(name, python, str(ROOT / "tools" / f"{name}.py"))]
 
 
