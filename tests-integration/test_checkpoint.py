@@ -294,3 +294,13 @@ def test_an_engine_goes_on_from_plain_torchs_checkpoint(tmp_path: Path, stage: i
     weights, (steps, client_state) = run_ranks(from_plain, 1, str(tmp_path), stage)[0]
     assert steps == HALF and isinstance(client_state, dict)
     assert training.bits(weights) == training.bits(expected)
+
+
+def test_an_engine_goes_on_from_its_checkpoint_by_way_of_deepspeeds_format(tmp_path: Path) -> None:
+    run, path = Run(dtype="fp32"), tmp_path / "ckpt"
+    at_half, at_end = run_ranks(save, 2, run, 3, str(path))[0]
+    zero_ckpt.convert(path, tmp_path / "universal", to="deepspeed-universal")
+    zero_ckpt.convert(tmp_path / "universal", tmp_path / "back", to="zero-ckpt")
+    loaded = run_ranks(load, 2, run, 2, str(tmp_path / "back"))[0]
+    assert loaded[:2] == (at_half, at_end)
+    assert loaded[2] == (HALF, HALF, {"epoch": 3, "names": ["a", "b"]})

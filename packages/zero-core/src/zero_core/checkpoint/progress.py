@@ -32,13 +32,12 @@ def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str,
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the `progress_of` a checkpoint's engine; defaults if something other than an engine wrote it."""
-    state = checkpoint.client_state
-    if isinstance(state, dict) and "counters" in state:
-        return state
-    counters = {"global_steps": checkpoint.step}
+    """Return the `progress_of` a checkpoint's engine; defaults for what another format or program did not write."""
+    state = checkpoint.client_state if isinstance(checkpoint.client_state, dict) else {}
     empty = dict.fromkeys(("scheduler", "loss_scale", "param_groups", "data"))
-    return {**empty, "counters": counters, "client": state if isinstance(state, dict) else {}}
+    if "counters" in state:
+        return {**empty, "client": {}, **state}
+    return {**empty, "counters": {"global_steps": checkpoint.step}, "client": state}
 
 
 def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
