@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_optim_kernels.torch import CPUSGD, CPUAdamW
+
 ROWS = 6  # of a batch over all ranks; divisible by every world size tried
+ALL_ACTIONS = 1_000_000  # the first seed whose sequence draws from all actions; those below stay as they were kept
+JOINS_AT = 5e-3  # the learning rate of the parameter that joins later
 
 
 class Mistake(ValueError):
@@ -40,6 +45,11 @@ class Case:
         """Return whether the optimizer's states are not on the device."""
         return self.tier != "device" and self.stage > 0
 
+    @property
+    def has_new_actions(self) -> bool:
+        """Return whether the sequence draws from all actions."""
+        return self.seed >= ALL_ACTIONS
+
     def twin(self) -> Case:
         """The same on the lowest stage that has its kernels, without disks: in 16 bits, what it has to equal."""
         return replace(self, stage=int(self.on_a_tier), tier="cpu" if self.on_a_tier else "device")
@@ -49,6 +59,7 @@ class Case:
         """Draw the case of ``seed``, the same in every dtype."""
         rng = random.Random(f"case {seed}")
         width = rng.choice((3, 4, 5))
+        lates = ("none", "trainable", "frozen") + ("listed",) * (seed >= ALL_ACTIONS)
         return cls(
             seed=seed,
             stage=rng.randrange(4),
@@ -56,7 +67,7 @@ class Case:
             normed=rng.random() < 0.5,
             tied=rng.random() < 0.3,
             unused=rng.random() < 0.3,
-            late=rng.choice(("none", "trainable", "frozen")),
+            late=rng.choice(lates),
             optimizer=rng.choice(("adamw", "sgd")),
             accumulation=rng.choice((1, 1, 2)),
             unit_min_numel=rng.choice((1, 30, 1000)),
@@ -110,13 +121,20 @@ def build(case: Case) -> Model:
     return Model(case).to(case.dtype)
 
 
-def optimizer_over(case: Case, model: Model) -> Optimizer:
-    """The case's optimizer, without the parameter that joins later."""
-    late = case.late != "none"
-    chosen = [p for p in model.parameters() if not (late and p is model.late.weight)]
+def groups_of(case: Case, model: Model) -> list[dict[str, Any]]:
+    """What the optimizer lists: all but the parameter that joins later, or that one in a group of its own."""
+    late = model.late.weight if case.late != "none" else None
+    groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p is not late]}]
+    if case.late == "listed":
+        groups.append({"params": [late], "lr": JOINS_AT})
+    return groups
+
+
+def optimizer_over(case: Case, groups: list[dict[str, Any]], *, kernels: bool = False) -> Optimizer:
+    """The case's optimizer; ``kernels``: the class with the arithmetic of the tiers."""
     if case.optimizer == "adamw":
-        return torch.optim.AdamW(chosen, lr=1e-2, weight_decay=0.1)
-    return torch.optim.SGD(chosen, lr=1e-1, momentum=0.9)
+        return (CPUAdamW if kernels else torch.optim.AdamW)(groups, lr=1e-2, weight_decay=0.1)
+    return (CPUSGD if kernels else torch.optim.SGD)(groups, lr=1e-1, momentum=0.9)
 
 
 def batch(case: Case, number: int, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,11 +9,34 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from action_cases import ROWS, Case, Model, batch, build, optimizer_over, parameter_number
+from action_cases import ROWS, Case, Model, batch, build, groups_of, optimizer_over, parameter_number
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
 import zero_core
+
+HALVING = ("in place", "gathered in place", "alias")
+KEYS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+def freeze_listed(case: Case, model: Model) -> None:
+    """Freeze the parameter that the optimizer lists and that joins later."""
+    if case.late == "listed":
+        model.late.requires_grad_(False)
+
+
+def name_of(model: Model, parameter: torch.nn.Parameter) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def states_of(case: Case, optimizer: Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """An optimizer's states by parameter and key, zeros before the first step; ``names``: by id of its tensors."""
+    found = {}
+    for tensor in (p for group in optimizer.param_groups for p in group["params"]):
+        for key in KEYS[case.optimizer]:
+            state = optimizer.state.get(tensor, {}).get(key)
+            found[f"{names[id(tensor)]}.{key}"] = torch.zeros_like(tensor) if state is None else state.detach().clone()
+    return found
 
 
 @dataclass
@@ -26,8 +49,9 @@ class Plain:
 
     def __post_init__(self) -> None:
         self.model = build(self.case)
-        self.optimizer = optimizer_over(self.case, self.model)
+        self.optimizer = optimizer_over(self.case, groups_of(self.case, self.model))
         self.slots: dict[int, Any] = {}
+        freeze_listed(self.case, self.model)
 
     def forward(self, number: int) -> torch.Tensor:
         return self.model(*batch(self.case, number))
@@ -40,11 +64,13 @@ class Plain:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def discard(self, how: str) -> None:
-        if how == "optimizer":
-            self.optimizer.zero_grad()
-        else:
-            self.model.zero_grad()
+    def discard(self, how: str, *, set_to_none: bool = True) -> None:
+        (self.optimizer if how == "optimizer" else self.model).zero_grad(set_to_none)
+
+    def halve_gradient(self, number: int) -> None:
+        gradient = parameter_number(self.model, number).grad
+        if gradient is not None:
+            gradient.mul_(0.5)
 
     def clip(self, how: str, bound: float) -> None:
         if how == "value":
@@ -58,7 +84,7 @@ class Plain:
     def write(self, how: str, number: int, value: torch.Tensor) -> None:
         parameter = parameter_number(self.model, number)
         with torch.no_grad():
-            if how in ("in place", "gathered in place"):
+            if how in HALVING:
                 parameter.mul_(0.5)
             elif how == "vector":
                 vector_to_parameters(parameters_to_vector(self.model.parameters()) * 0.5, self.model.parameters())
@@ -80,6 +106,13 @@ class Plain:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def published(self) -> dict[str, torch.Tensor]:
+        return self.weights()
+
+    def states(self) -> dict[str, torch.Tensor]:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        return states_of(self.case, self.optimizer, names)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -109,7 +142,7 @@ class Sharded:
                 zero["offload_param"] = where
         self.engine, self.optimizer, _, _ = zero_core.initialize(
             model=self.model,
-            optimizer=optimizer_over(case, self.model),
+            optimizer=optimizer_over(case, groups_of(case, self.model)),
             config={
                 "train_micro_batch_size_per_gpu": ROWS // self.world_size,
                 "gradient_accumulation_steps": case.accumulation,
@@ -119,6 +152,7 @@ class Sharded:
                 **precision,
             },
         )
+        freeze_listed(case, self.model)
 
     def forward(self, number: int) -> torch.Tensor:
         return self.engine(*batch(self.case, number, self.rank, self.world_size))
@@ -129,8 +163,14 @@ class Sharded:
     def step(self, boundary: bool) -> None:
         self.engine.step()
 
-    def discard(self, how: str) -> None:
-        {"engine": self.engine, "optimizer": self.optimizer, "model": self.model}[how].zero_grad()
+    def discard(self, how: str, *, set_to_none: bool = True) -> None:
+        {"engine": self.engine, "optimizer": self.optimizer, "model": self.model}[how].zero_grad(set_to_none)
+
+    def halve_gradient(self, number: int) -> None:
+        parameter = parameter_number(self.model, number)
+        gradient = self.engine.full_grad(parameter)
+        if gradient is not None:
+            self.engine.set_full_grad(parameter, gradient * 0.5)
 
     def clip(self, how: str, bound: float) -> None:
         if how == "engine":
@@ -160,6 +200,14 @@ class Sharded:
                 parameter.data = value.clone()
             elif how == "copy":
                 parameter.data.copy_(value)
+            elif how == "alias":
+                alias = parameter.data
+                alias.mul_(0.5)
+            elif how == "load_state_dict":
+                with self.engine.gathered(list(self.model.parameters()), modifier_rank=0):
+                    values = self.model.state_dict()
+                    values[name_of(self.model, parameter)] = value
+                    self.model.load_state_dict(values)
             else:
                 self.engine.set_full_param(parameter, value)
 
@@ -178,6 +226,20 @@ class Sharded:
         return {
             name: self.engine.full_param(p) if found(p) else p.detach().clone()
             for name, p in self.model.named_parameters()
+        }
+
+    def published(self) -> dict[str, torch.Tensor]:
+        """Return what forward reads."""
+        with self.engine.gathered(list(self.model.parameters())):
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def states(self) -> dict[str, torch.Tensor]:
+        listed = {id(p) for group in groups_of(self.case, self.model) for p in group["params"]}
+        return {
+            f"{name}.{key}": self.engine.full_state(p, key)
+            for name, p in self.model.named_parameters()
+            if id(p) in listed
+            for key in KEYS[self.case.optimizer]
         }
 
     def close(self) -> None:

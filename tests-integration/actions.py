@@ -10,19 +10,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from action_cases import Case, Mistake, batch, parameter_number
+from action_cases import JOINS_AT, Case, Mistake, batch, parameter_number
 from action_runs import Run, Sharded
 
 Apply = Callable[[Run], "torch.Tensor | None"]
 
 
 @dataclass(frozen=True)
+class Instead:
+    """The way that a refusal names: ``here`` from where the engine refused, ``from_the_start`` for a reference."""
+
+    here: Apply
+    from_the_start: Apply
+
+
+@dataclass(frozen=True)
 class Action:
-    """One thing that user code does; ``apply`` does it to either run, ``trains`` when it ends in a step."""
+    """One thing that user code does; ``apply`` does it to either run.
+
+    ``trains``: it ends in a step. ``instead``: what its refusal says to do; None where that cannot be done any more.
+    """
 
     name: str
     apply: Apply
     trains: bool = False
+    instead: Instead | None = None
 
 
 def micro_batches(run: Run, first: int, before_step: Apply | None = None) -> None:
@@ -42,6 +54,8 @@ def draw(case: Case) -> Iterator[Action]:
     joined = case.late == "none"
     kinds = ("train", "train", "skip", "read", "evaluate", "write", "write", "clip", "gradient", "freeze", "rate")
     kinds += ("save", "load", "deepcopy", "join", "fail")
+    if case.has_new_actions:
+        kinds += ("rewrite", "rewrite", "halve", "forget", "zeros")
     for position in range(rng.randint(3, 10)):
         kind = rng.choice(kinds)
         number = 10 * position
@@ -67,10 +81,24 @@ def draw(case: Case) -> Iterator[Action]:
 
 
 def join(run: Run) -> None:
-    """Gradual unfreezing: the late parameter gets a group of its own."""
+    """Gradual unfreezing: the late parameter gets a group of its own, unless it has one."""
     weight = run.model.late.weight
+    before = weight.requires_grad
     weight.requires_grad_(True)
-    run.optimizer.add_param_group({"params": [weight], "lr": 5e-3})
+    if run.case.late == "listed":
+        return
+    try:
+        run.optimizer.add_param_group({"params": [weight], "lr": JOINS_AT})
+    except Exception:
+        weight.requires_grad_(before)
+        raise
+
+
+def skip_refused(run: Run) -> None:
+    """Give up the gradients of a step that was refused, and end its accumulation."""
+    run.discard("engine")
+    if run.case.accumulation > 1:
+        run.step(True)
 
 
 def make_train(_rng: random.Random, number: int) -> Action:
@@ -101,23 +129,43 @@ def make_evaluate(_rng: random.Random, number: int) -> Action:
 
 
 def make_write(rng: random.Random, _number: int) -> Action:
-    how = rng.choice(("in place", "gathered in place", "gathered data", "vector", "data", "copy", "set_full_param"))
+    return write_by(rng.choice(WAYS), rng)
+
+
+def make_rewrite(rng: random.Random, _number: int) -> Action:
+    return write_by(rng.choice((*WAYS, "alias", "alias", "load_state_dict", "load_state_dict")), rng)
+
+
+def write_by(how: str, rng: random.Random) -> Action:
     which, seed = rng.randrange(100), rng.randrange(1000)
 
-    def write(run: Run) -> None:
+    def write(run: Run, how: str = how) -> None:
         shape = parameter_number(run.model, which).shape
         value = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) / 2
         run.write(how, which, value)
 
-    return Action(f"write parameter {which}: {how}", write)
+    in_block = "gathered data" if how == "copy" else "gathered in place"
+    instead = Instead(lambda run: write(run, in_block), lambda run: write(run, in_block))
+    return Action(f"write parameter {which}: {how}", write, instead=instead)
+
+
+def step_with(number: int, name: str, before_step: Apply, way: Apply | None = None) -> Action:
+    """A step in which ``before_step`` follows the last backward; ``way``: what to do instead if that is refused."""
+
+    def here(run: Run) -> None:
+        assert way is not None
+        way(run)
+        run.step(True)
+
+    instead = None if way is None else Instead(here, lambda run: micro_batches(run, number, way))
+    return Action(name, lambda run: micro_batches(run, number, before_step), trains=True, instead=instead)
 
 
 def make_clip(rng: random.Random, number: int) -> Action:
     how = rng.choice(("engine", "norm", "value"))
     bound = rng.choice((1e-3, 1e-2, 10.0))
-    return Action(
-        f"clip by {how} to {bound}", lambda run: micro_batches(run, number, lambda r: r.clip(how, bound)), trains=True
-    )
+    name = f"clip by {how} to {bound}"
+    return step_with(number, name, lambda run: run.clip(how, bound), lambda run: run.clip("engine", bound))
 
 
 def make_gradient(rng: random.Random, number: int) -> Action:
@@ -128,7 +176,34 @@ def make_gradient(rng: random.Random, number: int) -> Action:
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, 0.25)
 
-    return Action(f"assign .grad of parameter {which}", lambda run: micro_batches(run, number, assign), trains=True)
+    return step_with(number, f"assign .grad of parameter {which}", assign)
+
+
+def make_halve(rng: random.Random, number: int) -> Action:
+    which = rng.randrange(100)
+
+    def halve(run: Run) -> None:
+        gradient = parameter_number(run.model, which).grad
+        if gradient is not None:
+            gradient.mul_(0.5)
+
+    return step_with(number, f"halve .grad of parameter {which}", halve, lambda run: run.halve_gradient(which))
+
+
+def make_forget(rng: random.Random, number: int) -> Action:
+    which = rng.randrange(100)
+
+    def forget(run: Run) -> None:
+        parameter_number(run.model, which).grad = None
+
+    return step_with(number, f".grad of parameter {which} = None", forget)
+
+
+def make_zeros(rng: random.Random, number: int) -> Action:
+    how = rng.choice(("engine", "optimizer", "model"))
+    return step_with(
+        number, f"step with zeros by {how}.zero_grad(False)", lambda run: run.discard(how, set_to_none=False)
+    )
 
 
 def make_freeze(rng: random.Random, number: int) -> Action:
@@ -139,8 +214,10 @@ def make_freeze(rng: random.Random, number: int) -> Action:
         if not parameter.requires_grad:
             return
         parameter.requires_grad_(False)
-        micro_batches(run, number)
-        parameter.requires_grad_(True)
+        try:
+            micro_batches(run, number)
+        finally:
+            parameter.requires_grad_(True)
 
     return Action(f"freeze parameter {which} for a step", freeze, trains=True)
 
@@ -192,14 +269,20 @@ def raise_mistake(*_: Any) -> None:
     raise Mistake("the user's backward hook fails")
 
 
+WAYS = ("in place", "gathered in place", "gathered data", "vector", "data", "copy", "set_full_param")
+
 MAKERS: dict[str, Callable[[random.Random, int], Action]] = {
     "train": make_train,
     "skip": make_skip,
     "read": make_read,
     "evaluate": make_evaluate,
     "write": make_write,
+    "rewrite": make_rewrite,
     "clip": make_clip,
     "gradient": make_gradient,
+    "halve": make_halve,
+    "forget": make_forget,
+    "zeros": make_zeros,
     "freeze": make_freeze,
     "rate": make_rate,
     "deepcopy": make_deepcopy,

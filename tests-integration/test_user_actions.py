@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import action_refusals
 import pytest
 import torch
 import user_actions
-from action_cases import Case
+from action_cases import ALL_ACTIONS, Case
 
-from zero_comm import run_ranks
+from zero_comm import CommError, run_ranks
+from zero_partition import PartitionError
 
 KEPT = (10, 35, 82, 97, 122, 145, 100240, 100444)
 """Seeds whose sequences were wrong once, on two ranks."""
@@ -39,6 +41,26 @@ def test_sequences_that_were_wrong_once() -> None:
     assert not wrong, wrong
 
 
+def test_every_refusal_says_what_to_write_and_is_documented() -> None:
+    assert action_refusals.undocumented() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    (
+        (RuntimeError, action_refusals.CLIPPED.text),
+        (PartitionError, action_refusals.WRITTEN_RELEASED.text),
+        (PartitionError, action_refusals.CLIPPED.text.replace("{name}", "unit0")),
+        (PartitionError, action_refusals.CLIPPED.text.replace(action_refusals.CLIPPED.told, "")),
+        (CommError, "Connection closed by peer"),
+    ),
+)
+def test_only_a_refusal_that_is_written_out_and_names_a_parameter_counts(error: type[Exception], text: str) -> None:
+    assert action_refusals.refusal_of(error(text.replace("{name}", "head.bias")), {"head.bias"}) is None
+    counts = PartitionError(action_refusals.CLIPPED.text.replace("{name}", "head.bias"))
+    assert action_refusals.refusal_of(counts, {"head.bias"}) is action_refusals.CLIPPED
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("world_size", (1, 2, 3))
@@ -49,12 +71,12 @@ def test_ten_thousand_sequences(dtype: torch.dtype, world_size: int) -> None:
     done = 0
     wrong = []
     for first in range(0, count, CHUNK):
-        seeds: Sequence[int] = range(100_000 + first, 100_000 + first + CHUNK)
+        seeds: Sequence[int] = range(ALL_ACTIONS + first, ALL_ACTIONS + first + CHUNK)
         while seeds:
             ended = verdicts(seeds, world_size, dtype)
             done += len(ended)
-            refused.update(v.done[-1] for v in ended if v.refused)
+            refused.update(kind for v in ended for kind in v.refused)
             wrong += [v for v in ended if v.wrong]
             seeds = seeds[len(ended) :]
-    print(f"{world_size} rank(s): {done} sequences, {sum(refused.values())} refused by name, {len(wrong)} wrong")
+    print(f"{world_size} rank(s): {done} sequences, {len(wrong)} wrong; refused: {dict(refused)}")
     assert not wrong, wrong[:10]

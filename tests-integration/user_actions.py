@@ -1,15 +1,19 @@
 """Random sequences of what user code does to a model and its optimizer, run with plain torch and with the engine.
 
-A sequence follows from its seed alone. Every rank runs the plain model on the batch of all ranks beside its engine, so
-values are compared where they are observed; in bfloat16 a second engine, at the lowest stage, has to have the same
-bits. An action that the engine refuses ends its sequence: every rank must refuse
-it, the message must name a parameter or say what to write instead, and the weights must be those of a moment before.
+A sequence follows from its seed alone. Every rank runs the references beside its engine, and values are compared where
+they are observed: in float64 with one process on the batch of all ranks; in bfloat16, to the bit, with one process that
+has masters (`PlainMasters`) and with a second engine at the lowest stage.
+
+An action that the engine refuses has to be refused on every rank, by a message of action_refusals.py, with weights,
+masters and states as before. The sequence goes on: with what the message says to do instead, or without the action.
 """
 
 from __future__ import annotations
 
+import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,109 +21,156 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from action_cases import Case
+from action_masters import PlainMasters
+from action_refusals import refusal_of
 from action_runs import Plain, Run, Sharded
-from actions import Action, draw
-
-import zero_core
-from zero_partition import PartitionError
+from actions import Action, Apply, draw, skip_refused
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 0.0}
-REFUSALS = (PartitionError, zero_core.UsageError, RuntimeError)
+
+
+class WrongError(Exception):
+    """Something is not as in plain torch; raised on every rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a sequence ended: ``wrong`` says what differs from plain torch, "" for nothing; ``refused``: kinds."""
+
+    seed: int
+    done: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+    wrong: str = ""
+
+
+class Drawn:
+    """One sequence: the engine, what it is compared with, and what has been done."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case = case
+        self.references: dict[str, Run] = {"plain torch": Plain(case)}
+        if case.dtype is torch.bfloat16:
+            self.references = {
+                "plain torch": PlainMasters(case),
+                "the lowest stage": Sharded(case.twin(), folder / "twin"),
+            }
+        self.ours = Sharded(case, folder)
+        self.names = {name for name, _ in self.ours.model.named_parameters()}
+        self.done: list[str] = []
+        self.refused: list[str] = []
+
+    def run(self) -> None:
+        """Do all actions. Raises `WrongError`."""
+        for position, action in enumerate(draw(self.case)):
+            self.done.append(action.name)
+            value, failure = attempt(action.apply, self.ours)
+            outcomes = everyones("" if failure is None else f"{type(failure).__name__}: {failure}")
+            if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
+                raise WrongError(f"not the same on all ranks: {outcomes}")
+            if failure is not None:
+                self._refuse(action, position, failure)
+                continue
+            for which, reference in self.references.items():
+                expected = must(action.apply, reference, which)
+                if isinstance(expected, torch.Tensor) and value is not None:
+                    self._compare(which, "value", {"": value}, {"": expected.detach()})
+            if action.name == "read":
+                self._compare_all()
+
+    def close(self) -> None:
+        for run in (*self.references.values(), self.ours):
+            run.close()
+
+    def _refuse(self, action: Action, position: int, failure: Exception) -> None:
+        """Judge a refusal, and go on after it as the message says, or without the action."""
+        refusal = refusal_of(failure, self.names)
+        listed = refusal is not None or not type(failure).__module__.startswith("zero_")
+        raise_everywhere("" if listed else f"not a refusal that is documented: {type(failure).__name__}: {failure}")
+        if refusal is None:
+            self._expect_the_same(action, failure)
+            return
+        self.refused.append(refusal.kind)
+        self.done[-1] += f", refused: {refusal.kind}"
+        self._compare_all()
+        instead = action.instead
+        if instead is not None and random.Random(f"after {self.case.seed} {position}").random() < 0.5:
+            self.done[-1] += ", done as it says"
+            must(instead.here, self.ours, "what the refusal says")
+            self._do_to_references(instead.from_the_start)
+        elif action.trains:
+            must(skip_refused, self.ours, "skipping what was refused")
+            self._do_to_references(lambda run: run.discard("engine"))
+
+    def _expect_the_same(self, action: Action, failure: Exception) -> None:
+        """Do the action to the references, which have to raise what the engine raised."""
+        for which, reference in self.references.items():
+            _, theirs = attempt(action.apply, reference)
+            same = type(theirs) is type(failure)
+            raise_everywhere("" if same else f"{type(failure).__name__}: {failure}, and in {which}: {theirs!r}")
+
+    def _do_to_references(self, apply: Apply) -> None:
+        for which, reference in self.references.items():
+            must(apply, reference, which)
+
+    def _compare_all(self) -> None:
+        """Compare weights as the optimizer has them, as forward reads them, and the optimizer's states."""
+        what: dict[str, Callable[[Run], dict[str, torch.Tensor]]] = {
+            "weight": lambda run: run.weights(),
+            "published weight": lambda run: run.published(),
+            "state": lambda run: run.states(),
+        }
+        for kind, read in what.items():
+            ours = must(read, self.ours, f"reading each {kind}")
+            for which, reference in self.references.items():
+                self._compare(which, kind, ours, read(reference))
+
+    def _compare(self, which: str, kind: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+        worst, where = deviation(ours, theirs)
+        wrong = f"the {kind} '{where}' is {worst:.1e} off {which}" if worst > TOLERANCE[self.case.dtype] else ""
+        raise_everywhere(wrong)
+
+
+def run_case(seed: int, dtype: torch.dtype) -> Verdict:
+    """One sequence on this job's ranks."""
+    with shared_folder() as folder:
+        sequence = Drawn(Case.of(seed, dtype), folder)
+        wrong = ""
+        try:
+            sequence.run()
+        except WrongError as found:
+            wrong = str(found)
+        else:
+            sequence.close()
+        return Verdict(seed, tuple(sequence.done), tuple(sequence.refused), wrong)
+
+
+def attempt(apply: Apply, run: Run) -> tuple[torch.Tensor | None, Exception | None]:
+    """Do an action; return its value and what it raised."""
+    try:
+        return apply(run), None
+    except Exception as failure:  # judged by the caller
+        return None, failure
+
+
+def must(apply: Callable[[Run], Any], run: Run, doing: str) -> Any:
+    """Return what ``apply`` returns. Raises `WrongError` on every rank if it raises on any."""
+    try:
+        value, failure = apply(run), ""
+    except Exception as raised:  # told with the sequence
+        value, failure = None, f"{doing}: {type(raised).__name__}: {raised}"
+    raise_everywhere(failure)
+    return value
 
 
 def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
     """Largest difference relative to max(1, value), and the parameter where it is."""
     worst, where = 0.0, ""
     for name, value in theirs.items():
-        difference = ((ours[name].double() - value).abs() / value.abs().clamp_min(1.0)).nan_to_num(nan=float("inf"))
+        exact = value.double()
+        difference = ((ours[name].double() - exact).abs() / exact.abs().clamp_min(1.0)).nan_to_num(nan=float("inf"))
         if difference.numel() and float(difference.max()) > worst:
             worst, where = float(difference.max()), name
     return worst, where
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a sequence ended: ``wrong`` says what differs from plain torch, "" for nothing; ``refused`` what was."""
-
-    seed: int
-    done: tuple[str, ...]
-    refused: str = ""
-    wrong: str = ""
-
-
-def run_case(seed: int, dtype: torch.dtype) -> Verdict:
-    """One sequence on this job's ranks."""
-    case = Case.of(seed, dtype)
-    done: list[str] = []
-    tolerance = TOLERANCE[dtype]
-    with shared_folder() as folder:
-        plain: Run = Plain(case) if dtype is torch.float64 else Sharded(case.twin(), folder / "twin")
-        ours = Sharded(case, folder)
-        snapshots = [plain.weights()]
-        for action in draw(case):
-            done.append(action.name)
-            value, failure = attempt(action, ours)
-            outcomes = everyones("" if failure is None else f"{type(failure).__name__}: {failure}")
-            if any(outcomes):
-                plain.close()
-                complaint = judge(ours, outcomes, failure, snapshots, tolerance)
-                return Verdict(seed, tuple(done), refused=outcomes[0], wrong=complaint)
-            expected = action.apply(plain)
-            if action.trains:
-                snapshots.clear()
-            snapshots.append(plain.weights())
-            if isinstance(expected, torch.Tensor) and value is not None:
-                worst = deviation({"value": value}, {"value": expected.detach()})[0]
-                wrong = f"the value is {worst:.1e} off" if worst > tolerance else ""
-            elif action.name == "read":
-                worst, where = deviation(ours.weights(), plain.weights())
-                wrong = f"'{where}' is {worst:.1e} off" if worst > tolerance else ""
-            else:
-                wrong = ""
-            wrongs = everyones(wrong)
-            if any(wrongs):
-                plain.close()
-                ours.close()
-                return Verdict(seed, tuple(done), wrong=next(filter(None, wrongs)))
-        plain.close()
-        ours.close()
-    return Verdict(seed, tuple(done))
-
-
-def attempt(action: Action, ours: Sharded) -> tuple[torch.Tensor | None, Exception | None]:
-    """Do the action to the engine; return its value and what it raised."""
-    try:
-        return action.apply(ours), None
-    except Exception as failure:  # judged below, with its type
-        return None, failure
-
-
-def judge(
-    ours: Sharded,
-    outcomes: list[str],
-    failure: Exception | None,
-    snapshots: list[dict[str, torch.Tensor]],
-    tolerance: float,
-) -> str:
-    """What is wrong with a refusal; "" for nothing."""
-    if not all(outcomes):
-        return f"only some ranks refused: {outcomes}"
-    complaint = ""
-    if not isinstance(failure, REFUSALS):
-        complaint = f"not a refusal by name: {outcomes[0]}"
-    if complaint == "":
-        try:
-            weights = ours.weights()
-        except Exception as unreadable:  # reported, not handled
-            complaint = f"after '{outcomes[0]}' weights cannot be read: {type(unreadable).__name__}: {unreadable}"
-        else:
-            worst = min(deviation(weights, snapshot)[0] for snapshot in snapshots)
-            if worst > tolerance:
-                complaint = f"after '{outcomes[0]}' the weights are {worst:.1e} off those before"
-    complaints = everyones(complaint)
-    if not any(complaints):
-        ours.close()
-    return next(filter(None, complaints), "")
 
 
 def everyones(text: str) -> list[str]:
@@ -129,17 +180,23 @@ def everyones(text: str) -> list[str]:
     return texts
 
 
-class shared_folder:
+def raise_everywhere(complaint: str) -> None:
+    """Raise `WrongError` on every rank if any has a complaint."""
+    complaints = [f"rank {rank}: {text}" for rank, text in enumerate(everyones(complaint)) if text]
+    if complaints:
+        raise WrongError(complaints[0])
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
     """A folder that rank 0 makes and removes, and every rank knows."""
-
-    def __enter__(self) -> Path:
-        self._own = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
-        return Path(everyones(self._own.name if self._own is not None else "")[0])
-
-    def __exit__(self, *_: object) -> None:
+    own = tempfile.TemporaryDirectory() if dist.get_rank() == 0 else None
+    try:
+        yield Path(everyones(own.name if own is not None else "")[0])
+    finally:
         dist.barrier()
-        if self._own is not None:
-            self._own.cleanup()
+        if own is not None:
+            own.cleanup()
 
 
 def run_cases(seeds: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Verdict]:

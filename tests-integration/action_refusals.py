@@ -1,0 +1,97 @@
+"""The refusals that random sequences may meet, and the check that an exception is one of them.
+
+Each is written out in full, with the sentence of docs/things-that-bite.md that tells users of it. Any other exception
+is an error of the engine, unless plain torch raises one of the same type for the same action.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from zero_partition import PartitionError, ReleasedParameterError
+
+PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What the engine does not do though plain torch does.
+
+    ``text``: the whole message, where ``{name}`` is a parameter's name and ``{word}`` an identifier. ``told``: the part
+    of it that says what to write instead. ``documented``: the words of docs/things-that-bite.md, line breaks apart.
+    """
+
+    kind: str
+    error: type[Exception]
+    text: str
+    told: str
+    documented: str
+
+    def matches(self, failure: Exception, names: Collection[str]) -> bool:
+        """Return whether ``failure`` is this refusal and names one of ``names``."""
+        pattern = re.escape(self.text).replace(r"\{name\}", "(?P<name>[^']+)").replace(r"\{word\}", r"[\w.]+")
+        found = re.fullmatch(pattern, str(failure))
+        return type(failure) is self.error and found is not None and found["name"] in names
+
+
+CLIPPED = Refusal(
+    "torch's clipping",
+    PartitionError,
+    "torch.nn.utils.clip_grad_* found no gradient of parameter '{name}': from stage 1 on, and inside an accumulation, "
+    "the engine holds them, so nothing would be clipped. Call engine.clip_grad_norm_(max_norm) instead, or set "
+    '"gradient_clipping" in the configuration.',
+    "Call engine.clip_grad_norm_(max_norm) instead",
+    "torch's clipping functions",
+)
+CLIPPED_ALONE = Refusal(
+    "torch's clipping of a parameter in no group",
+    PartitionError,
+    "torch.nn.utils.clip_grad_* was given parameter '{name}', which requires gradients but is in no param group: its "
+    "gradient is this rank's alone, so ranks would clip differently. Call engine.clip_grad_norm_(max_norm), or "
+    "requires_grad_(False) on it. Nothing was clipped.",
+    "Call engine.clip_grad_norm_(max_norm)",
+    "parameters that require gradients and are in no param group",
+)
+GRADIENT_READ = Refusal(
+    "p.grad read",
+    PartitionError,
+    "p.grad of parameter '{name}' was read in {word} and is not there: from stage 1 on, and inside an accumulation, "
+    "the engine holds the gradients, averaged and sharded. Code that goes on without them would change nothing. Read "
+    "engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value, clip with engine.clip_grad_norm_, "
+    "step with engine.step and zero with engine.zero_grad. The weights were not changed.",
+    "Read engine.full_grad(p), write engine.set_full_grad(p, value)",
+    "Code that reads it there is refused by name",
+)
+WRITTEN_RELEASED = Refusal(
+    "write of a released parameter",
+    ReleasedParameterError,
+    "{word}() would write parameter '{name}' while it is released, and the value would be lost. Change it on every "
+    "rank inside `with gathered([parameter], modifier_rank=0)`.",
+    "Change it on every rank inside `with gathered([parameter], modifier_rank=0)`",
+    "always noticed; refused by name where `p` is released",
+)
+GROUP_ADDED = Refusal(
+    "add_param_group",
+    PartitionError,
+    "optimizer.add_param_group: parameter '{name}' had no master, no gradient buffer and no state when the engine was "
+    "made, and gets none now. Give all parameters that will be trained to the optimizer before initialize, while they "
+    "require gradients, and call requires_grad_(False) on those whose turn comes later: until requires_grad_(True) "
+    "they have no decay and no change of state, as in torch. Nothing was changed.",
+    "Give all parameters that will be trained to the optimizer before initialize",
+    "`optimizer.add_param_group` after `initialize` is refused by name",
+)
+REFUSALS = (CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
+
+
+def refusal_of(failure: Exception, names: Collection[str]) -> Refusal | None:
+    """Return the refusal that ``failure`` is, in a model whose parameters have ``names``; None if it is none."""
+    return next((refusal for refusal in REFUSALS if refusal.matches(failure, names)), None)
+
+
+def undocumented() -> list[str]:
+    """Return the kinds of refusals that lack advice, or that docs/things-that-bite.md does not mention."""
+    page = " ".join(PAGE.read_text(encoding="utf-8").split())
+    return [r.kind for r in REFUSALS if not r.told or r.told not in r.text or r.documented not in page]
