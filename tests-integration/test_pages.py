@@ -1,0 +1,32 @@
+"""How-to pages and tutorials work by copy and paste: each is executed from its own text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pages import DOCS, blocks, run_page
+
+PAGES = sorted(
+    page
+    for folder in ("how-to", "tutorials", "coming-from")
+    for page in (DOCS / folder).glob("*.md")
+    if any(block.language == "sh" for block in blocks(page.read_text(encoding="utf-8")))
+)
+QUICK = {"choose-a-configuration.md", "use-one-package.md"}
+"""Pages that start no ranks and take a second or two."""
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name in QUICK], ids=name)
+def test_quick_pages_work_by_copy_and_paste(page: Path, tmp_path: Path) -> None:
+    assert run_page(page, tmp_path) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in QUICK], ids=name)
+def test_pages_work_by_copy_and_paste(page: Path, tmp_path: Path) -> None:
+    assert run_page(page, tmp_path) > 0
