@@ -292,11 +292,11 @@ class Passes:
     def _begin_plain_backward(self) -> None:
         """Begin a pass for the user's ``loss.backward()``, and have the end of autograd's run end it.
 
-        Raises RuntimeError if the training loop allows no such call now.
+        Raises `PartitionError` if the training loop allows no such call now.
         """
         refusal = self._loop.refuse_plain_backward()
         if refusal is not None:
-            raise RuntimeError(refusal)
+            raise PartitionError(refusal)
         self.begin_backward()
         end = EndOfBackward(self.end_backward, self._recover_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
