@@ -1,8 +1,9 @@
 """Runs a page of docs/ from its own text, as a reader does who copies every block.
 
-A block whose fence has ``title="NAME"`` is written to that file. A block ``sh`` runs, in one folder for the whole page.
-A block ``text`` after it is the output: each of its lines has to be a line of what the commands printed, in this order;
-``…`` stands for anything. Other blocks are only looked at.
+A block whose fence has ``title="NAME"`` is written to that file. A ``diff`` of a whole file gives that file as it is
+after the change, and before.py as it was. A block ``sh`` runs, in one folder for the whole page. A block ``text`` after
+it is the output: each of its lines has to be a line of what the commands printed, in this order; ``…`` stands for
+anything. Other blocks are only looked at.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ def run_page(page: Path, folder: Path) -> int:
     for block in blocks(page.read_text(encoding="utf-8")):
         where = f"{page.relative_to(DOCS)}:{block.line}"
         if block.title:
-            file = folder / block.title
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block.body, encoding="utf-8")
+            for name, text in files(block):
+                (folder / name).write_text(text, encoding="utf-8")
         elif block.language == "sh":
             printed = run_commands(block.body, folder, where)
             ran += 1
@@ -53,6 +53,16 @@ def run_page(page: Path, folder: Path) -> int:
             assert printed, f"{where}: no command stands before this output"
             check_output(block.body, printed, where)
     return ran
+
+
+def files(block: Block) -> Iterator[tuple[str, str]]:
+    """Yield the names and contents of the files that a block with a title stands for."""
+    if block.language != "diff":
+        yield block.title, block.body
+        return
+    lines = block.body.splitlines(keepends=True)
+    yield "before.py", "".join(line[1:] for line in lines if not line.startswith("+"))
+    yield block.title, "".join(line[1:] for line in lines if not line.startswith("-"))
 
 
 def run_commands(commands: str, folder: Path, where: str) -> str:
