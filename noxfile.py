@@ -87,7 +87,7 @@ def lint_failures(python: str) -> list[str]:
 
 def docs_failures(python: str) -> list[str]:
     """Check the text of the pages and return the names of the checks that complained; needs no package."""
-    names = ("check_docs", "check_reference")
+    names = ("check_docs", "check_prose", "check_reference")
     return [name for name in names if not check_aside(name, python, str(ROOT / "tools" / f"{name}.py"))]
 
 

@@ -18,7 +18,7 @@ REMOVED_KEYS = {
     "eigenvalue": "it only served quantize_training, which is gone too; remove it",
     "elasticity": 'use "elastic.batch_size" with "zero-launch --elastic MIN:MAX"; checkpoints load at any world size',
     "graph_harvesting": "use torch.cuda.make_graphed_callables in the model",
-    "nebula": 'set "checkpoint.writer.decoupled": true to write checkpoints while training goes on',
+    "nebula": 'set "checkpoint.writer.decoupled": true to write checkpoints while training continues',
     "progressive_layer_drop": "drop layers in the model's own forward",
     "quantize_training": "use torchao's quantisation-aware training",
     "sparse_attention": "use torch.nn.attention.flex_attention in the model",

@@ -48,7 +48,7 @@ class CheckpointWriter(Section):
     show_statistics: Flag = False
     data_parallel: Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], BeforeValidator(_upper)] | None = None
     decoupled: Flag = Field(
-        default=False, description="Copy the state into host memory and write it while training goes on."
+        default=False, description="Copy the state into host memory and write it while training continues."
     )
     io_multiplier: PositiveInt = 1
 
@@ -63,7 +63,7 @@ class InMemorySection(Section):
     every: NaturalInt = Field(default=0, description="Optimizer steps between two copies; 0 is off.")
     path: Text | None = Field(
         default=None,
-        description="A folder in each node's memory that nobody else can write, such as /dev/shm/NAME; made if needed.",
+        description="A folder in each node's memory that no other user can write, such as /dev/shm/NAME; created.",
     )
 
 

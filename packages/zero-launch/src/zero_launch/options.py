@@ -78,7 +78,7 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--elastic",
         metavar="MIN:MAX",
-        help="go on with MIN to MAX ranks when hosts or devices are lost, and grow at a checkpoint when they come back",
+        help="continue with MIN to MAX ranks when hosts or devices are lost, and grow at a checkpoint when they return",
     )
     group.add_argument(
         "--no_standby",

@@ -19,8 +19,8 @@ _ABOUT = """\
 Run a training script for a few steps at stage 0 and under your configuration, and compare what they compute, bit by
 bit: the weights that forward reads on every rank, losses, gradients, the gradient norm, weights. Then, if the
 configuration computes in 16 bits, compare with float32 within a bound. The first tensor that differs is named. Exit
-status: 0 all equal, 1 something differs, 2 the script cannot be compared. The script runs as it is: what it writes, it
-writes. Arguments after -- are the script's.
+status: 0 all equal, 1 something differs, 2 the script cannot be compared. The script runs as it is, and its files
+are written each time. Arguments after -- are the script's.
 """
 _CANNOT = 2
 _BOUND_IN_EPSILONS = 16
