@@ -24,7 +24,8 @@ from .durable import fsync_directory, make_directories
 from .errors import CheckpointError
 from .latest import is_tag
 from .locking import root_lock, try_lock, unlock_and_close
-from .manifest import MANIFEST_NAME
+from .manifest import MAGIC, MANIFEST_NAME
+from .opened import open_regular
 
 _SAVING, _REPLACED, _DELETING = ".saving-", ".replaced-", ".deleting-"
 _LOCKLESS_STALE_SECONDS = 24 * 3600.0
@@ -95,11 +96,20 @@ class Staging:
 
 
 def _require_replaceable(target: Path) -> None:
-    """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`."""
-    if not exists(target) or is_checkpoint_directory(target):
+    """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`.
+
+    A directory whose manifest does not carry the format's mark is replaced only when a save would write every name in
+    it: what else lies there is somebody's own.
+    """
+    if not exists(target):
         return
-    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
-        return
+    if target.is_dir() and not target.is_symlink():
+        if has_mark(target):
+            return
+        names = [entry.name for entry in target.iterdir()]
+        others = [name for name in names if not is_data_file(name)]
+        if not others or (others == [MANIFEST_NAME] and len(names) > 1):
+            return
     raise CheckpointError(
         f"{target} exists and is no checkpoint, so it is not replaced; save under another tag, or move it away"
     )
@@ -256,11 +266,36 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def is_checkpoint_directory(path: Path) -> bool:
-    """Return whether `path` was written as a checkpoint: a directory with a manifest or with ranks' files."""
-    if path.is_symlink() or not path.is_dir():
+def has_mark(path: Path) -> bool:
+    """Return whether a directory's manifest begins as this format's do, in any version; False if it cannot be read."""
+    try:
+        fd = open_regular(path / MANIFEST_NAME)
+    except OSError:
         return False
-    return has_manifest(path) or any(is_data_file(entry.name) for entry in path.iterdir())
+    try:
+        return os.pread(fd, len(MAGIC), 0)[:-1] == MAGIC[:-1]
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Return whether a checkpoint was written into `path`: its manifest carries the mark, or there are ranks' files.
+
+    False for what is no directory or cannot be listed.
+    """
+    if has_mark(path):
+        return True
+    try:
+        return any(is_data_file(name) for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def is_checkpoint_directory(path: Path) -> bool:
+    """Return whether `path` was written as a checkpoint (see `holds_checkpoint`) and is no link."""
+    return not os.path.islink(path) and holds_checkpoint(path)
 
 
 def checkpoint_directories(root: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
-from .commit import exists, has_manifest, replaced_directories, replaced_tag
+from .commit import exists, holds_checkpoint, replaced_directories, replaced_tag
 from .coordination import together
 from .errors import DamagedError, NotFoundError, ReplacedError
 from .latest import LATEST_NAME, check_tag, is_tag, read_latest
@@ -94,7 +94,7 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
         if path is None:
             raise NotFoundError(f"{root} has no checkpoint {tag!r}")
         return [examine(tag, path)]
-    if has_manifest(root):
+    if holds_checkpoint(root):
         return [_apply_skip(examine(root.name, root, in_root=False), skip)]
     try:
         latest = read_latest(root)
@@ -125,7 +125,7 @@ def _find_directory(root: Path, tag: str) -> Path | None:
 
 def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
     """Return every checkpoint of `root`, newest first; none when `tag` or `root` itself names the only choice."""
-    if tag is not None or has_manifest(root):
+    if tag is not None or holds_checkpoint(root):
         return []
     return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
 

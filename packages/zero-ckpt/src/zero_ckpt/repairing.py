@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .catalog import examine, find_candidates
-from .commit import checkpoint_directories, exists, has_manifest, is_remains, replaced_path, sweep, tag_of
+from .commit import checkpoint_directories, exists, holds_checkpoint, is_remains, replaced_path, sweep, tag_of
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -52,7 +52,7 @@ def require_root(directory: Path) -> None:
     """Raise NotFoundError unless checkpoints were saved in `directory`; names the roots below it if there are some."""
     if not directory.is_dir():
         raise NotFoundError(f"{directory} is not a directory")
-    if has_manifest(directory):
+    if holds_checkpoint(directory):
         raise NotFoundError(f"{directory} is a checkpoint itself; name the root that it is in: {directory.parent}")
     if is_root(directory):
         return

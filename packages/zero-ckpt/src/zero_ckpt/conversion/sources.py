@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..commit import has_manifest, list_tags
+from ..commit import holds_checkpoint, list_tags
 from ..errors import CheckpointError, DamagedError, NotFoundError
 from ..latest import is_tag, read_latest
 from ..locating import open_spec, split_spec
@@ -92,7 +92,7 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
         return SafetensorsSource([path])
     if not path.is_dir():
         raise NotFoundError(f"{path} does not exist")
-    if has_manifest(path) or list_tags(path):
+    if holds_checkpoint(path) or list_tags(path):
         return open_spec(os.fspath(spec))
     folder = _tagged(path, which)
     try:
