@@ -99,6 +99,9 @@ def test_prune_keeps_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_done_is_an_error_with_status_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "absent")]) == 2
     assert "zero-ckpt inspect:" in capsys.readouterr().err
+    save(tmp_path / "runs" / "one", 1)
+    assert main(["prune", str(tmp_path / "runs"), "--keep-last", "1"]) == 2
+    assert "its folders one do; name one of them as the root" in capsys.readouterr().err
     save(tmp_path, 1)
     assert main(["inspect", f"{tmp_path}@7"]) == 2
     assert "no checkpoint with tag or step '7'; its tags: global_step1" in capsys.readouterr().err

@@ -50,6 +50,23 @@ def test_every_tag_survives_its_encoding() -> None:
         assert decode_latest(encode_latest(tag), "latest") == tag
 
 
+@pytest.mark.parametrize("tag", ["s1 ", "\ts1", "a\nb", "s1\r", "\u2028"])
+def test_a_tag_that_readers_of_latest_would_not_get_back_is_not_saved(tmp_path: Path, tag: str) -> None:
+    with pytest.raises(CheckpointError, match="no space at its beginning or end and one line"):
+        save(tmp_path, tag, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "latest", "../run/s1"])
+def test_verify_says_of_a_latest_that_it_holds_no_tag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    save(tmp_path / "run", "s1", 1)
+    (tmp_path / "run" / "latest").write_text(text)
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert f"`latest` names {text!r}, but there is no such checkpoint" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["directory", "loop", "link", "pipe", "huge"])
 def test_what_is_no_small_file_is_passed_over_and_named(tmp_path: Path, kind: str) -> None:
     save(tmp_path, "s1", 1)

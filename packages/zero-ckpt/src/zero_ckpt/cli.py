@@ -99,13 +99,13 @@ def _json_default(value: Any) -> Any:
 
 def _verify(options: argparse.Namespace) -> int:
     """Verify one checkpoint, or every checkpoint of a root and its `latest`; returns 1 when any is damaged."""
-    from .commit import has_manifest
+    from .commit import holds_checkpoint
     from .locating import find_tag, split_spec
     from .repairing import require_root
     from .verifying import checkpoints_in
 
     root, which = split_spec(options.checkpoint)
-    if which is None and has_manifest(root):
+    if which is None and holds_checkpoint(root):
         return _verify_each([root], in_root=False)
     require_root(root)
     paths = checkpoints_in(root) if which is None else [root / find_tag(root, which)]
@@ -140,13 +140,13 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
 
 def _latest_problem(root: Path) -> str | None:
     """Return what is wrong with the root's `latest`; None when it is absent or names an existing directory."""
-    from .latest import read_latest
+    from .latest import is_tag, read_latest
 
     try:
         tag = read_latest(root)
     except CheckpointError as error:
         return str(error)
-    if tag is None or (root / tag).is_dir():
+    if tag is None or (is_tag(tag) and (root / tag).is_dir()):
         return None
     return f"{root}: `latest` names {tag!r}, but there is no such checkpoint"
 
@@ -194,8 +194,10 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    from .repairing import require_root
     from .retention import prune
 
+    require_root(Path(options.root))
     for path in prune(Path(options.root), keep_last=options.keep_last, dry_run=options.dry_run):
         print(f"{'would remove' if options.dry_run else 'removed'} {path}")
     return 0

@@ -45,6 +45,17 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+def check_new_tag(tag: str) -> str:
+    """Return `tag` if a checkpoint may be saved under it; raises CheckpointError for what `check_tag` refuses, and for
+    one that readers of `latest`, who take its first line and strip it, would not get back."""
+    if check_tag(tag) != tag.partition("\n")[0].strip():
+        raise CheckpointError(
+            f"{tag!r} cannot be a tag: expected no space at its beginning or end and one line, as the file "
+            f"{LATEST_NAME!r} is read"
+        )
+    return tag
+
+
 def encode_latest(tag: str) -> bytes:
     """Return the contents of the file `latest` for a tag."""
     return f"{tag}\n{_checksum_line(tag)}".encode()
@@ -78,14 +89,15 @@ def read_latest(root: Path) -> str | None:
     path = root / LATEST_NAME
     try:
         fd = open_regular(path)
+        try:
+            raw = read_bounded(fd, _MAX_BYTES, str(path))
+        finally:
+            os.close(fd)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DamagedError(f"{path}: `latest` cannot be read: {error.strerror or error}") from error
-    try:
-        return decode_latest(read_bounded(fd, _MAX_BYTES, str(path)), str(path))
-    finally:
-        os.close(fd)
+    return decode_latest(raw, str(path))
 
 
 def write_latest(root: Path, tag: str) -> None:

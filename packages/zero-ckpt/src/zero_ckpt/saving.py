@@ -16,7 +16,7 @@ from .coordination import together
 from .direct import make_sink
 from .durable import write_durably
 from .errors import CheckpointError
-from .latest import check_tag, require_replaceable, write_latest
+from .latest import check_new_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, SavePlan, make_plan
@@ -105,7 +105,7 @@ class _Save:
     ) -> dict[str, Any]:
         """Check the arguments and return what this rank tells the others: its intervals' heads, rank state and
         extras."""
-        check_tag(self.tag)
+        check_new_tag(self.tag)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")
         if type(extras["step"]) is not int or extras["step"] < 0:
