@@ -62,7 +62,7 @@ def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
                 f"{path} holds the checkpoint that was saved as {manifest.tag!r}: folders were renamed or swapped; "
                 "`zero-ckpt repair` puts them back, and opening this path itself takes it as it is"
             )
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         # A name that was not there when it was opened may be there again by now: a save had it between two renames.
         absent = isinstance(error.__cause__, FileNotFoundError) or not exists(path)
         moved = absent if folder is None else not folder.is_current()

@@ -34,22 +34,29 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None 
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here") from error
         raise
-    mode = os.fstat(fd).st_mode
-    if not stat.S_ISREG(mode):
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+    except OSError:
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is a directory" if stat.S_ISDIR(mode) else "it is not a regular file")
+        raise
     return fd
 
 
 def read_bounded(fd: int, limit: int, where: str) -> bytes:
-    """Return all bytes of an open file; raises DamagedError, before memory is allocated, for more than `limit`."""
-    nbytes = os.fstat(fd).st_size
-    if nbytes > limit:
-        raise DamagedError(f"{where}: {nbytes} bytes, expected at most {limit}")
+    """Return all bytes of an open file; raises DamagedError when it cannot be read and, before memory is allocated, for
+    more than `limit`."""
     parts, left = [], limit + 1
-    while left and (part := os.read(fd, min(left, 1 << 24))):
-        parts.append(part)
-        left -= len(part)
+    try:
+        nbytes = os.fstat(fd).st_size
+        if nbytes > limit:
+            raise DamagedError(f"{where}: {nbytes} bytes, expected at most {limit}")
+        while left and (part := os.read(fd, min(left, 1 << 24))):
+            parts.append(part)
+            left -= len(part)
+    except OSError as error:
+        raise DamagedError(f"{where}: reading: {error.strerror or error}") from error
     if not left:
         raise DamagedError(f"{where}: it grew beyond {limit} bytes while it was read")
     return b"".join(parts)
@@ -155,10 +162,9 @@ class Folder:
     def is_current(self) -> bool:
         """Return whether the path still leads to this directory."""
         try:
-            now = os.stat(self.path)
+            now, own = os.stat(self.path), os.fstat(self._fd)
         except OSError:
             return False
-        own = os.fstat(self._fd)
         return (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino)
 
     def require_current(self) -> None:

@@ -137,7 +137,7 @@ def _verify_data_file(
             return check(_OpenDataFile(folder, entry, fd, progress), contents)
         finally:
             os.close(fd)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         return [Damage(path, "", str(error).removeprefix(f"{path}: "))]
 
 
