@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero_ckpt import AsyncSaver, Interval, open_checkpoint, save_sharded
+from zero_ckpt import AsyncSaver, CheckpointError, Interval, open_checkpoint, save_sharded
 
 FILES = {"commit.py", "latest.py", "locking.py", "durable.py", "saving.py", "retention.py", "scripts.py"}
 
@@ -107,3 +107,26 @@ def test_a_killed_holder_whose_child_lives_is_named(
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     save_sharded(tmp_path, "a", interval(1), step=1)
+
+
+@pytest.mark.filterwarnings("ignore:This process")
+@pytest.mark.timeout(60)
+def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path) -> None:
+    with AsyncSaver() as saver:
+        running = threading.Event()
+        saver.save(tmp_path, "a", interval(1), step=1, first=running.wait)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends it where it would hang
+            refused = 0
+            for call in (saver.wait, lambda: saver.save(tmp_path, "b", interval(2), step=2)):
+                try:
+                    call()
+                except CheckpointError as error:
+                    refused += "was forked; make one after the fork" in str(error)
+            saver.copied()
+            saver.close()
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        running.set()
+    assert open_checkpoint(tmp_path).step == 1

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .direct import default_copy, make_sink
+from .errors import CheckpointError
 from .plain import to_plain
 from .rehearsal import current_rehearsal
 from .saving import save_sharded
@@ -42,6 +43,9 @@ class AsyncSaver:
     every rank, from the next call of `save`, `check`, `wait` or `close`; training may continue after that. Memory of up
     to `max_pending` snapshots is kept; `allow` is called with the bytes of one before they are allocated, and may raise
     to refuse them.
+
+    A process that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
+    CheckpointError.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class AsyncSaver:
         self._jobs: queue.Queue[_SaveJob | None] = queue.Queue()
         self._failures: queue.Queue[Exception] = queue.Queue()
         self._closed = False
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zero-ckpt-async", daemon=True)
         self._thread.start()
 
@@ -101,6 +106,7 @@ class AsyncSaver:
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
+        self._require_own_process()
         arena = self._arenas.get()
         arguments: dict[str, Any] = {"root": Path(root).absolute(), "tag": tag, **options}  # the script may chdir
         copying: CopyUnderWay | None = None
@@ -138,7 +144,7 @@ class AsyncSaver:
 
         Raises nothing: a copy that failed is a failure of its save.
         """
-        if self._copying is not None:
+        if self._copying is not None and os.getpid() == self._pid:
             wait([self._copying])
             self._copying = None
 
@@ -159,6 +165,7 @@ class AsyncSaver:
 
     def wait(self) -> None:
         """Wait until every save that was started has ended; raises as `check` does."""
+        self._require_own_process()
         arenas = [self._arenas.get() for _ in range(self._pending)]
         for arena in arenas:
             self._arenas.put(arena)
@@ -166,6 +173,8 @@ class AsyncSaver:
 
     def close(self) -> None:
         """Finish the saves that were started, end the threads and free the memory; raises as `check` does."""
+        if os.getpid() != self._pid:
+            return
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -184,6 +193,14 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _require_own_process(self) -> None:
+        """Raise CheckpointError in a process that was forked from the one that made this object."""
+        if os.getpid() != self._pid:
+            raise CheckpointError(
+                f"this AsyncSaver is that of process {self._pid}, from which this one ({os.getpid()}) was forked; make "
+                "one after the fork"
+            )
 
     def _run(self) -> None:
         """Run the saves one after another on the background thread, and keep their exceptions, until a job is None."""
