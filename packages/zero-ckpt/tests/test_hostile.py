@@ -213,6 +213,10 @@ def test_what_no_reader_would_take_is_not_saved(tmp_path: Path, monkeypatch: pyt
         (lambda body: body.replace(b"\xaaworld_size", b"\xa4step"), "has the key 'step' twice"),
         (lambda body: body.replace(b"\xa1!", b"\xd6\xff\0\0\0\1"), "Timestamp is not plain data"),
         (lambda body: body.replace(b"\xa1!", b"\xd4\x05\0"), "unknown extension type 5"),
+        (
+            lambda body: body.replace(b"\xa9zero-ckpt", b"\xc8\x08\0\1" + bytes([1]) * 2048),
+            "an integer of 2048 bytes, expected at most 1000",
+        ),
         (lambda body: body.replace(b"\xa1!", b"\xa3\xed\xa0\x80"), "UnicodeDecodeError"),
     ],
 )
@@ -257,6 +261,12 @@ def test_two_slices_are_not_the_same_bytes(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+def test_an_integer_that_python_would_not_print_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(NotPlainDataError, match="an integer of 2077 bytes, expected at most 1000"):
+        save(tmp_path, 1, client_state=[10**5000])
+    assert open_checkpoint(save(tmp_path, 1, client_state=[10**2000])).client_state == [10**2000]
+
+
 def test_half_a_surrogate_pair_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     assert not is_tag("\ud800")
     with pytest.raises(CheckpointError, match="cannot be a tag"):
@@ -265,3 +275,9 @@ def test_half_a_surrogate_pair_is_refused_when_it_is_saved(tmp_path: Path) -> No
         save(tmp_path, 1, client_state={"a": "\ud800"})
     with pytest.raises(CheckpointError, match="not valid Unicode"):
         save_sharded(tmp_path, "t", [Interval("\udfff", "param", (1,), "U8", 0, b"x")], step=1)
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a":{"dtype":"F32","shape":[' + "9" * 10_000 + "]}}", "[]", "1"])
+def test_headers_built_to_hurt_are_refused(text: str) -> None:
+    with pytest.raises(DamagedError, match="safetensors header|no valid shape"):
+        parse_header(bytes(8) + text.encode(), 1 << 20, "file")

@@ -1,6 +1,7 @@
 """Plain data: `None`, bool, int, float, str, bytes, list and map with string keys, and their msgpack form.
 
-Tuples are stored as lists. Integers of any size are kept (those beyond 64 bits as an extension type).
+Tuples are stored as lists. Integers of up to 1000 bytes are kept, those beyond 64 bits as an extension type; much longer
+ones Python does not print.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from .errors import DamagedError, NotPlainDataError
 
-_BIG_INT = 1
+_BIG_INT, _MOST_INT_BYTES = 1, 1000
 _MAX_DEPTH = 100
 _OBJECT_BYTES, _OBJECT_BYTES_PER_BYTE = 256 << 20, 8
 _MAX_PAIRS = 1 << 22
@@ -96,9 +97,15 @@ def pack(value: Any) -> bytes:
 
 
 def _pack_big_int(value: Any) -> msgpack.ExtType:
-    """Return an integer beyond 64 bits as an extension value; raises NotPlainDataError for anything else."""
+    """Return an integer beyond 64 bits as an extension value; raises NotPlainDataError for anything else, and for one
+    that is too long."""
     if isinstance(value, int):
-        return msgpack.ExtType(_BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        nbytes = value.bit_length() // 8 + 1
+        if nbytes > _MOST_INT_BYTES:
+            raise NotPlainDataError(
+                f"an integer of {nbytes} bytes, expected at most {_MOST_INT_BYTES}; save it as bytes"
+            )
+        return msgpack.ExtType(_BIG_INT, value.to_bytes(nbytes, "little", signed=True))
     raise NotPlainDataError(f"{type(value).__qualname__} is not plain data")
 
 
@@ -171,7 +178,10 @@ class _Decoding:
 
 
 def _unpack_ext(code: int, data: bytes) -> int:
-    """Return the integer of an extension value; raises ValueError for an extension type that is not ours."""
+    """Return the integer of an extension value; raises ValueError for an extension type that is not ours, and for an
+    integer that is too long."""
     if code != _BIG_INT:
         raise ValueError(f"unknown extension type {code}")
+    if len(data) > _MOST_INT_BYTES:
+        raise ValueError(f"an integer of {len(data)} bytes, expected at most {_MOST_INT_BYTES}")
     return int.from_bytes(data, "little", signed=True)
