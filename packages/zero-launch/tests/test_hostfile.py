@@ -38,6 +38,7 @@ def test_hosts_come_in_order_with_their_slots(tmp_path):
         ("^file slots=1", r"hosts:1: '\^file' is no host name"),
         ("a slots=999999999", r"hosts:1: expected at most 65536 hosts of at most 65536 slots each"),
         ("a slots=9999999999", r"hosts:1: expected 'host slots=N'"),
+        ("a slots=" + "9" * 5000, r"^hosts:1: expected 'host slots=N', got 5008 characters$"),
     ],
 )
 def test_a_bad_line_is_refused_by_number(text, message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zero_nvme_aio import AlignedBuffer, Engine, errors
+from zero_nvme_aio import AlignedBuffer, Engine, _header, errors
 
 MIB = 1 << 20
 
@@ -183,3 +184,28 @@ def test_torch_tensors_that_cannot_be_used_are_refused(io: Engine, tmp_path: Pat
             with pytest.raises(errors.InvalidBufferError, match=words):
                 io.write(file, tensor, 0)
     assert "torch" in sys.modules
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a":{"dtype":[],"shape":[],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"U8","shape":[' + "9223372036854775807," * 200_000 + '1],"data_offsets":[0,1]}}',
+        '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+        '{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+    ],
+    ids=["dtype", "dimensions", "twice", "surrogate"],
+)
+def test_headers_built_to_hurt_are_refused_at_once(header: str) -> None:
+    begin = time.process_time()
+    with pytest.raises(errors.FormatError, match="'file'"):
+        _header.parse("file", header.encode(), 1)
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [1, 2]], ids=["size", "hole"])
+def test_a_name_of_any_length_is_cut_in_the_message(offsets: list[int]) -> None:
+    header = f'{{"{"n" * 50_000}":{{"dtype":"U8","shape":[1],"data_offsets":{offsets}}}}}'
+    with pytest.raises(errors.FormatError, match="tensor 'nnn") as caught:
+        _header.parse("file", header.encode(), 2)
+    assert len(str(caught.value)) < 1000

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]{1,9})")
 _NAME = re.compile(r"(?!-)[A-Za-z0-9._:%-]+(?:@(?!-)[A-Za-z0-9._:%-]+)?")
+_MOST_CHARACTERS = 1000
 _MOST_SLOTS = 1 << 16
 _MOST_HOSTS = 1 << 16
 _LISTED = 64
@@ -61,6 +62,8 @@ class Hostfile:
             content = line.partition("#")[0].strip()
             if not content:
                 continue
+            if len(content) > _MOST_CHARACTERS:
+                raise ValueError(f"{source}:{number}: expected 'host slots=N', got {len(content)} characters")
             match = _LINE.fullmatch(content)
             if match is None:
                 raise ValueError(f"{source}:{number}: expected 'host slots=N', got {content!r}")

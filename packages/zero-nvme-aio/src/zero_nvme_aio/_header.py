@@ -88,7 +88,7 @@ def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], di
         if entry.begin != position:
             what = "a hole" if entry.begin > position else "an overlap"
             raise FormatError(
-                f"'{path}': {what} before tensor '{entry.name}' at byte {entry.begin} of the data", path=path
+                f"'{path}': {what} before tensor {entry.name!r:.200} at byte {entry.begin} of the data", path=path
             )
         position = entry.end
     if position != data_bytes:
@@ -128,7 +128,8 @@ def _entry(path: str, name: str, value: Any) -> TensorInfo:
     expected = elements * ITEM_BITS[dtype] // 8
     if end - begin != expected:
         raise FormatError(
-            f"'{path}': tensor '{name}', shape {list(shape)} of {dtype}: expected {expected} bytes, got {end - begin}",
+            f"'{path}': tensor {name!r:.200}, shape {list(shape)} of {dtype}: expected {expected} bytes, "
+            f"got {end - begin}",
             path=path,
             expected=expected,
             got=end - begin,
