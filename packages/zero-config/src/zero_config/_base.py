@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -134,8 +135,13 @@ class Section(BaseModel):
 
         `siblings`: the object that contains `key`, with the keys and values as written.
         """
-        field = cls.model_fields.get(key)
-        return None if field is None else _section_in(field.annotation)
+        return cls._child_sections().get(key)
+
+    @classmethod
+    @functools.cache
+    def _child_sections(cls) -> dict[str, type[Section] | None]:
+        """Return the section class of each key's value; None for a value that is no section."""
+        return {key: _section_in(field.annotation) for key, field in cls.model_fields.items()}
 
     @classmethod
     def written_keys(cls) -> list[str]:
