@@ -35,6 +35,8 @@ TORCHES = {OLDEST_TORCH: f"torch=={OLDEST_TORCH}.*", "2.11": "torch==2.11.*", "2
 """The versions of torch that have a session, besides the one of `constraints.txt`."""
 TORCHES |= dict.fromkeys(("newest", "pre"), f"torch>={OLDEST_TORCH}")
 TORCH_SUITES = ["comm", "precision", "partition", "core", "offload", "ckpt", "launch"]
+FUZZ_TARGETS = ["manifest", "header", "extents", "configuration", "hostfile", "messages"]
+"""As in `tests-integration/fuzz_targets.py`."""
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
@@ -238,6 +240,22 @@ def ray(session: nox.Session) -> None:
     command = [python, "-m", "pytest", "-q", "-c", str(ROOT / "pyproject.toml"), str(file), *session.posargs]
     with session.chdir(session.create_tmp()):
         run(session, *command)
+
+
+@nox.session
+def fuzz(session: nox.Session) -> None:
+    """Fuzz what is read from outside with Atheris, 10^6 cases of each target; ZERO_FUZZ_CASES is another number.
+
+    Targets' names after `--` choose some; the rest goes to libFuzzer.
+    """
+    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    install_tools(session, python, list(PACKAGES), *group("fuzz"))
+    install_packages(session, python, list(PACKAGES))
+    targets = [word for word in session.posargs if word in FUZZ_TARGETS] or FUZZ_TARGETS
+    options = [word for word in session.posargs if word not in FUZZ_TARGETS]
+    runs = f"-runs={os.environ.get('ZERO_FUZZ_CASES', '1000000')}"
+    for target in targets:
+        run(session, python, str(ROOT / "tests-integration" / "fuzz_run.py"), target, runs, *options)
 
 
 @nox.session

@@ -72,6 +72,20 @@ def test_other_sources_are_refused(source):
         Config.load(source, world_size=1)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [b"x", object(), 10**5000, float("nan"), "\ud800", {1: 2}, [object()]],
+    ids=["bytes", "object", "digits", "nan", "surrogate", "key", "list"],
+)
+@pytest.mark.parametrize("path", [("train_batch_size",), ("fp16", "loss_scale"), ("optimizer", "params", "lr"), ("x",)])
+def test_a_value_that_no_file_holds_is_refused_by_its_key(path, value):
+    source = value
+    for key in reversed(path):
+        source = {key: source}
+    with pytest.raises(ConfigError, match=path[0]):
+        Config.load(source, world_size=1)
+
+
 def test_a_file_that_is_too_large_is_refused_before_it_takes_several_times_its_size(tmp_path):
     path = tmp_path / "ds.json"
     path.write_bytes(b"9" * (17 << 20))

@@ -358,3 +358,20 @@ def test_the_index_is_the_documented_json(tmp_path: Path) -> None:
     table = json.loads(body)
     assert table["extents"]["x"] == [[0, 3, 0, 0, f"xxh3_64:{xxhash.xxh3_64_hexdigest(b'abc')}", ""]]
     assert table["files"]["0"] == ["store.g000001.s0.extents", 3]
+
+
+def test_a_child_that_was_forked_while_a_store_was_open_does_not_keep_it(tmp_path: Path) -> None:
+    store = ExtentStore(tmp_path, prefix="s")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # until the parent is through
+        os._exit(0)
+    try:
+        store.close(remove=True)
+        ExtentStore(tmp_path, prefix="s").close(remove=True)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)

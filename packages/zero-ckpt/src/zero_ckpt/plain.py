@@ -1,7 +1,7 @@
 """Plain data: `None`, bool, int, float, str, bytes, list and map with string keys, and their msgpack form.
 
-Tuples are stored as lists. Integers of up to 1000 bytes are kept, those beyond 64 bits as an extension type; much longer
-ones Python does not print.
+Tuples are stored as lists. Integers of up to 1000 bytes are kept, those beyond 64 bits as an extension type; Python
+does not print much longer ones.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""The channel to a host: a line that never ends is a lost peer, and takes no memory beyond the bound."""
+
+from __future__ import annotations
+
+import io
+import queue
+import tracemalloc
+
+from zero_launch.channel import Channel
+from zero_launch.messages import FROM_HOST
+
+MOST_BYTES = 64 << 20
+
+
+def test_a_line_without_an_end_takes_no_memory_beyond_the_bound():
+    class Endless(io.RawIOBase):
+        given = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer) -> int:
+            self.given += len(buffer)
+            assert self.given <= MOST_BYTES, "read on beyond the bound"
+            buffer[:] = b"x" * len(buffer)
+            return len(buffer)
+
+    tracemalloc.start()
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    Channel("a", io.BufferedReader(Endless()), io.BytesIO(), inbox, kinds=FROM_HOST)
+    _, message = inbox.get(timeout=30)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert message["kind"] == "eof" and "no message" in message["why"]
+    assert peak < MOST_BYTES
