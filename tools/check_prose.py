@@ -38,7 +38,7 @@ INSTEAD = {
 }
 """Regular expressions, matched as whole words in any case, and what to write instead."""
 _BANNED = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): advice for pattern, advice in INSTEAD.items()}
-_TWICE = re.compile(r"\b([A-Za-z]+) \1\b")
+_TWICE = re.compile(r"\b([A-Za-z]+) \1\b", re.IGNORECASE)
 _PARAGRAPH = re.compile(r"\n[ \t]*\n|\n(?=[ \t]*(?:[-*|#>]|\d+\.)[ \t|])")
 _SENTENCE = re.compile(r"(?<=[.!?:;])[*)]*\s+")
 
