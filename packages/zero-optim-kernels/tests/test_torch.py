@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -353,32 +354,47 @@ def test_results_do_not_depend_on_a_thread_that_flushes_subnormal_numbers() -> N
     assert torch.equal(*outcomes) and float(outcomes[0][0]) > 0
 
 
+def loaded(optimizer: Any) -> Any:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return optimizer
+
+
+def pickled(optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+AFTER_A_STEP = {"nothing": lambda optimizer: optimizer, "load": loaded, "copy": copy.deepcopy, "pickle": pickled}
+
+
 @pytest.mark.parametrize("kind", [CPUAdagrad, CPUAdam, CPUAdamW, CPULion, CPUSGD])
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"), [(torch.bfloat16, "fp32"), (torch.float32, "bf16"), (torch.bfloat16, "int8")]
 )
+@pytest.mark.parametrize("then", AFTER_A_STEP)
 def test_elements_with_positions_are_rounded_alike_however_parameters_are_sharded(
-    kind: type[Any], dtype: torch.dtype, state_dtype: str
+    kind: type[Any], dtype: torch.dtype, state_dtype: str, then: str
 ) -> None:
     torch.manual_seed(0)
     sizes, places = [700, 300, 1000], [2048, 2048 + 768, 1 << 41]  # two neighbours and one apart
     values = [torch.randn(size, dtype=dtype) for size in sizes]
     gradients = [[torch.randn(size, dtype=dtype) for size in sizes] for _ in range(3)]
 
-    def trained(shards: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+    def trained(shards: list[tuple[int, int, int]], between: Callable[[Any], Any]) -> list[torch.Tensor]:
         """Train shards (parameter, first element, first one behind), in the order given."""
         held = [torch.nn.Parameter(values[number][start:end].clone()) for number, start, end in shards]
         optimizer = kind(held, lr=1e-2, state_dtype=state_dtype)
         optimizer.positions = {p: places[number] + start for p, (number, start, _) in zip(held, shards, strict=True)}
         for step in gradients:
+            held = optimizer.param_groups[0]["params"]
             for p, (number, start, end) in zip(held, shards, strict=True):
                 p.grad = step[number][start:end].clone()
             optimizer.step()
+            optimizer = between(optimizer)
         found = [torch.empty_like(value) for value in values]
         for p, (number, start, end) in zip(held, shards, strict=True):
             found[number][start:end] = p.detach()
         return found
 
-    whole = trained([(0, 0, 700), (1, 0, 300), (2, 0, 1000)])
-    sharded = trained([(2, 512, 1000), (1, 256, 300), (0, 0, 256), (2, 0, 512), (0, 256, 700), (1, 0, 256)])
-    assert all(torch.equal(one, other) for one, other in zip(whole, sharded, strict=True))
+    whole = trained([(0, 0, 700), (1, 0, 300), (2, 0, 1000)], AFTER_A_STEP["nothing"])
+    sharded = [(2, 512, 1000), (1, 256, 300), (0, 0, 256), (2, 0, 512), (0, 256, 700), (1, 0, 256)]
+    assert all(map(torch.equal, whole, trained(sharded, AFTER_A_STEP[then])))

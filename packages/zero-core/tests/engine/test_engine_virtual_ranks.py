@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_cases import build, outcome, start, train
-from virtual_rank_cases import BF16_MASTERS, MICRO, SAMPLES, TIERS, VIRTUAL, merged, product, refusals, resumed
+from virtual_rank_cases import (
+    BF16_MASTERS,
+    MICRO,
+    SAMPLES,
+    TIERS,
+    VIRTUAL,
+    merged,
+    product,
+    refusals,
+    reloaded,
+    resumed,
+)
 
 from zero_ckpt import open_checkpoint
 from zero_ckpt.comparing import diff
@@ -39,6 +51,22 @@ def test_losses_norms_weights_and_moments_are_bitwise_equal_at_one_two_and_four_
         alone = merged([answer[case] for answer in found[1]])
         for ranks in (2, 4):
             assert not differences(alone, merged([answer[case] for answer in found[ranks]])), (case, ranks)
+
+
+LOADED = [(0, "bf16"), (1, "bf16 masters"), (2, "bf16 states"), (3, "bf16 masters"), (3, "fp32")]
+
+
+@pytest.mark.parametrize(
+    ("cases", "sizes"), [([LOADED[3]], (2,)), pytest.param(LOADED, (1, 2, 4), marks=pytest.mark.soak)]
+)
+def test_a_state_that_the_optimizer_loads_changes_no_bits_at_any_number_of_ranks(
+    cases: list[tuple[int, str]], sizes: tuple[int, ...]
+) -> None:
+    alone = run_ranks(partial(reloaded, loads=False), 1, cases, 3)[0]
+    found = {n: run_ranks(reloaded, n, cases, 3) for n in sizes}
+    for case in map(str, cases):
+        for ranks, answers in found.items():
+            assert not differences(alone[case], merged([answer[case] for answer in answers])), (case, ranks)
 
 
 def made_with(virtual: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,21 @@ def product(cases: list[tuple[int, str, str]], steps: int, folder: str, virtual:
     place = str(Path(folder) / f"swap{dist.get_world_size()}")
     ranks = {"deterministic": {"across_world_sizes": virtual, "seed": 7}}
     return {str(case): run(settings(*case, place, **ranks), steps) for case in cases}
+
+
+def reloaded(cases: list[tuple[int, str]], steps: int, *, loads: bool = True) -> dict[Any, Any]:
+    """Every (stage, dtype); if it ``loads``, the optimizer's states are loaded into it after every step."""
+    found = {}
+    for case in cases:
+        engine = start(settings(*case, "device", ""))
+        for _ in range(steps):
+            train(engine, 1)
+            if loads:
+                assert engine.optimizer is not None
+                engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+        found[str(case)] = states(engine)
+        engine.destroy()
+    return found
 
 
 def resumed(folder: str, stage: int, tier: str, steps: list[int], number: int) -> dict[str, Any]:

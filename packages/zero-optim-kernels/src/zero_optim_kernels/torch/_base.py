@@ -329,13 +329,14 @@ class KernelOptimizer(Optimizer):
         try:
             super().load_state_dict(state_dict)
             saved_ids = chain.from_iterable(group["params"] for group in loaded["param_groups"])
-            for group in self.param_groups:
-                found: list[tuple[torch.Tensor, dict[str, Any]]] = []
-                for param in group["params"]:
-                    saved = loaded["state"].get(next(saved_ids))
-                    if saved is not None:
-                        found.append((param, saved))
-                self._load_states(group, found)
+            with torch._C.DisableTorchFunctionSubclass():  # subclasses may show another shape than that of the memory
+                for group in self.param_groups:
+                    found: list[tuple[torch.Tensor, dict[str, Any]]] = []
+                    for param in group["params"]:
+                        saved = loaded["state"].get(next(saved_ids))
+                        if saved is not None:
+                            found.append((param, saved))
+                    self._load_states(group, found)
         except Exception:
             self.__dict__.update(before)
             raise
@@ -388,10 +389,10 @@ class KernelOptimizer(Optimizer):
             local(state[moment.name]).copy_(wide)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_settings": self._settings}
+        return {**super().__getstate__(), "_settings": self._settings, "positions": self.positions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.setdefault("positions", {})  # load_state_dict calls this, too, and its state has none
         super().__setstate__(state)
-        self.positions = {}
         self._plans = {}
         self._known_states = []
