@@ -88,12 +88,12 @@ class Partition:
         plans = plan_sharding(model, options, trainable, kept)
         self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
         agree_on_model(model, plans, groups.control)
+        share_buffers(model, groups, device, policy=options.policy, kept_fp32=kept, replicated=self.replicated)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
         self.units = [
             self._make_unit(index, plan, layout)
             for index, (plan, layout) in enumerate(zip(plans, self.layout.units, strict=True))
         ]
-        share_buffers(model, groups, device, policy=options.policy, kept_fp32=kept, replicated=self.replicated)
         self.runtime = Runtime(
             model,
             self.units,

@@ -1,4 +1,4 @@
-"""Find parameters that share memory with other tensors, and refuse models in which two of them do."""
+"""Find parameters and buffers that share memory with other tensors; refuse models in which two parameters do."""
 
 from __future__ import annotations
 
@@ -67,6 +67,25 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
     return held
 
 
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the positions of ``tensors`` in groups: those whose ranges of bytes in one storage overlap are together,
+    any other is alone."""
+    groups: list[list[int]] = []
+    by_storage: dict[int, list[_NamedTensor]] = {}
+    for number, tensor in enumerate(tensors):
+        groups += [] if (found := list(_byte_range("buffer", str(number), tensor))) else [[number]]
+        for named in found:
+            by_storage.setdefault(named.storage, []).append(named)
+    for together in by_storage.values():
+        end = -1
+        for named in sorted(together, key=lambda named: named.first):
+            if named.first >= end:
+                groups.append([])
+            groups[-1].append(int(named.name))
+            end = max(end, named.end)
+    return groups
+
+
 def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
     """Yield the parameters and buffers of ``model`` that have strided memory."""
     for name, parameter in model.named_parameters():
@@ -79,7 +98,7 @@ def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTe
     """Yield the tensor with its bytes, or nothing for one without strided memory of its own."""
     if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
-    if tensor.numel() > 1 and not any(tensor.stride()):
+    if kind == "parameter" and tensor.numel() > 1 and not any(tensor.stride()):
         return  # one element in another shape: what `Init` leaves, or a constant
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = tensor.element_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from zero_ckpt import Checkpoint, LoadReport, restore
 from zero_ckpt.torch import torch_dtype
 from zero_comm import Tag
-from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
+from zero_partition import DeviceResidency, OwnedFragment, Unit, copy_values, gathered
 
 from ..state import TrainingState
 from ..state_kinds import with_lists
@@ -196,12 +197,7 @@ def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
         if (name, kind) in reading.checkpoint.tensors:
             flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
             reading.add(name, kind, 0, flat)
-            reading.then(lambda tensor=tensor, flat=flat: _copy_into(tensor, flat))  # type: ignore[misc]
-
-
-def _copy_into(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(flat.view(tensor.shape))
+            reading.then(partial(copy_values, tensor, flat.view(tensor.shape), name))
 
 
 def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
