@@ -8,6 +8,18 @@ import torch
 
 from .host_facts import REFERENCES_OF_ONE, is_fake, storage_references
 
+_LEFT = "_zero_left"  # attribute of the storage of a flat buffer whose engine is closed
+
+
+def leave_memory(flat: torch.Tensor) -> None:
+    """Mark the memory of ``flat``, which parameters keep when their engine is closed; `is_left_memory` tells."""
+    setattr(flat.untyped_storage(), _LEFT, True)
+
+
+def is_left_memory(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is in memory that a closed engine has left; objects of that engine may share it."""
+    return hasattr(tensor.untyped_storage(), _LEFT)
+
 
 class FlatMemory:
     """Counts the tensors in the memory of one flat buffer, to tell whether it can be freed.

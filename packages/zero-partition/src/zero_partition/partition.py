@@ -15,6 +15,7 @@ from zero_comm import EngineGroups, Tag
 from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
+from .flat_memory import leave_memory
 from .gradients import UnitGradients
 from .host_facts import storage_address
 from .layout import Layout, UnitLayout
@@ -27,7 +28,7 @@ from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
 from .runtime import Runtime
 from .sharded_parameter import sharded_record
-from .shared_storage import refuse_shared_storage
+from .shared_storage import refuse_shared_storage, warn_of_aliases
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitPlan, check_trainable_shards, replicated_parameters
@@ -88,6 +89,8 @@ class Partition:
         plans = plan_sharding(model, options, trainable, kept)
         self.layout = Layout(tuple(unit_layout(plan, self.world_size, options) for plan in plans))
         agree_on_model(model, plans, groups.control)
+        if self.data_rank == 0:
+            warn_of_aliases(model)
         share_buffers(model, groups, device, policy=options.policy, kept_fp32=kept, replicated=self.replicated)
         self.states = make_states(self._shard_needs(plans), residency) if make_states is not None else None
         self.units = [
@@ -258,6 +261,7 @@ class Partition:
             self.states.close()
         self.residency.close()
         for unit in self.units:
+            leave_memory(unit.flat)
             for parameter in unit.parameters:
                 disown(parameter)
                 unwatch_data(parameter)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .errors import PartitionError
+from .flat_memory import is_left_memory
 from .host_facts import is_fake, is_plain, sharers, storage_address
+
+logger = logging.getLogger("zero_partition")
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,50 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
             groups[-1].append(int(named.name))
             end = max(end, named.end)
     return groups
+
+
+def warn_of_aliases(model: nn.Module) -> None:
+    """Log a warning, naming the first, if tensors or arrays that are none of the model's are in parameters' memory.
+
+    What only uncollected garbage holds does not count. Raw memory that a parameter was made of is not seen
+    (`torch.from_numpy`), nor is memory that a closed engine has left.
+    """
+    names = _aliased(model)
+    if names and gc.collect():
+        names = _aliased(model)
+    if names:
+        logger.warning(
+            "parameter '%s' and %d more: other code holds a tensor or an array in their memory (what `.data`, "
+            "`.detach()`, `.numpy()` or `state_dict()` gave, or the graph of an earlier forward), so that it stays "
+            "allocated. The engine's weights have memory of their own: what is written there from now on changes no "
+            "weight, and what is read there does not follow the training. Take it after initialize (writes through "
+            "`p.data` count), or read `engine.full_param(p)`",
+            names[0],
+            len(names) - 1,
+        )
+
+
+def _aliased(model: nn.Module) -> list[str]:
+    """Return the names of parameters in whose memory there are tensors or arrays that are none of the model's."""
+    by_storage: dict[int, list[_NamedTensor]] = {}
+    for named in _tensors(model):
+        by_storage.setdefault(named.storage, []).append(named)
+    found: list[str] = []
+    replaced = Counter(map(storage_address, _replaced_before_use(model)))
+    for storage, group in by_storage.items():
+        names = [named.name for named in group if named.kind == "parameter"]
+        known = len(group) + len(names) + replaced[storage]  # each `parameter.data` above is a tensor in that memory
+        if not is_fake(group[0].tensor) and not is_left_memory(group[0].tensor) and sharers(group[0].tensor) > known:
+            found += names
+    return found
+
+
+def _replaced_before_use(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield aliases of weights that `torch.nn.utils.spectral_norm` leaves until forward computes another weight."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                yield getattr(module, hook.name)
 
 
 def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
