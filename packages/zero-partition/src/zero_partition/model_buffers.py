@@ -56,7 +56,7 @@ def share_buffers(
         tied.update(numbers if len(numbers) > 1 else ())
     for number, buffer in enumerate(buffers):
         present = moved[number]
-        sent = present.contiguous()
+        sent = present.contiguous().resolve_conj().resolve_neg()
         groups.broadcast(sent, 0, Tag("broadcast", buffer.name))
         if sent is not present and not all(present.stride()) and number not in tied:
             present = sent
