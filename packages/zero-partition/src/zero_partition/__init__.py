@@ -24,7 +24,6 @@ from .initialisation import Init
 from .layout import Fragment, Layout, LayoutEntry, UnitLayout, element_positions
 from .leaves import LeafTree
 from .live import UnitState
-from .model_buffers import copy_values
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, GridSquares, NormSquared, grid_squares, norm_squared
@@ -77,7 +76,6 @@ __all__ = [
     "UnitState",
     "UnsplitModel",
     "change_class",
-    "copy_values",
     "element_positions",
     "full_gradient",
     "full_parameter",

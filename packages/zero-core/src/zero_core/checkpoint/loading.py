@@ -15,7 +15,8 @@ from torch import nn
 from zero_ckpt import Checkpoint, LoadReport, restore
 from zero_ckpt.torch import torch_dtype
 from zero_comm import Tag
-from zero_partition import DeviceResidency, OwnedFragment, Unit, copy_values, gathered
+from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
+from zero_partition.model_buffers import copy_values
 
 from ..state import TrainingState
 from ..state_kinds import with_lists
