@@ -13,8 +13,8 @@ PAGES = sorted(
     for page in (DOCS / folder).glob("*.md")
     if any(block.language == "sh" for block in blocks(page.read_text(encoding="utf-8")))
 )
-QUICK = {"choose-a-configuration.md", "use-one-package.md"}
-"""Pages that start no ranks and take a second or two."""
+QUICK = {"choose-a-configuration.md"}
+"""Pages whose commands neither start ranks nor import torch."""
 
 
 def name(page: Path) -> str:
