@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from training import Run
 
 from zero_comm import run_ranks
 
-PHASES = ("forward", "backward", "step", "save", "load", "gathered", "gathered, modified")
+PHASES = ("forward", "backward", "loss.backward", "step", "save", "load", "gathered", "gathered, modified")
 STAGES = (0, 1, 2, 3)
 SLEEP = 60.0
 BOUND = 5.0  # seconds, and what the machine is behind by
@@ -42,6 +45,11 @@ def in_phase(engine: Any, phase: str, folder: str, failing: bool) -> None:
         if failing:
             block.register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
         engine.backward(engine(*inputs)[0])
+    elif phase == "loss.backward":
+        if failing:
+            block.down.weight.register_hook(fail)
+        engine(*inputs)[0].backward()
+        engine.step()
     elif phase == "step":
         engine.backward(engine(*inputs)[0])
         if failing:
@@ -84,8 +92,12 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("no luck")
 
 
-def cleans_up(stage: int) -> tuple[str, float]:
-    """The last rank's ``loss.backward()`` fails before the engine has a part in it, and it stays in its handler."""
+HANDLED = ("as it is", "raised anew", "by a debugger")
+
+
+def cleans_up(stage: int, how: str) -> tuple[str, float]:
+    """The last rank's ``loss.backward()`` fails before the engine has a part in it, and it stays in its handler: that
+    of the failure, that of what was raised from it, or a debugger that opens when a script has ended."""
     engine = training.start(Run(), stage)
     training.train(engine, Run(), 0, 2)
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -97,49 +109,73 @@ def cleans_up(stage: int) -> tuple[str, float]:
         store.wait(["failed"])
         store.add("freed", 1)
         return message, freed - float(store.get("failed"))
+    message = "no error"
     try:
-        Broken.apply(loss).backward()
-    except ArithmeticError as error:
-        store.set("failed", str(time.monotonic()))
-        asleep = time.monotonic() + SLEEP
-        while time.monotonic() < asleep and store.add("freed", 0) < world_size - 1:
-            time.sleep(0.1)
-        return f"{type(error).__name__}: {error}", 0.0
-    return "no error", 0.0
+        try:
+            Broken.apply(loss).backward()
+        except ArithmeticError as error:
+            message = f"{type(error).__name__}: {error}"
+            if how == "raised anew":
+                raise RuntimeError("the script's own") from error
+            if how == "by a debugger":
+                sys.last_value = error  # as the interpreter does for an exception that nobody catches
+            else:
+                sleep(store)
+    except RuntimeError:
+        sleep(store)
+    if how == "by a debugger":
+        sleep(store)
+        del sys.last_value
+    return message, 0.0
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage"), [(2, 1), *(pytest.param(n, s, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES)]
+    ("world_size", "stage", "how"),
+    [
+        (2, 1, "raised anew"),
+        *(pytest.param(n, s, how, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES for how in HANDLED),
+    ],
 )
-def test_a_loss_whose_own_backward_fails_frees_the_others(world_size: int, stage: int) -> None:
-    *others, (cause, _) = run_ranks(cleans_up, world_size, stage, timeout=100)
+def test_a_loss_whose_own_backward_fails_frees_the_others(world_size: int, stage: int, how: str) -> None:
+    *others, (cause, _) = run_ranks(cleans_up, world_size, stage, how, timeout=100)
     assert cause.startswith("ArithmeticError: no luck"), cause
     for message, held in others:
         assert message.startswith("PeerError") and "ArithmeticError: no luck" in message, message
         assert held <= BOUND, (stage, held)
 
 
-def lives_on(stage: int, phase: str, folder: str, zero: dict[str, Any]) -> tuple[str, float]:
-    """The last rank fails and sleeps; the others say how long they were held and by what they were freed."""
+def lives_on(stage: int, phase: str, folder: str, zero: dict[str, Any], inside: bool) -> tuple[str, float]:
+    """The last rank fails and sleeps, ``inside`` its handler or after it; the others say how long they were held and by
+    what they were freed."""
     engine = training.start(Run(), stage, **zero)
     training.train(engine, Run(), 0, 2)
     if phase == "load":
         engine.save_checkpoint(folder)
     failing = dist.get_rank() == dist.get_world_size() - 1
     store = dist.distributed_c10d._get_default_store()
-    began = time.monotonic()
-    message = outcome(lambda: in_phase(engine, phase, folder, failing))
+    message = "no error"
+    try:
+        in_phase(engine, phase, folder, failing)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        if failing and inside:
+            sleep(store)
+    if failing and not inside:
+        sleep(store)
     if failing:
-        store.set("failed", str(time.monotonic()))
-        asleep = time.monotonic() + SLEEP
-        while time.monotonic() < asleep and store.add("freed", 0) < dist.get_world_size() - 1:
-            time.sleep(0.1)
         return message, 0.0
     freed = time.monotonic()
     store.wait(["failed"])
-    held = freed - float(store.get("failed"))
     store.add("freed", 1)
-    return message, held if began else 0.0
+    return message, freed - float(store.get("failed"))
+
+
+def sleep(store: Any) -> None:
+    """Do nothing for a minute, or until all other ranks are free."""
+    store.set("failed", str(time.monotonic()))
+    asleep = time.monotonic() + SLEEP
+    while time.monotonic() < asleep and store.add("freed", 0) < dist.get_world_size() - 1:
+        time.sleep(0.1)
 
 
 def outcome(scenario: Callable[[], Any]) -> str:
@@ -150,11 +186,11 @@ def outcome(scenario: Callable[[], Any]) -> str:
     return "no error"
 
 
-def check(world_size: int, stage: int, phase: str, tier: str = "") -> None:
+def check(world_size: int, stage: int, phase: str, tier: str = "", *, inside: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as swap:
         where = {"device": tier} | ({"nvme_path": swap} if tier == "nvme" else {})
         zero = {"offload_optimizer": where} if tier else {}
-        *others, (cause, _) = run_ranks(lives_on, world_size, stage, phase, folder, zero, timeout=100)
+        *others, (cause, _) = run_ranks(lives_on, world_size, stage, phase, folder, zero, inside, timeout=100)
     assert cause.startswith("ArithmeticError: no luck"), cause
     for message, held in others:
         named = f"rank {world_size - 1} failed: ArithmeticError: no luck"
@@ -163,19 +199,24 @@ def check(world_size: int, stage: int, phase: str, tier: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "stage", "phase"),
+    ("world_size", "stage", "phase", "inside"),
     [
-        (2, 0, "forward"),
-        (2, 3, "forward"),
-        (3, 2, "backward"),
-        (2, 1, "step"),
-        (2, 3, "save"),
-        (2, 3, "load"),
-        (3, 3, "gathered, modified"),
+        (2, 0, "forward", False),
+        (2, 3, "forward", True),
+        (3, 2, "backward", False),
+        (2, 3, "loss.backward", False),
+        (3, 1, "loss.backward", True),
+        (2, 1, "step", True),
+        (2, 3, "save", False),
+        (2, 3, "load", True),
+        (3, 3, "gathered, modified", False),
+        *(pytest.param(n, s, p, True, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES for p in PHASES),
     ],
 )
-def test_a_rank_that_fails_while_its_process_lives_frees_the_others(world_size: int, stage: int, phase: str) -> None:
-    check(world_size, stage, phase)
+def test_a_rank_that_fails_while_its_process_lives_frees_the_others(
+    world_size: int, stage: int, phase: str, inside: bool
+) -> None:
+    check(world_size, stage, phase, inside=inside)
 
 
 @pytest.mark.soak
@@ -186,6 +227,54 @@ def test_a_rank_that_fails_while_its_process_lives_frees_the_others(world_size: 
 @pytest.mark.parametrize("world_size", (2, 3))
 def test_every_phase_at_every_stage_frees_the_others(world_size: int, stage: int, tier: str, phase: str) -> None:
     check(world_size, stage, phase, tier)
+
+
+class Records(logging.Handler):
+    """Keeps what is logged, and counts it in ``store``."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self._store = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self._store.add("said", 1)
+
+
+def silent(stage: int) -> tuple[list[str], float]:
+    """The last rank's loss fails before autograd comes to the model; it forgets that and does nothing, until the first
+    one has said for whom it waits. Then the loss is right, and training goes on."""
+    engine = training.start(Run(), stage)
+    training.train(engine, Run(), 0, 2)
+    store = dist.distributed_c10d._get_default_store()
+    records = Records(store)
+    loss = sum(engine(*zoo.batch(2, 0, dist.get_rank(), dist.get_world_size())))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        assert outcome(Broken.apply(loss).backward).startswith("ArithmeticError")
+        while store.add("said", 0) == 0:
+            time.sleep(0.1)
+    else:
+        logging.getLogger("zero_comm").addHandler(records)
+    loss.backward()
+    engine.step()
+    logging.getLogger("zero_comm").removeHandler(records)
+    training.train(engine, Run(), 3, 4)
+    return records.texts, training.deviation(training.weights(engine), training.plain(Run(steps=4)))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage"), [(2, 3), *(pytest.param(n, s, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES)]
+)
+def test_a_rank_that_begins_no_backward_is_named_with_its_line_and_waited_for(world_size: int, stage: int) -> None:
+    (texts, _), *_ = found = run_ranks(silent, world_size, stage, timeout=60)
+    late = world_size - 1
+    assert re.match(rf"rank 0 has waited \d+ s at backward '' in step 2.*, for rank {late}\. The ranks:\n", texts[0]), (
+        texts
+    )
+    line = rf"\n  rank {late}: runs at test_left_alone\.py:\d+, and has begun no backward pass since its last forward; "
+    assert re.search(line, texts[0]), texts
+    assert all(deviation <= 1e-12 for _, deviation in found)
 
 
 def apart(stage: int, accumulation: int, ends_with: str) -> str:

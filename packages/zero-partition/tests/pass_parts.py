@@ -87,11 +87,11 @@ class Parts:
     meets_others = True
     """False: the other ranks have not failed, so that nobody answers `confer`."""
 
-    def confer(self, call: str, step: int, _reason: str, payload: Any, _patience: float) -> list[Any] | None:
+    def confer(self, call: str, step: int, _failure: BaseException, payload: Any, _patience: float) -> list[Any] | None:
         return self.agreement.agree("failed", f"{call} of step {step}", payload) if self.meets_others else None
 
-    def record_failed_call(self, words: str) -> None:
-        self.words.append(words)
+    def record_failed_call(self, failure: BaseException, when: str) -> None:
+        self.words.append(f"{type(failure).__name__}: {failure}, {when}")
 
     def issued(self) -> dict[str, int]:
         return {"gather": len(self.rank.gather.issued), "reduce": len(self.rank.reduce.issued)}

@@ -40,8 +40,8 @@ class Made:
         self.rank = rank
         self.model = build()
         units = [self._unit(index, layer) for index, layer in enumerate(self.model)]
-        for name, value in {"record_call": lambda: None, "record_failed_call": lambda _reason: None}.items():
-            setattr(rank.control, name, value)
+        for name in ("record_call", "record_forward", "record_failed_call"):
+            setattr(rank.control, name, lambda *_: None)
         groups: Any = SimpleNamespace(control=rank.control, abort=lambda *_args, **_more: None, can_reopen=False)
         self.runtime = Runtime(
             self.model,

@@ -87,4 +87,4 @@ def told(rank: MemoryRank) -> list[str]:
 
 
 def test_a_failure_is_told_with_its_call_and_step() -> None:
-    assert run_threads(told, 1) == [["ValueError: the user's (in backward of step 7)"]]
+    assert run_threads(told, 1) == [["ValueError: the user's, in backward of step 7"]]

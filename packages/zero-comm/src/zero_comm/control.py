@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from .flight_recorder import Track
 from .leaving import close_at_exit, destroy_group
 from .ledger import Ledger
 from .meeting import meet
+from .stacks import describe_failure, excused_exceptions
 from .tag import Tag
 from .topology import ONE_NODE, Topology
 from .watch import Watch
@@ -129,12 +129,13 @@ class Control:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages
 
-    def confer(self, call: str, step: int, reason: str, payload: Any, patience: float) -> list[Any] | None:
-        """After this rank failed in ``call``, find out whether all ranks did: return their payloads if so, else None.
+    def confer(self, call: str, step: int, failure: BaseException, payload: Any, patience: float) -> list[Any] | None:
+        """After ``failure`` of this rank in ``call``, find out whether all ranks failed there.
 
-        For ranks that are at an `exchange` instead, that call raises `PeerError` with ``reason``. Waits at most
-        ``patience`` seconds. If None is returned, this rank must `abort`.
+        Return their payloads if so, else None: then this rank must `abort`. For ranks that are at an `exchange`
+        instead, that call raises `PeerError`, which names ``failure``. Waits at most ``patience`` seconds.
         """
+        reason = describe_failure(failure, f"in step {step}")
         try:
             messages = self._exchange(Message(_FAILED, call, step, [reason, payload]), timedelta(seconds=patience))
         except CommError:
@@ -229,18 +230,24 @@ class Control:
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
                 self._noted = True
 
-    def record_failed_call(self, reason: str) -> None:
-        """Record, here and as a note for the other ranks, that a call of this rank failed.
+    def record_failed_call(self, failure: BaseException, when: str) -> None:
+        """Record, here and as a note for the other ranks, that a call of this rank failed. ``when``: "in step 3".
 
         If others then wait and this rank makes no further call (`record_call`), its watch gives up.
         """
+        reason = describe_failure(failure, when)
         self.leave_note(f"failed: {reason}")
         self.watched.failed = (reason, time.monotonic())
 
     def record_call(self) -> None:
         """Record that this rank makes a call: its watch no longer gives up for one that failed before."""
         self.watched.failed = None
-        self.watched.excused = id(sys.exc_info()[1])
+        self.watched.excused = excused_exceptions()
+        self.watched.owes_backward = False
+
+    def record_forward(self) -> None:
+        """Record that this rank's forward pass is done: until its next call a backward pass has to follow."""
+        self.watched.owes_backward = True
 
     def _note_key(self, rank: int) -> str:
         return f"{self._name} note {rank}"

@@ -19,6 +19,7 @@ from .packets import Codec
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
 from .slices import SliceSum, sum_slices
+from .stacks import describe_failure
 from .starting import starting_together
 from .tag import Tag
 from .topology import node_name
@@ -145,9 +146,9 @@ class EngineGroups:
     def abort(self, failure: BaseException, *, when: str = "") -> None:
         """Destroy all groups because this rank cannot go on, so that no rank waits for it. Does not wait.
 
-        The others' errors name ``failure`` and ``when`` (text behind it), unless a rank has reported a cause before.
+        The others' errors name ``failure`` and ``when`` ("in step 3"), unless a rank has reported a cause before.
         """
-        self.control.report_failure(f"{type(failure).__name__}: {failure}{when}")
+        self.control.report_failure(describe_failure(failure, when))
         self._connections.sever()
         self.close()
 

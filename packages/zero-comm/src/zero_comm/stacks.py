@@ -1,4 +1,4 @@
-"""The place in the user's code that this process's main thread is at."""
+"""The places in the user's code that the main thread is at, and that failures come from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .flight_recorder import is_library
 
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _AUTOGRAD = torch.autograd.graph.__file__
+_CAUSES = 16  # looked through of one exception; user code may make a circle of them
 _WAITING_CALLS = (
     "barrier",
     "monitored_barrier",
@@ -37,17 +38,60 @@ class CodePlace:
         return self.text
 
 
-def failed_backward() -> BaseException | None:
-    """Return the exception that the main thread is handling, if a backward pass of torch raised it, else None.
+def describe_failure(failure: BaseException, when: str = "") -> str:
+    """Return the type and the text of ``failure``, and in brackets ``when`` and the last line of the user's code on the
+    way to where it was raised."""
+    line = _users_line(failure)
+    where = ", ".join(part for part in (when, f"at {line}" if line else "") if part)
+    return f"{type(failure).__name__}: {failure}" + (f" ({where})" if where else "")
 
-    May be called by any thread.
+
+def _users_line(failure: BaseException) -> str:
+    """Return `train.py:31` for the last line of the user's code on the way to where ``failure`` was raised; empty for
+    one that was not raised."""
+    found, traceback = "", failure.__traceback__
+    frame = None if traceback is None else traceback.tb_frame
+    while traceback is not None:
+        if not is_library(path := traceback.tb_frame.f_code.co_filename):
+            found = f"{os.path.basename(path)}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    while frame is not None and not found:  # it has not come to the user's code yet, which has called what raised it
+        if not is_library(path := frame.f_code.co_filename):
+            found = f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return found
+
+
+def failed_backward() -> tuple[BaseException, BaseException] | None:
+    """Return the exception that the main thread is handling or has ended by, and the first cause of it that a backward
+    pass of torch raised; None without such a cause. May be called by any thread.
     """
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
-    traceback = None if failure is None else failure.__traceback__
+    if failure is None:
+        failure = getattr(sys, "last_value", None)
+    found, cause = None, failure
+    for _ in range(_CAUSES):
+        if cause is None:
+            break
+        if _passed_autograd(cause):
+            found = cause
+        cause = cause.__cause__ or cause.__context__
+    return None if failure is None or found is None else (failure, found)
+
+
+def excused_exceptions() -> frozenset[int]:
+    """Return the `id` of the exception that this thread is handling, and of the one that the main thread has ended by;
+    that of None where there is none."""
+    return frozenset((id(sys.exc_info()[1]), id(getattr(sys, "last_value", None))))
+
+
+def _passed_autograd(failure: BaseException) -> bool:
+    """Return whether ``failure`` came out of torch's call of autograd."""
+    traceback = failure.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename != _AUTOGRAD:
         traceback = traceback.tb_next
-    return None if traceback is None else failure
+    return traceback is not None
 
 
 def place_of_main_thread() -> CodePlace:

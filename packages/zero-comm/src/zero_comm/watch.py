@@ -15,7 +15,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from .stacks import CodePlace, failed_backward, place_of_main_thread
+from .stacks import CodePlace, describe_failure, failed_backward, place_of_main_thread
 from .watched import Watched
 
 logger = logging.getLogger("zero_comm")
@@ -25,6 +25,7 @@ _ASK_AFTER = 1.0  # seconds of waiting after which a rank asks the others where 
 _NAME_AFTER = 5.0  # seconds of waiting after which the log says for whom
 _FAILED_FOR = 2.0  # seconds that others wait for a rank that failed and makes no further call, before it gives up
 _STUCK_FOR = 3.0  # seconds that all ranks have to wait for one another
+_OWES_BACKWARD = ", and has begun no backward pass since its last forward"
 _PEERS_PER_TICK = 32  # bounds the load on the store, which matters only while ranks wait
 
 
@@ -56,7 +57,8 @@ class Watch:
     rank that computes answers too, and nothing is done about it. ``give_up(reason)`` is called, from this thread, when
     a wait would never end:
     - on a rank that failed, whose script caught the error, and that makes no further call while others wait, or stays
-      in the ``except`` block of a backward pass that failed before the engine took part in it;
+      in an ``except`` block that handles a backward pass that failed before the engine took part in it, or what came
+      of that, or in the hook of an exception that ended the script (a debugger);
     - on a rank that waits outside the engine (in a barrier of the script) while all others wait too;
     - on a rank that waits for one that has not answered for ``stopped_after`` seconds: its process or host is stopped.
     ``note(reason)`` leaves a reason for ranks that will wait for this one, without giving up.
@@ -107,7 +109,7 @@ class Watch:
         if error is None:
             self._note(f"ended its script; its last call was {done.last}, after {done.micro_batches} micro-batches")
         else:
-            self._note(f"failed: {type(error).__name__}: {error}")
+            self._note(f"failed: {describe_failure(error)}")
 
     def check(self) -> None:
         """Ask for heartbeats, answer, and give up, as [Note: the watch] says; called every half second.
@@ -139,13 +141,14 @@ class Watch:
 
     def _failure(self, now: float) -> tuple[str, float] | None:
         """Return why this rank failed, and since when, if it has made no call since; else None."""
-        failure = failed_backward()
-        if self._watched.failed is not None or failure is None or id(failure) == self._watched.excused:
+        failed = failed_backward()
+        if self._watched.failed is not None or failed is None or id(failed[0]) in self._watched.excused:
             self._handled = None
             return self._watched.failed
-        if self._handled is None or self._handled[0] != id(failure):
-            self._handled = id(failure), now
-        return f"{type(failure).__name__}: {failure} (in a backward pass of the script)", self._handled[1]
+        cause = failed[1]
+        if self._handled is None or self._handled[0] != id(cause):
+            self._handled = id(cause), now
+        return describe_failure(cause, "in a backward pass of the script"), self._handled[1]
 
     def _write_heartbeat(self) -> None:
         self._beat += 1
@@ -154,7 +157,7 @@ class Watch:
         report = Heartbeat(
             self._beat,
             "" if waiting is None else str(waiting[0]),
-            str(place),
+            f"{place}{_OWES_BACKWARD if self._watched.owes_backward else ''}",
             waiting[2] if waiting is not None else place.waits,
             str(self._watched.last),
             self._watched.micro_batches,
@@ -187,10 +190,11 @@ class Watch:
         if waiting is not None and not self._has_logged and now - waiting[1] >= _NAME_AFTER:
             self._has_logged = True
             logger.warning(
-                "rank %d has waited %.0f s at %s. The others:\n%s",
+                "rank %d has waited %.0f s at %s, for %s. The ranks:\n%s",
                 self._rank,
                 now - waiting[1],
                 waiting[0],
+                self._awaited(),
                 self._listing(),
             )
         if waiting is None and self._all_stuck(now):
@@ -205,6 +209,11 @@ class Watch:
             place[2] and now - since >= _STUCK_FOR for place, since in self._steady.values()
         )
         return steady and all(now - since < _STUCK_FOR for _, since in self._seen.values())
+
+    def _awaited(self) -> str:
+        """Return the ranks that do not wait themselves, as text."""
+        late = [str(rank) for rank, (report, _) in sorted(self._seen.items()) if report is None or not report.waits]
+        return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "one another"
 
     def _listing(self) -> str:
         """Return a line for each rank: where it is, or for how long it has not answered."""

@@ -16,7 +16,8 @@ class Watched:
         announced: bits that go with every message.
         heard: the bits that any rank announced with the last call; after the same call, equal on every rank.
         failed: (why a call of this rank failed, when); None once another call began.
-        excused: the `id` of the exception in whose handler this rank began its latest call.
+        owes_backward: this rank's last forward pass is done, and no backward pass has begun since.
+        excused: the `id` of each exception that this rank was handling when it began its latest call.
     """
 
     def __init__(self) -> None:
@@ -28,4 +29,5 @@ class Watched:
         self.announced = 0
         self.heard = 0
         self.failed: tuple[str, float] | None = None
-        self.excused = id(None)
+        self.owes_backward = False
+        self.excused: frozenset[int] = frozenset()

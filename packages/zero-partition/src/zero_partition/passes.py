@@ -183,6 +183,8 @@ class Passes:
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:
             explain_refused_tracing(failure, self._units[0].names[0])
+        elif self._unannounced.trains:
+            self._control.record_forward()
         if not self._sharded:
             return
         self._saved.close()
@@ -297,15 +299,20 @@ class Passes:
         refusal = self._loop.refuse_plain_backward()
         if refusal is not None:
             raise PartitionError(refusal)
+        # autograd alone holds the callback: a variable here would keep it as long as what begin_backward raises
+        torch.autograd.Variable._execution_engine.queue_callback(
+            EndOfBackward(self.end_backward, self._recover_backward)
+        )
         self.begin_backward()
-        end = EndOfBackward(self.end_backward, self._recover_backward)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def _recover_backward(self) -> None:
-        """Recover from a ``loss.backward()`` that raised (see `failed_in`); nothing if the pass has ended already."""
-        if self._calls.in_backward and not self._liveness.failed:
+    def _recover_backward(self, failure: BaseException | None) -> None:
+        """Recover from a ``loss.backward()`` that raised (see `failed_in`); nothing if the engine has ended already.
+
+        ``failure``: as of `EndOfBackward`.
+        """
+        if not self._liveness.failed:
             cause = "loss.backward() raised on this rank before its gradients were complete"
-            self.failed_in(BACKWARD, PartitionError(cause))
+            self.failed_in(BACKWARD, PartitionError(cause) if failure is None else failure)
 
     def _idle_in_backward(self, unit: Unit) -> bool:
         """Return whether backward is done with a frozen unit of one module that is not running.

@@ -63,7 +63,7 @@ class Recovery:
     def announce_failure(self, call: str, failure: BaseException) -> None:
         """Publish ``failure`` as the reason to name on other ranks that wait for this one in vain, if it never calls
         the engine again."""
-        self._groups.control.record_failed_call(f"{_describe(failure)} (in {call} of step {self._step.value})")
+        self._groups.control.record_failed_call(failure, f"in {call} of step {self._step.value}")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
         """Return whether all ranks failed in ``call``, after making them issue the same collectives."""
@@ -79,8 +79,7 @@ class Recovery:
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
         """Return every rank's ``payload`` in rank order if all have failed in ``call`` in time, else None."""
-        reason = f"{_describe(failure)} (in step {self._step.value})"
-        return self._groups.control.confer(call, self._step.value, reason, payload, PATIENCE)
+        return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 
 def add_advice(failure: BaseException, *, torn: bool) -> None:
@@ -95,7 +94,3 @@ def add_advice(failure: BaseException, *, torn: bool) -> None:
         failure.add_note(words)
     else:
         logger.warning("after %s: %s", type(failure).__name__, words)
-
-
-def _describe(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"

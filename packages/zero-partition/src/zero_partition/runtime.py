@@ -82,7 +82,7 @@ class Runtime:
         self._sharded = any(u.releasable for u in self.units)
         self._step = step = StepNumber()
         self._liveness = Liveness(
-            lambda failure: groups.abort(failure, when=f" (in step {step.value})"),
+            lambda failure: groups.abort(failure, when=f"in step {step.value}"),
             sharded=self._sharded,
             can_reopen=groups.can_reopen,
         )
