@@ -31,7 +31,7 @@ class PlainMasters(Plain):
         self.optimizer = optimizer_over(self.case, over, kernels=self.case.on_a_tier)
         self.averages: dict[nn.Parameter, torch.Tensor] = {}
         self.shown: dict[nn.Parameter, torch.Tensor] = {}
-        self.slots: dict[int, Any] = {}
+        self.slots: dict[int | str, Any] = {}
         freeze_listed(self.case, self.model)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
@@ -56,6 +56,9 @@ class PlainMasters(Plain):
                 total /= self.ranks
                 self.averages[p] = self.averages[p] + total if p in self.averages else total
         self._show()
+
+    def penalised(self, losses: list[torch.Tensor], number: int) -> list[torch.Tensor]:  # type: ignore[override]
+        return [Plain.penalised(self, loss, number) for loss in losses]
 
     def _show(self) -> None:
         """Make the averages, rounded, the parameters' ``.grad``."""
@@ -130,12 +133,12 @@ class PlainMasters(Plain):
             self.masters[written].copy_(written)
 
     @torch.no_grad()
-    def save(self, slot: int) -> None:
+    def save(self, slot: int | str) -> None:
         masters = [master.detach().clone() for master in self.masters.values()]
         self.slots[slot] = copy.deepcopy((self.model.state_dict(), masters, self.optimizer.state_dict()))
 
     @torch.no_grad()
-    def load(self, slot: int) -> None:
+    def load(self, slot: int | str) -> None:
         weights, masters, states = copy.deepcopy(self.slots[slot])
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(states)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import zero_core
 from zero_partition import PartitionError, ReleasedParameterError
 
 PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
@@ -34,7 +35,9 @@ class Refusal:
         """Return whether ``failure`` is this refusal and names one of ``names``."""
         pattern = re.escape(self.text).replace(r"\{name\}", "(?P<name>[^']+)").replace(r"\{word\}", r"[\w.]+")
         found = re.fullmatch(pattern, str(failure))
-        return type(failure) is self.error and found is not None and found["name"] in names
+        if type(failure) is not self.error or found is None:
+            return False
+        return "{name}" not in self.text or found["name"] in names
 
 
 CLIPPED = Refusal(
@@ -83,7 +86,16 @@ GROUP_ADDED = Refusal(
     "Give all parameters that will be trained to the optimizer before initialize",
     "`optimizer.add_param_group` after `initialize` is refused by name",
 )
-REFUSALS = (CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
+SAVED_BETWEEN = Refusal(
+    "save in the middle of an accumulation",
+    zero_core.UsageError,
+    "save_checkpoint was called after 1 of 2 micro-batches of an accumulation, whose gradients a checkpoint does not "
+    "hold: a resumed run would go on without them. Save after the step that ends the accumulation, or end it before: "
+    "after engine.set_gradient_accumulation_boundary(True) the next step acts",
+    "Save after the step that ends the accumulation",
+    "`save_checkpoint` between the micro-batches of an accumulation is refused on every rank",
+)
+REFUSALS = (SAVED_BETWEEN, CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
 
 
 def refusal_of(failure: Exception, names: Collection[str]) -> Refusal | None:

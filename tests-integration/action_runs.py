@@ -50,7 +50,7 @@ class Plain:
     def __post_init__(self) -> None:
         self.model = build(self.case)
         self.optimizer = optimizer_over(self.case, groups_of(self.case, self.model))
-        self.slots: dict[int, Any] = {}
+        self.slots: dict[int | str, Any] = {}
         freeze_listed(self.case, self.model)
 
     def forward(self, number: int) -> torch.Tensor:
@@ -58,6 +58,12 @@ class Plain:
 
     def backward(self, loss: torch.Tensor) -> None:
         (loss / self.case.accumulation).backward()
+
+    def own_backward(self, loss: torch.Tensor) -> None:
+        self.backward(loss)
+
+    def penalised(self, loss: torch.Tensor, number: int) -> torch.Tensor:
+        return loss + 0.01 * parameter_number(self.model, number).square().sum()
 
     def step(self, boundary: bool) -> None:
         if boundary:
@@ -91,10 +97,10 @@ class Plain:
             else:
                 parameter.copy_(value)
 
-    def save(self, slot: int) -> None:
+    def save(self, slot: int | str) -> None:
         self.slots[slot] = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
 
-    def load(self, slot: int) -> None:
+    def load(self, slot: int | str) -> None:
         weights, states = self.slots[slot]
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(copy.deepcopy(states))
@@ -160,6 +166,12 @@ class Sharded:
     def backward(self, loss: torch.Tensor) -> None:
         self.engine.backward(loss)
 
+    def own_backward(self, loss: torch.Tensor) -> None:
+        (loss / self.case.accumulation).backward()
+
+    def penalised(self, loss: torch.Tensor, number: int) -> torch.Tensor:
+        return loss + 0.01 * parameter_number(self.model, number).square().sum()
+
     def step(self, boundary: bool) -> None:
         self.engine.step()
 
@@ -211,10 +223,10 @@ class Sharded:
             else:
                 self.engine.set_full_param(parameter, value)
 
-    def save(self, slot: int) -> None:
+    def save(self, slot: int | str) -> None:
         self.engine.save_checkpoint(self.folder, tag=f"slot{slot}")
 
-    def load(self, slot: int) -> None:
+    def load(self, slot: int | str) -> None:
         self.engine.load_checkpoint(self.folder, tag=f"slot{slot}")
 
     def evaluate(self, number: int) -> torch.Tensor:

@@ -5,46 +5,14 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from action_cases import JOINS_AT, Case, Mistake, batch, parameter_number
-from action_runs import Run, Sharded
-
-Apply = Callable[[Run], "torch.Tensor | None"]
-
-
-@dataclass(frozen=True)
-class Instead:
-    """The way that a refusal names: ``here`` from where the engine refused, ``from_the_start`` for a reference."""
-
-    here: Apply
-    from_the_start: Apply
-
-
-@dataclass(frozen=True)
-class Action:
-    """One thing that user code does; ``apply`` does it to either run.
-
-    ``trains``: it ends in a step. ``instead``: what its refusal says to do; None where that cannot be done any more.
-    """
-
-    name: str
-    apply: Apply
-    trains: bool = False
-    instead: Instead | None = None
-
-
-def micro_batches(run: Run, first: int, before_step: Apply | None = None) -> None:
-    """One optimizer step; ``before_step`` runs between the last backward and the step."""
-    for micro in range(run.case.accumulation):
-        last = micro == run.case.accumulation - 1
-        run.backward(run.forward(first + micro))
-        if last and before_step is not None:
-            before_step(run)
-        run.step(last)
+from action_kinds import Action, Instead, evaluated, micro_batches, step_with
+from action_passes import PASSES
+from action_runs import Run
 
 
 def draw(case: Case) -> Iterator[Action]:
@@ -55,7 +23,7 @@ def draw(case: Case) -> Iterator[Action]:
     kinds = ("train", "train", "skip", "read", "evaluate", "write", "write", "clip", "gradient", "freeze", "rate")
     kinds += ("save", "load", "deepcopy", "join", "fail")
     if case.has_new_actions:
-        kinds += ("rewrite", "rewrite", "halve", "forget", "zeros")
+        kinds += ("rewrite", "rewrite", "halve", "forget", "zeros", *PASSES)
     for position in range(rng.randint(3, 10)):
         kind = rng.choice(kinds)
         number = 10 * position
@@ -94,13 +62,6 @@ def join(run: Run) -> None:
         raise
 
 
-def skip_refused(run: Run) -> None:
-    """Give up the gradients of a step that was refused, and end its accumulation."""
-    run.discard("engine")
-    if run.case.accumulation > 1:
-        run.step(True)
-
-
 def make_train(_rng: random.Random, number: int) -> Action:
     return Action("train", lambda run: micro_batches(run, number), trains=True)
 
@@ -120,12 +81,7 @@ def make_read(_rng: random.Random, _number: int) -> Action:
 
 
 def make_evaluate(_rng: random.Random, number: int) -> Action:
-    def evaluate(run: Run) -> torch.Tensor:
-        if isinstance(run, Sharded):
-            return run.evaluate(number)
-        return run.evaluate(number, dist.get_rank(), dist.get_world_size())
-
-    return Action("evaluate", evaluate)
+    return Action("evaluate", lambda run: evaluated(run, number))
 
 
 def make_write(rng: random.Random, _number: int) -> Action:
@@ -147,18 +103,6 @@ def write_by(how: str, rng: random.Random) -> Action:
     in_block = "gathered data" if how == "copy" else "gathered in place"
     instead = Instead(lambda run: write(run, in_block), lambda run: write(run, in_block))
     return Action(f"write parameter {which}: {how}", write, instead=instead)
-
-
-def step_with(number: int, name: str, before_step: Apply, way: Apply | None = None) -> Action:
-    """A step in which ``before_step`` follows the last backward; ``way``: what to do instead if that is refused."""
-
-    def here(run: Run) -> None:
-        assert way is not None
-        way(run)
-        run.step(True)
-
-    instead = None if way is None else Instead(here, lambda run: micro_batches(run, number, way))
-    return Action(name, lambda run: micro_batches(run, number, before_step), trains=True, instead=instead)
 
 
 def make_clip(rng: random.Random, number: int) -> Action:
@@ -287,4 +231,5 @@ MAKERS: dict[str, Callable[[random.Random, int], Action]] = {
     "rate": make_rate,
     "deepcopy": make_deepcopy,
     "fail": make_fail,
+    **PASSES,
 }

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from action_cases import Case
+from action_kinds import Action, Apply, skip_refused
 from action_masters import PlainMasters
 from action_refusals import refusal_of
 from action_runs import Plain, Run, Sharded
-from actions import Action, Apply, draw, skip_refused
+from actions import draw
 
 TOLERANCE = {torch.float64: 1e-12, torch.bfloat16: 0.0}
 
