@@ -23,7 +23,7 @@ import torch.distributed as dist
 from action_cases import Case
 from action_kinds import Action, Apply, skip_refused
 from action_masters import PlainMasters
-from action_refusals import refusal_of
+from action_refusals import Refusal, refusal_of
 from action_runs import Plain, Run, Sharded
 from actions import draw
 
@@ -59,59 +59,72 @@ class Drawn:
         self.names = {name for name, _ in self.ours.model.named_parameters()}
         self.done: list[str] = []
         self.refused: list[str] = []
+        self._complaints: list[str] = []
 
     def run(self) -> None:
-        """Do all actions. Raises `WrongError`."""
+        """Do all actions. Raises `WrongError` on every rank."""
         for position, action in enumerate(draw(self.case)):
             self.done.append(action.name)
             value, failure = attempt(action.apply, self.ours)
-            outcomes = everyones("" if failure is None else f"{type(failure).__name__}: {failure}")
+            refusal = None if failure is None else refusal_of(failure, self.names)
+            kind = refusal.kind if refusal is not None else "not documented"
+            outcomes = everyones("" if failure is None else f"{type(failure).__name__}, {kind}: {failure}")
             if len({outcome.partition(":")[0] for outcome in outcomes}) > 1:
                 raise WrongError(f"not the same on all ranks: {outcomes}")
             if failure is not None:
-                self._refuse(action, position, failure)
+                if refusal is not None:
+                    self._go_on(action, position, refusal)
+                else:
+                    self._expect_the_same(action, failure)
                 continue
             for which, reference in self.references.items():
-                expected = must(action.apply, reference, which)
+                expected = self._do(action.apply, reference, which)
                 if isinstance(expected, torch.Tensor) and value is not None:
                     self._compare(which, "value", {"": value}, {"": expected.detach()})
             if action.name == "read":
                 self._compare_all()
+            self._settle()
 
     def close(self) -> None:
         for run in (*self.references.values(), self.ours):
             run.close()
 
-    def _refuse(self, action: Action, position: int, failure: Exception) -> None:
-        """Judge a refusal, and go on after it as the message says, or without the action."""
-        refusal = refusal_of(failure, self.names)
-        listed = refusal is not None or not type(failure).__module__.startswith("zero_")
-        raise_everywhere("" if listed else f"not a refusal that is documented: {type(failure).__name__}: {failure}")
-        if refusal is None:
-            self._expect_the_same(action, failure)
-            return
+    def _go_on(self, action: Action, position: int, refusal: Refusal) -> None:
+        """Go on after a refusal as its message says, or without the action, from what was there before."""
         self.refused.append(refusal.kind)
         self.done[-1] += f", refused: {refusal.kind}"
         self._compare_all()
+        self._settle()
         instead = action.instead
         if instead is not None and random.Random(f"after {self.case.seed} {position}").random() < 0.5:
             self.done[-1] += ", done as it says"
-            must(instead.here, self.ours, "what the refusal says")
+            self._do(instead.here, self.ours, "what the refusal says")
             self._do_to_references(instead.from_the_start)
         elif action.trains:
-            must(skip_refused, self.ours, "skipping what was refused")
+            self._do(skip_refused, self.ours, "skipping what was refused")
             self._do_to_references(lambda run: run.discard("engine"))
+        self._settle()
 
     def _expect_the_same(self, action: Action, failure: Exception) -> None:
         """Do the action to the references, which have to raise what the engine raised."""
+        if type(failure).__module__.startswith("zero_"):
+            self._complaints.append(f"not a refusal that is documented: {type(failure).__name__}: {failure}")
         for which, reference in self.references.items():
             _, theirs = attempt(action.apply, reference)
-            same = type(theirs) is type(failure)
-            raise_everywhere("" if same else f"{type(failure).__name__}: {failure}, and in {which}: {theirs!r}")
+            if type(theirs) is not type(failure):
+                self._complaints.append(f"{type(failure).__name__}: {failure}, and in {which}: {theirs!r}")
+        self._settle()
+
+    def _do(self, apply: Callable[[Run], Any], run: Run, doing: str) -> Any:
+        """Return what ``apply`` returns; note what it raises."""
+        value, failure = attempt(apply, run)
+        if failure is not None:
+            self._complaints.append(f"{doing}: {type(failure).__name__}: {failure}")
+        return value
 
     def _do_to_references(self, apply: Apply) -> None:
         for which, reference in self.references.items():
-            must(apply, reference, which)
+            self._do(apply, reference, which)
 
     def _compare_all(self) -> None:
         """Compare weights as the optimizer has them, as forward reads them, and the optimizer's states."""
@@ -121,14 +134,24 @@ class Drawn:
             "state": lambda run: run.states(),
         }
         for kind, read in what.items():
-            ours = must(read, self.ours, f"reading each {kind}")
+            ours = self._do(read, self.ours, f"reading each {kind}")
             for which, reference in self.references.items():
-                self._compare(which, kind, ours, read(reference))
+                theirs = read(reference)
+                if ours is not None:
+                    self._compare(which, kind, ours, theirs)
 
     def _compare(self, which: str, kind: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
         worst, where = deviation(ours, theirs)
-        wrong = f"the {kind} '{where}' is {worst:.1e} off {which}" if worst > TOLERANCE[self.case.dtype] else ""
-        raise_everywhere(wrong)
+        if worst > TOLERANCE[self.case.dtype]:
+            self._complaints.append(f"the {kind} '{where}' is {worst:.1e} off {which}")
+
+    def _settle(self) -> None:
+        """Raise `WrongError` on every rank if any has a complaint."""
+        complaints = [
+            f"rank {rank}: {text}" for rank, text in enumerate(everyones("; ".join(self._complaints))) if text
+        ]
+        if complaints:
+            raise WrongError(complaints[0])
 
 
 def run_case(seed: int, dtype: torch.dtype) -> Verdict:
@@ -145,22 +168,12 @@ def run_case(seed: int, dtype: torch.dtype) -> Verdict:
         return Verdict(seed, tuple(sequence.done), tuple(sequence.refused), wrong)
 
 
-def attempt(apply: Apply, run: Run) -> tuple[torch.Tensor | None, Exception | None]:
+def attempt(apply: Callable[[Run], Any], run: Run) -> tuple[Any, Exception | None]:
     """Do an action; return its value and what it raised."""
     try:
         return apply(run), None
     except Exception as failure:  # judged by the caller
         return None, failure
-
-
-def must(apply: Callable[[Run], Any], run: Run, doing: str) -> Any:
-    """Return what ``apply`` returns. Raises `WrongError` on every rank if it raises on any."""
-    try:
-        value, failure = apply(run), ""
-    except Exception as raised:  # told with the sequence
-        value, failure = None, f"{doing}: {type(raised).__name__}: {raised}"
-    raise_everywhere(failure)
-    return value
 
 
 def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -179,13 +192,6 @@ def everyones(text: str) -> list[str]:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, text)
     return texts
-
-
-def raise_everywhere(complaint: str) -> None:
-    """Raise `WrongError` on every rank if any has a complaint."""
-    complaints = [f"rank {rank}: {text}" for rank, text in enumerate(everyones(complaint)) if text]
-    if complaints:
-        raise WrongError(complaints[0])
 
 
 @contextmanager
