@@ -1,0 +1,11 @@
+// All of it as one unit of translation: torch's headers, which take the compiler longer than the rest, are read once.
+#include "order.cpp"
+#include "streams.cpp"
+#include "memory.cpp"
+#include "places.cpp"
+#include "operators.cpp"
+#include "copies.cpp"
+#include "device.cpp"
+#include "groups.cpp"
+#include "autocast.cpp"
+#include "bindings.cpp"
