@@ -27,7 +27,7 @@ class Mesh:
             raise RuntimeError("torch.distributed is not initialised: call zero_comm.init() first")
         self.world_size = dist.get_world_size()
         self.rank = dist.get_rank()
-        self.device = device if device is not None else default_device()
+        self.device = default_device(device)
         self.shard_size = self.world_size if shard_size is None else shard_size
         if self.shard_size < 1 or self.world_size % self.shard_size:
             raise ValueError(

@@ -52,14 +52,14 @@ def await_connections() -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def default_device() -> torch.device:
+def default_device(device: torch.device | None = None) -> torch.device:
     """Return this rank's compute device: the accelerator with the index of its local rank (modulo their number), or the
-    CPU on a machine without accelerators."""
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return torch.device("cpu")
+    CPU on a machine without accelerators. ``device``: returned as it is, but an accelerator gets its missing index."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        device = torch.device("cpu" if kind is None else kind.type)
+    if kind is None or device.type != kind.type or device.index is not None:
+        return device
     return torch.device(kind.type, local_rank() % torch.accelerator.device_count())
 
 

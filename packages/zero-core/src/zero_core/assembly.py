@@ -106,7 +106,7 @@ def assemble(
     place = model_parallel(mpu)
     with starting_together("zero_core.initialize"):
         resolved = load(place.data_parallel_size)
-        on = device if device is not None else default_device()
+        on = default_device(device)
         if on.type != "cpu":
             torch.accelerator.set_device_index(on)
         check_clients(resolved)

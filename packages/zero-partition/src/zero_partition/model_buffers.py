@@ -13,6 +13,7 @@ from zero_precision import PrecisionPolicy
 
 from .errors import PartitionError
 from .host_facts import is_plain
+from .moving import set_data
 from .shared_storage import overlapping
 
 
@@ -67,7 +68,7 @@ def share_buffers(
                 module._buffers[key] = present
     for name, parameter in model.named_parameters():
         if name in replicated and is_plain(parameter.data) and parameter.numel():
-            parameter.data = parameter.data.to(device).contiguous()
+            set_data(parameter, parameter.data.to(device).contiguous())
             groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 
 

@@ -22,6 +22,7 @@ from .layout import Layout, UnitLayout
 from .leaves import LeafTree
 from .live import LiveElements
 from .model_buffers import share_buffers
+from .moving import set_data
 from .ownership import GradientAccess, detach_record, disown, find_owner, own
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
@@ -289,7 +290,7 @@ class Partition:
             record = sharded_record(parameter)
             values = parameter.data if record is None else record.read()
             source[entry.offset : entry.end].view(entry.shape).copy_(values)
-            parameter.data = torch.empty(0, dtype=plan.dtype, device=self.device)
+            set_data(parameter, torch.empty(0, dtype=plan.dtype, device=self.device))
             equal = equal and record is not None and not record.is_full
             if record is not None:
                 detach_record(parameter)

@@ -1,0 +1,93 @@
+"""Engines on the simulated accelerator, and the same on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from simulated_accelerator import Report, configure, watch
+from torch import nn
+
+WIDTH, TOKENS = 32, 17
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + hidden
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(1))  # replicated
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) * self.scale + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+class Trained(NamedTuple):
+    """Losses, the full weights, what was seen on the device, and whether parameters kept identity and attributes."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    report: Report | None
+    kept: bool
+
+
+def config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
+    """Many units, none persistent."""
+    units = {"stage3_param_persistence_threshold": 0, "unit_min_numel": 1, "stage3_prefetch_bucket_size": 5000}
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, **units, **zero},
+        **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
+    }
+
+
+def batch(step: int, device: str) -> torch.Tensor:
+    """This rank's tokens, on their way to the device."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    tokens = torch.randint(0, TOKENS, (4, 6), generator=generator)
+    return tokens if device == "cpu" else tokens.pin_memory().to(device, non_blocking=True)
+
+
+def trained(settings: dict[str, Any], device: str, seed: int, steps: int = 4) -> Trained:
+    """Train a model that was made on the CPU."""
+    import zero_core
+
+    configure(seed=seed)
+    torch.manual_seed(0)
+    model = Model()
+    before = list(model.parameters())
+    for number, parameter in enumerate(before):
+        parameter.number = number  # type: ignore[attr-defined]
+    engine = zero_core.initialize(model=model, config=settings, device=device)[0]
+    losses = []
+    with watch() as report:
+        for step in range(steps):
+            loss = engine(batch(step, device))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    after = list(engine.module.parameters())
+    weights = {
+        name: (engine.full_param(p) if engine.partition.find(p) else p.detach()).cpu()
+        for name, p in engine.module.named_parameters()
+    }
+    kept = all(x is y and x.number == n for n, (x, y) in enumerate(zip(before, after, strict=True)))
+    engine.destroy()
+    return Trained([float(loss) for loss in losses], weights, None if device == "cpu" else report, kept)

@@ -1,0 +1,32 @@
+"""The engine on the simulated accelerator: the CPU's weights, no race, one order of collectives on all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import simulated_engines as engines
+import torch
+from simulated_accelerator.ranks import run_simulated
+
+pytestmark = pytest.mark.timeout(600)  # the first one compiles
+DEFAULT = {(0, 1, "fp32"), (1, 2, "fp32"), (3, 2, "bf16")}
+CASES = [
+    pytest.param(*case, marks=() if case in DEFAULT else pytest.mark.soak)
+    for case in itertools.product((0, 1, 2, 3), (1, 2, 4), ("fp32", "bf16"))
+]
+
+
+@pytest.mark.parametrize(("stage", "world_size", "dtype"), CASES)
+def test_model_from_the_cpu_trains_as_there_without_a_race(stage: int, world_size: int, dtype: str) -> None:
+    settings = engines.config(stage, dtype)
+    ranks = run_simulated(engines.trained, world_size, settings, "sim", 1)
+    there = run_simulated(engines.trained, world_size, settings, "cpu", 0)[0]
+    for run in ranks:
+        assert [str(race) for race in run.report.races] == []
+        assert run.kept
+        assert run.report.launches == ranks[0].report.launches
+    assert ranks[0].losses == pytest.approx(there.losses, rel=1e-5)
+    # Kernels of the CPU clip and step there, torch's here: their roundings differ by a step's last digits.
+    for name, weight in there.weights.items():
+        torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=2e-6, msg=name)
