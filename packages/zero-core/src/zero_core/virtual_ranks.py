@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_config import Config
 from zero_partition import Partition
+from zero_partition.shared_storage import overlapping
 
 from .errors import UsageError
 
@@ -231,9 +232,12 @@ def micro_batches(config: Config, partition: Partition, module: nn.Module) -> Mi
 
 
 def _persistent_buffers(module: nn.Module) -> list[_Buffer]:
-    return [
+    """Return the buffers that checkpoints hold, and those that share memory with them."""
+    found = [
         _Buffer(f"{name}.{key}" if name else key, owner, key)
         for name, owner in module.named_modules()
         for key in owner._buffers
-        if key not in owner._non_persistent_buffers_set
     ]
+    groups = overlapping([torch.empty(0) if (b := one.module._buffers[one.key]) is None else b for one in found])
+    stored = [one.key not in one.module._non_persistent_buffers_set for one in found]
+    return [found[number] for numbers in groups if any(stored[n] for n in numbers) for number in numbers]

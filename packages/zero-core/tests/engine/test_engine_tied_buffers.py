@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,42 @@ def test_memory_that_cannot_be_cast_for_all_that_share_it_is_refused_by_name_bef
         assert "parameter 'scale' and buffer 'scales' share memory" in said["weight"]
         assert said["bits"].endswith("torch.float32") and said["weight"].endswith("torch.float32")
         assert said["bits in float32"] == said["bits kept"] == said["conjugate"] == "tied"
+
+
+class Hidden(nn.Module):
+    """Writes buffers in ways that leave no trace on those that are seen: running statistics, an alias of `.data`."""
+
+    def __init__(self, statistics: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+        self.norm = nn.BatchNorm1d(SIZE) if statistics else nn.Identity()
+        self.register_buffer("seen", self.norm.running_mean[:4] if statistics else torch.zeros(4))
+        self.register_buffer("alias", torch.empty(0) if statistics else self.seen.data, persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.alias.add_(x.mean())
+        return F.mse_loss(self.norm(self.inner(x)), y)
+
+
+def hidden_writes(statistics: bool, **changes: Any) -> str:
+    """Train with other data on each rank."""
+    chosen = {**without(settings(2, "fp64"), "data_types"), **changes}
+
+    def attempt() -> None:
+        engine = zero_core.initialize(model=Hidden(statistics), config=chosen)[0]
+        for step in range(2):
+            x, y = data(10 * step + torch.distributed.get_rank(), "fp64")
+            engine.backward(engine(x.float(), y.float()))
+            engine.step()
+
+    return outcome(attempt)
+
+
+@pytest.mark.parametrize("statistics", [True, False])
+def test_an_audit_does_not_compare_buffers_in_memory_that_forward_writes(statistics: bool) -> None:
+    assert run_ranks(partial(hidden_writes, audit_every=1), 2, statistics) == ["no error"] * 2
+
+
+def test_under_virtual_ranks_a_write_to_what_shares_a_stored_buffers_memory_is_refused() -> None:
+    for said in run_ranks(partial(hidden_writes, deterministic={"across_world_sizes": 2}), 2, False):
+        assert "forward wrote the buffer 'alias'" in said

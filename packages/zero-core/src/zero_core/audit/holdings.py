@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_partition import Unit
+from zero_partition.shared_storage import overlapping
 
 from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState
@@ -40,7 +41,7 @@ class Held:
 
 class Buffers:
     """The model's buffers, with their versions when the engine was made. Buffers written since may differ between
-    ranks, and so may running statistics, which torch writes without a version change."""
+    ranks, as may running statistics, which torch writes without a version change, and what shares their memory."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -49,11 +50,10 @@ class Buffers:
     def unwritten(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, buffer) of the buffers that were not written or replaced since, without running statistics."""
         running = {id(b) for m in self._module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
-        for name, buffer in self._module.named_buffers():
-            if id(buffer) in running:
-                continue
-            if self._versions.get(name) == (id(buffer), buffer._version) and type(buffer) is torch.Tensor:
-                yield name, buffer
+        named = list(self._module.named_buffers())
+        for together in ([named[n] for n in numbers] for numbers in overlapping([b for _, b in named])):
+            if all(id(b) not in running and self._versions.get(name) == (id(b), b._version) for name, b in together):
+                yield from ((name, buffer) for name, buffer in together if type(buffer) is torch.Tensor)
 
 
 def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
