@@ -69,7 +69,7 @@ def failed_backward() -> tuple[BaseException, BaseException] | None:
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
     if failure is None:
-        failure = getattr(sys, "last_value", None)
+        failure = _ended_by()
     found, cause = None, failure
     for _ in range(_CAUSES):
         if cause is None:
@@ -83,7 +83,13 @@ def failed_backward() -> tuple[BaseException, BaseException] | None:
 def excused_exceptions() -> frozenset[int]:
     """Return the `id` of the exception that this thread is handling, and of the one that the main thread has ended by;
     that of None where there is none."""
-    return frozenset((id(sys.exc_info()[1]), id(getattr(sys, "last_value", None))))
+    return frozenset((id(sys.exc_info()[1]), id(_ended_by())))
+
+
+def _ended_by() -> BaseException | None:
+    """Return the exception that the main thread has ended by, None while it runs."""
+    found: BaseException | None = vars(sys).get("last_value")  # getattr would make and drop an exception in each pass
+    return found
 
 
 def _passed_autograd(failure: BaseException) -> bool:
