@@ -159,3 +159,10 @@ def test_runs_write_to_no_monitor(variant: Variant) -> None:
     sections = {key: {"enabled": True} for key in ("csv_monitor", "tensorboard", "wandb", "comet")}
     settings = Config.load(variant_config({**SETTINGS, **sections}, variant, 1), world_size=1)
     assert isinstance(build_monitor(settings, rank=0), NoMonitor)
+
+
+def test_a_difference_reads_as_two_sentences_of_english() -> None:
+    difference = Difference("", 2, "the gradient", "a.weight", "expected 1.0, got 2.0", ("a.bias", "b.weight"))
+    assert str(difference) == (
+        "step 2: the gradient of 'a.weight' differs: expected 1.0, got 2.0\n  so does the gradient of a.bias, b.weight"
+    )

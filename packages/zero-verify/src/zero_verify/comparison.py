@@ -36,7 +36,7 @@ class Difference:
         text = f"{where}step {self.step}: {subject} differs: {self.detail}"
         if self.others:
             more = f" and {len(self.others) - _SHOWN} more" if len(self.others) > _SHOWN else ""
-            text += f"\n  so does the {self.what} of {', '.join(self.others[:_SHOWN])}{more}"
+            text += f"\n  so does {self.what} of {', '.join(self.others[:_SHOWN])}{more}"
         return text
 
 
