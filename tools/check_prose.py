@@ -37,8 +37,10 @@ INSTEAD = {
     r"a number of (?!ranks|samples|steps|virtual|elements|processes)": "some, several, or the number",
 }
 """Regular expressions, matched as whole words in any case, and what to write instead."""
-_BANNED = {re.compile(rf"\b(?:{pattern})\b", re.IGNORECASE): advice for pattern, advice in INSTEAD.items()}
-_TWICE = re.compile(r"\b([A-Za-z]+) \1\b", re.IGNORECASE)
+_BANNED = {
+    re.compile(rf"\b(?:{pattern})\b".replace(" ", r"\s+"), re.IGNORECASE): advice for pattern, advice in INSTEAD.items()
+}
+_TWICE = re.compile(r"\b([A-Za-z]+)\s+\1\b", re.IGNORECASE)
 _PARAGRAPH = re.compile(r"\n[ \t]*\n|\n(?=[ \t]*(?:[-*|#>]|\d+\.)[ \t|])")
 _SENTENCE = re.compile(r"(?<=[.!?:;])[*)]*\s+")
 
