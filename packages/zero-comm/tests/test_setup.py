@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 
+import pytest
 from comm_ranks import own_lines
 
 ALONE = """
@@ -50,6 +51,17 @@ os._exit(0)
 """
 
 
+WAITING = """
+import sys, threading, torch.distributed as dist, zero_comm
+from zero_comm import arriving
+assert arriving._SPEAK_AFTER_SECONDS == 5.0
+arriving._SPEAK_AFTER_SECONDS = 0.5
+zero_comm.init("cpu")
+assert threading.active_count() == 1, threading.enumerate()
+dist.destroy_process_group()
+"""
+
+
 def environment(**more: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {**{k: v for k, v in os.environ.items() if k not in names}, "OMP_NUM_THREADS": "1", **more}
@@ -60,20 +72,27 @@ def test_without_a_launcher_one_rank_is_made_and_no_variable_changes() -> None:
     assert done.returncode == 0 and own_lines(done.stdout) == ["ok"], done.stderr
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+def start(program: str, rank: int, port: str, world_size: int = 2) -> subprocess.Popen[str]:
+    """Start ``program`` as a rank with the variables that users set by hand."""
+    size = str(world_size)
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=environment(RANK=str(rank), WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def run_pair(program: str) -> list[list[str]]:
     """Run ``program`` as ranks 0 and 1, and return the lines that each printed."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env=environment(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    port = free_port()
+    ranks = [start(program, rank, port) for rank in range(2)]
     answers = [rank.communicate(timeout=60) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], answers
     return [own_lines(out) for out, _ in answers]
@@ -86,3 +105,36 @@ def test_a_launchers_variables_are_followed() -> None:
 def test_no_rank_returns_before_all_are_connected() -> None:
     (first,), (second,) = run_pair(LATE)
     assert abs(float(first) - float(second)) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("first", "waits_for"),
+    [
+        ([0], "waiting for 1 of 2 ranks at 127.0.0.1:{port}: rank 1 has not come"),
+        ([1], "{one} is waiting for rank 0 of 2 ranks at 127.0.0.1:{port}, where nothing answers (Connection refused)"),
+        ([0, 1], "waiting for 2 of 4 ranks at 127.0.0.1:{port}: ranks 2, 3 have not come"),
+    ],
+)
+def test_ranks_that_wait_for_others_say_so_once(first: list[int], waits_for: str) -> None:
+    port, world_size = free_port(), 2 * len(first)
+    ranks = {rank: start(WAITING, rank, port, world_size) for rank in first}
+    try:
+        stream = ranks[first[0]].stderr
+        assert stream is not None
+        said = next(line.strip() for line in stream if "waiting for" in line)
+        assert said == waits_for.format(port=port, one="rank 1")
+        ranks |= {rank: start(WAITING, rank, port, world_size) for rank in range(world_size) if rank not in first}
+        told = {rank: process.communicate(timeout=60)[1] for rank, process in ranks.items()}
+        assert [process.returncode for process in ranks.values()] == [0] * world_size, told
+        assert said not in "".join(told.values()), told
+    finally:
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_rank_that_nobody_joins_ends_with_the_missing_named() -> None:
+    port = free_port()
+    program = "import datetime, zero_comm; zero_comm.init('cpu', timeout=datetime.timedelta(seconds=1))"
+    _, error = start(program, 0, port).communicate(timeout=60)
+    assert f"rank 0 waited 1 s for 1 of 2 ranks at 127.0.0.1:{port}: rank 1 has not come" in error, error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
@@ -22,8 +21,9 @@ def init(
     the CPU, and for an accelerator its own backend with gloo beside it for control messages. ``timeout``: of
     collectives; default torch's. The rank comes from the environment that the launcher sets (see `discover`: torchrun,
     zero-launch, Open MPI, PMI, Slurm, Kubernetes); without one the world is this single rank. Changes no environment
-    variable. Returns once all ranks are connected. Raises ValueError when the ranks are on several hosts and nothing
-    says where rank 0 is, and OSError when rank 0 cannot listen there (with torchrun's variables torch's own error).
+    variable. Returns once all ranks are connected; after 5 s the log says how many have not come to the ranks' store,
+    and where it is. Raises ValueError when the ranks are on several hosts and nothing says where rank 0 is, OSError
+    when rank 0 cannot listen there, and PeerError when ranks do not come within ``timeout``.
     """
     if dist.is_initialized():
         return
@@ -32,10 +32,7 @@ def init(
     place = discover()
     if place is None:
         dist.init_process_group(chosen, timeout=timeout, store=HashStore(), rank=0, world_size=1)
-    elif place.source == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        dist.init_process_group(chosen, timeout=timeout)
     else:
-        # An MPI's or Slurm's variables: torch does not read them, and they stay as they are.
         store = open_store(place, timeout)
         dist.init_process_group(chosen, timeout=timeout, store=store, rank=place.rank, world_size=place.world_size)
     await_connections()

@@ -1,40 +1,55 @@
-"""The store at which ranks meet that a launcher of others started, listening on one address."""
+"""The store at which ranks meet that another launcher than zero-launch started."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
+from .arriving import await_ranks, await_store
 from .discovery import RankEnvironment
 
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT = timedelta(minutes=30)  # torch's own for a store that `init_process_group` makes
 _BACKLOG = 4096
+_AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set to `True` by torchrun where its agent keeps the ranks' store."""
 
 
 def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
-    """Open the ranks' store on rank 0, bound to the address that the other ranks use, and connect to it on the others.
+    """Open the ranks' store and return it once all ranks have come; see `await_ranks` for what is logged meanwhile.
 
-    The address is 127.0.0.1 when all ranks are on this host, else ``place.address``. ``timeout``: of waits at the
-    store, and of the connection; None is 30 minutes. Raises OSError, with what to do, when rank 0 cannot listen there.
+    Rank 0 keeps it, unless torchrun's agent does. Where all ranks are on this host it is at 127.0.0.1, else at
+    ``place.address``. It listens there alone; with torchrun's own variables on every address, as torch's does, since
+    rank 0 may have another name for itself than the others have. ``timeout``: of waits at the store, and of the
+    connection; None is 30 minutes. Raises OSError, with what to do, when rank 0 cannot listen, and PeerError when the
+    others do not come in time.
     """
-    address = LOOPBACK if place.local_world_size == place.world_size else place.address
     wait = timeout or STORE_TIMEOUT
-    if place.rank != 0:
-        return TCPStore(address, place.port, is_master=False, timeout=wait)
-    server = _listen(address, place.port)
-    # torch binds to every interface by itself; the socket that it is handed is its own from here on.
-    return TCPStore(
-        address,
-        place.port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=wait,
-        master_listen_fd=server.detach(),
-    )
+    own_variables = place.source == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    all_here = place.local_world_size == place.world_size and not own_variables
+    address = LOOPBACK if all_here else place.address
+    kept_by_agent = own_variables and os.environ.get(_AGENT_VARIABLE) == "True"
+    if place.rank != 0 or kept_by_agent:
+        await_store(address, place, wait)
+        store = TCPStore(address, place.port, is_master=False, wait_for_workers=False, timeout=wait)
+    else:
+        # torch binds to every interface by itself; the socket that it is handed is its own from here on.
+        server = None if own_variables else _listen(address, place.port).detach()
+        store = TCPStore(
+            address,
+            place.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=wait,
+            master_listen_fd=server,
+            multi_tenant=own_variables,
+        )
+    await_ranks(store, address, place, wait)
+    return store
 
 
 def _listen(address: str, port: int) -> socket.socket:
