@@ -27,9 +27,9 @@ class Connections:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the sockets that are opened inside the block and still open at its end, for `sever`."""
-        before = set(_sockets())
+        before = set(open_sockets())
         yield
-        self._inodes |= set(_sockets()) - before
+        self._inodes |= set(open_sockets()) - before
 
     def sever(self) -> int:
         """Shut down the recorded connections that are still open, forget all, and return the number shut down.
@@ -37,14 +37,14 @@ class Connections:
         May be called by any thread.
         """
         count = 0
-        for inode, descriptor in _sockets().items():
+        for inode, descriptor in open_sockets().items():
             if inode in self._inodes:
                 count += _shut_down(descriptor, inode)
         self._inodes.clear()
         return count
 
 
-def _sockets() -> dict[int, int]:
+def open_sockets() -> dict[int, int]:
     """Return inode -> descriptor of every socket that this process has open; empty without /proc."""
     found = {}
     for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .errors import CommError, DesyncError, PeerError
 from .flight_recorder import Track
@@ -25,6 +26,7 @@ from .meeting import meet
 from .stacks import describe_failure, excused_exceptions
 from .tag import Tag
 from .topology import ONE_NODE, Topology
+from .vitals import carried_bytes
 from .watch import Watch
 from .watched import Watched
 from .work import Work
@@ -282,9 +284,16 @@ class Control:
             self.give_up(reason)
             sever()
 
-        store = PrefixStore(self._name, self._store)
+        store = PrefixStore(self._name, self._store.clone())  # type: ignore[attr-defined]  # torch does not declare it
         self._watch = Watch(
-            self.watched, store, self.rank, self.world_size, give_up, self.leave_note, stopped_after=stopped_after
+            self.watched,
+            store,
+            self.rank,
+            self.world_size,
+            give_up,
+            self.leave_note,
+            carried=functools.partial(_carried_by_gloo, _ports(self._store)),
+            stopped_after=stopped_after,
         )
 
     def end_watch(self) -> None:
@@ -356,6 +365,20 @@ class Control:
             departure = dist.isend(mine, group=self._process_group, group_dst=target, tag=self._sequence)
             pending += [(source, arrival), (target, departure)]
         return received, pending
+
+
+def _ports(store: Store) -> list[int]:
+    """Return the port of the TCP store under prefixes, in a list; an empty one for other stores."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return [store.port] if isinstance(store, TCPStore) else []
+
+
+def _carried_by_gloo(but_ports: list[int]) -> int | None:
+    """Return the bytes that this process's connections have carried; None where gloo does not move the CPU's data."""
+    if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
+        return None
+    return carried_bytes(but_ports)
 
 
 def _frame(body: bytes) -> bytes:

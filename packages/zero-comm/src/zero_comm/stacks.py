@@ -29,10 +29,11 @@ _WAITING_CALLS = (
 @dataclass(frozen=True)
 class CodePlace:
     """A place in running code. ``text``: the torch.distributed call, if one runs, and the user's line. ``waits``: that
-    call does little but wait for other ranks."""
+    call does little but wait for other ranks. ``in_call``: such a call runs."""
 
     text: str
     waits: bool
+    in_call: bool
 
     def __str__(self) -> str:
         return self.text
@@ -115,4 +116,4 @@ def place_of_main_thread() -> CodePlace:
             break
         frame = frame.f_back
     where = f" at {line}" if line else ""
-    return CodePlace(f"is in {call}{where}" if call else f"runs{where}", waits)
+    return CodePlace(f"is in {call}{where}" if call else f"runs{where}", waits, bool(call))

@@ -16,6 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from .stacks import CodePlace, describe_failure, failed_backward, place_of_main_thread
+from .vitals import Process, own_process, processor_ticks
 from .watched import Watched
 
 logger = logging.getLogger("zero_comm")
@@ -36,6 +37,9 @@ class Heartbeat:
     ``beat``: running number of the answer. ``waits``: the collective or message for which the rank waits, else empty.
     ``where``: the place of its main thread while it waits for none. ``stuck``: it waits for other ranks, and not for
     data. ``last``: the last call that all ranks took part in. ``micro_batches``: the number that it has counted.
+    ``carried``: while it waits for data, the bytes that its connections have carried; None if it does not, or where
+    that is not known. ``running``: silent ranks of its host whose processes have used processor time since its last
+    answer.
     """
 
     beat: int
@@ -44,6 +48,8 @@ class Heartbeat:
     stuck: bool
     last: str
     micro_batches: int
+    carried: int | None = None
+    running: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         now = f"waits at {self.waits}" if self.waits else self.where
@@ -59,9 +65,13 @@ class Watch:
     - on a rank that failed, whose script caught the error, and that makes no further call while others wait, or stays
       in an ``except`` block that handles a backward pass that failed before the engine took part in it, or what came
       of that, or in the hook of an exception that ended the script (a debugger);
-    - on a rank that waits outside the engine (in a barrier of the script) while all others wait too;
-    - on a rank that waits for one that has not answered for ``stopped_after`` seconds: its process or host is stopped.
-    ``note(reason)`` leaves a reason for ranks that will wait for this one, without giving up.
+    - on a rank that waits outside the engine (in a barrier of the script) while all others wait too; where a call moves
+      data, once no connection has carried any for ``stopped_after`` seconds;
+    - on a rank that waits for one that has not answered for ``stopped_after`` seconds, and whose process has not run in
+      that time by what ranks of its host see: it, or its host, is stopped.
+    ``store`` is the thread's own connection: one that the script waits in answers nobody else. ``carried()`` returns
+    the bytes that this process's connections for data have carried. ``note(reason)`` leaves a reason for ranks that
+    will wait for this one, without giving up.
     """
 
     def __init__(
@@ -73,10 +83,18 @@ class Watch:
         give_up: Callable[[str], None],
         note: Callable[[str], None],
         *,
+        carried: Callable[[], int | None],
         stopped_after: float,
     ) -> None:
         self._watched = watched
         self._store = store
+        self._carried = carried
+        self._process = own_process()
+        self._processes: dict[int, Process] = {}
+        self._ticks: dict[int, int | None] = {}
+        self._ran: dict[int, float] = {}
+        if self._process is not None:
+            store.set(f"process {rank}", json.dumps(asdict(self._process)))
         self._rank, self._world_size = rank, world_size
         self._give_up = give_up
         self._note = note
@@ -125,10 +143,10 @@ class Watch:
             self._has_asked = self._has_logged = False
             self._store.delete_key("asked")
         if not self._has_asked and not self._store.check(["asked"]):
-            self._seen.clear()
-            self._steady.clear()
+            for found in (self._seen, self._steady, self._ticks, self._ran):
+                found.clear()
             return
-        self._write_heartbeat()
+        self._write_heartbeat(now)
         failed = self._failure(now)
         if failed is not None and not self._has_asked and now - failed[1] >= _FAILED_FOR:
             self._give_up(f"failed: {failed[0]}; it made no further call while others waited for it")
@@ -150,19 +168,36 @@ class Watch:
             self._handled = id(cause), now
         return describe_failure(cause, "in a backward pass of the script"), self._handled[1]
 
-    def _write_heartbeat(self) -> None:
+    def _write_heartbeat(self, now: float) -> None:
         self._beat += 1
         waiting = self._watched.waiting
-        place = CodePlace("", waits=False) if waiting is not None else place_of_main_thread()
+        place = CodePlace("", False, False) if waiting is not None else place_of_main_thread()
+        stuck = waiting[2] if waiting is not None else place.waits
         report = Heartbeat(
             self._beat,
             "" if waiting is None else str(waiting[0]),
             f"{place}{_OWES_BACKWARD if self._watched.owes_backward else ''}",
-            waiting[2] if waiting is not None else place.waits,
+            stuck,
             str(self._watched.last),
             self._watched.micro_batches,
+            self._carried() if not stuck and (waiting is not None or place.in_call) else None,
+            tuple(rank for rank in self._seen if self._has_run(rank, now)),
         )
         self._store.set(f"report {self._rank}", json.dumps(asdict(report)))
+
+    def _has_run(self, rank: int, now: float) -> bool:
+        """Return whether a silent rank is a process of this host that has used processor time since the last look."""
+        key = f"process {rank}"
+        if self._process is None or now - self._seen[rank][1] < _TICK:
+            return False
+        if rank not in self._processes and self._store.check([key]):
+            self._processes[rank] = Process(**json.loads(self._store.get(key)))
+        process = self._processes.get(rank)
+        if process is None or process.place != self._process.place:
+            return False
+        before, ticks = self._ticks.get(rank), processor_ticks(process)
+        self._ticks[rank] = ticks
+        return before is not None and ticks is not None and ticks > before
 
     def _read_heartbeats(self, now: float) -> None:
         """Read every rank's heartbeat, and keep when each last beat and since when it has been at one place."""
@@ -172,14 +207,16 @@ class Watch:
             before = self._seen.get(rank)
             if before is None or (report is not None and (before[0] is None or report.beat != before[0].beat)):
                 self._seen[rank] = report, now
+                self._ran.update(dict.fromkeys(() if report is None else report.running, now))
             if report is not None:
-                place = (report.waits, report.where, report.stuck, report.last)
+                place = (report.waits, report.where, report.stuck, report.last, report.carried)
                 if rank not in self._steady or self._steady[rank][0] != place:
                     self._steady[rank] = place, now
 
     def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
         """Give up or log, by the heartbeats that were read. ``waiting``: see `Watched.waiting`."""
-        for rank, (_, since) in self._seen.items():
+        for rank, (_, answered) in self._seen.items():
+            since = max(answered, self._ran.get(rank, answered))
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:
                 self._give_up(
                     f"waited at {waiting[0]} for rank {rank}, which has not answered for {now - since:.0f} s: its "
@@ -204,11 +241,15 @@ class Watch:
             self._ended.set()
 
     def _all_stuck(self, now: float) -> bool:
-        """Return whether all ranks answer, and all have waited for other ranks at one place for `_STUCK_FOR`."""
-        steady = len(self._steady) == self._world_size and all(
-            place[2] and now - since >= _STUCK_FOR for place, since in self._steady.values()
+        """Return whether all ranks answer, and all have waited for other ranks at one place for `_STUCK_FOR`, or for
+        data of which none moved for `_stopped_after`."""
+        if len(self._steady) < self._world_size or any(now - since >= _STUCK_FOR for _, since in self._seen.values()):
+            return False
+        patience = max(self._stopped_after, _STUCK_FOR)
+        return all(
+            now - since >= (_STUCK_FOR if stuck else patience) and (stuck or carried is not None)
+            for (_, _, stuck, _, carried), since in self._steady.values()
         )
-        return steady and all(now - since < _STUCK_FOR for _, since in self._seen.values())
 
     def _awaited(self) -> str:
         """Return the ranks that do not wait themselves, as text."""
@@ -221,7 +262,8 @@ class Watch:
         for rank, (report, since) in sorted(self._seen.items()):
             silent = time.monotonic() - since
             if report is None or silent >= _STUCK_FOR:
-                lines.append(f"  rank {rank}: no answer for {silent:.0f} s")
+                runs = ", but its process runs" if rank in self._ran else ""
+                lines.append(f"  rank {rank}: no answer for {silent:.0f} s{runs}")
             else:
                 lines.append(f"  rank {rank}: {report}")
         return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""What the kernel says of a process: whether it runs, and how many bytes its connections have carried."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .connections import open_sockets
+
+_STOPPED_OR_ENDED = "TtZX"
+_USER_TICKS, _SYSTEM_TICKS, _STARTED = 11, 12, 19
+"""Fields 14, 15 and 22 of `/proc/PID/stat`, counted from the state."""
+_BYTES_ACKED, _TCP_INFO_BYTES = 120, 136
+"""Where `struct tcp_info` holds the bytes that peers have acknowledged, then those received; and its length so far."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, for others on its host. ``place``: the boot of the host and the space of its pids. ``started``: tells
+    it from a later process with its pid."""
+
+    place: str
+    pid: int
+    started: str
+
+
+def own_process() -> Process | None:
+    """Return this process; None where the system has no /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[_STARTED])
+    except OSError:
+        return None
+
+
+def processor_ticks(process: Process) -> int | None:
+    """Return the ticks of processor time that a process of this host has used; None if it is stopped or has ended."""
+    try:
+        fields = _stat(str(process.pid))
+    except OSError:
+        return None
+    if fields[0] in _STOPPED_OR_ENDED or fields[_STARTED] != process.started:
+        return None
+    return int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+
+
+def _stat(pid: str) -> list[str]:
+    """Return the fields of `/proc/PID/stat` from the state on."""
+    return Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+def carried_bytes(but_ports: Collection[int]) -> int:
+    """Return how many bytes this process's open TCP connections have sent and received, except those from or to
+    ``but_ports``."""
+    total = 0
+    for descriptor in open_sockets().values():
+        with suppress(OSError):  # closed meanwhile, or not connected
+            connection = socket.socket(fileno=os.dup(descriptor))
+            with connection:
+                if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                ports = {connection.getsockname()[1], connection.getpeername()[1]}
+                if not ports & set(but_ports):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    total += sum(struct.unpack_from("QQ", info, _BYTES_ACKED))
+    return total
