@@ -1,0 +1,90 @@
+"""The pages name what there is: attributes of the engine, names of the packages' modules, keys of the configuration."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_config import REMOVED_KEYS, known_keys
+from zero_core import Engine
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md"), ROOT / "README.md"])
+OF_ENGINE = re.compile(r"\bengine\.(\w+)")
+OF_MODULE = re.compile(r"\bzero_[a-z_]+(?:\.\w+)+")
+KEY = re.compile(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)+)`")
+FILES = (".json", ".md", ".py")
+NO_KEYS = {"optimizer", "scheduler"}
+"""Sections whose names are also those of objects with attributes."""
+OTHER_ENGINE = {"zero-nvme-aio", "zero-report"}
+"""Packages whose READMEs name attributes of an engine of their own."""
+NOT_NAMES = {"zero_launch.as", "zero_core.commands", "zero_launch.leftovers"}
+"""Groups of entry points."""
+WITH_EXTRA = ("zero_launch.ray", "zero_nvme_aio.gds")
+"""Modules that cannot be imported without what their extra brings."""
+
+
+@functools.cache
+def engine_names() -> frozenset[str]:
+    """Return the attributes of engines, with those that the constructor sets."""
+    return frozenset({*dir(Engine), *re.findall(r"\bself\.(\w+)", inspect.getsource(Engine))})
+
+
+def exists(dotted: str) -> bool:
+    """Return whether a name of a module exists; parts that are functions of the same name as a module count as both."""
+    parts = dotted.split(".")
+    found: object = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], 2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+            continue
+        try:
+            found = importlib.import_module(".".join(parts[:number]))
+        except ImportError:
+            return dotted.startswith(WITH_EXTRA) or (callable(found) and part == parts[number - 2])
+    return True
+
+
+def is_key(path: str) -> bool:
+    """Return whether a dotted path is one of the configuration's keys, or leads into one that takes any map."""
+    parts = path.split(".")
+    for depth, part in enumerate(parts):
+        try:
+            if part not in known_keys(".".join(parts[:depth])):
+                return path in REMOVED_KEYS
+        except KeyError:
+            return True
+    return True
+
+
+def unknown(page: Path) -> Iterator[str]:
+    text = page.read_text(encoding="utf-8")
+    if page.parent.name not in OTHER_ENGINE:
+        names = {name for name in OF_ENGINE.findall(text) if name not in engine_names() | {"py"}}
+        yield from sorted(f"engine.{name}" for name in names)
+    for dotted in sorted(set(OF_MODULE.findall(text)) - NOT_NAMES):
+        package = dotted.split(".")[0]
+        known = dotted.endswith(FILES) or not (ROOT / "packages" / package.replace("_", "-")).is_dir()
+        if not known and not exists(dotted):
+            yield dotted
+    for path in sorted(set(KEY.findall(text))):
+        section = path.split(".")[0]
+        if section in set(known_keys("")) - NO_KEYS and not path.endswith(FILES) and not is_key(path):
+            yield path
+
+
+def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("engine.stepp() engine.step() `zero_core.Engin` zero_core.Engine `fp16.enabled` `fp16.enable`")
+    assert list(unknown(page)) == ["engine.stepp", "zero_core.Engin", "fp16.enable"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_on_a_page_exist(page: Path) -> None:
+    assert not list(unknown(page))
