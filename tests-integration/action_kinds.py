@@ -20,17 +20,26 @@ class Instead:
     from_the_start: Apply
 
 
+def skip_refused(run: Run) -> None:
+    """Give up the gradients of a step that was refused, and end its accumulation."""
+    run.discard("engine")
+    if run.case.accumulation > 1:
+        run.step(True)
+
+
 @dataclass(frozen=True)
 class Action:
     """One thing that user code does; ``apply`` does it to either run.
 
     ``trains``: it ends in a step. ``instead``: what its refusal says to do; None where that cannot be done any more.
+    ``give_up``: how the engine goes on without a step that was refused.
     """
 
     name: str
     apply: Apply
     trains: bool = False
     instead: Instead | None = None
+    give_up: Apply = skip_refused
 
 
 def micro_batches(run: Run, first: int, before_step: Apply | None = None) -> None:
@@ -41,13 +50,6 @@ def micro_batches(run: Run, first: int, before_step: Apply | None = None) -> Non
         if last and before_step is not None:
             before_step(run)
         run.step(last)
-
-
-def skip_refused(run: Run) -> None:
-    """Give up the gradients of a step that was refused, and end its accumulation."""
-    run.discard("engine")
-    if run.case.accumulation > 1:
-        run.step(True)
 
 
 def step_with(number: int, name: str, before_step: Apply, way: Apply | None = None) -> Action:

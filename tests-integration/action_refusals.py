@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zero_core
-from zero_partition import PartitionError, ReleasedParameterError
+from zero_partition import EditRefusedError, PartitionError, ReleasedParameterError
 
 PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
 
@@ -21,8 +21,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
 class Refusal:
     """What the engine does not do though plain torch does.
 
-    ``text``: the whole message, where ``{name}`` is a parameter's name and ``{word}`` an identifier. ``told``: the part
-    of it that says what to write instead. ``documented``: the words of docs/things-that-bite.md, line breaks apart.
+    ``text``: the whole message, where ``{name}`` is a parameter's name and ``{word}`` an identifier or a number.
+    ``told``: the part of it that says what to write instead. ``documented``: words of docs/things-that-bite.md, line
+    breaks apart.
     """
 
     kind: str
@@ -33,7 +34,7 @@ class Refusal:
 
     def matches(self, failure: Exception, names: Collection[str]) -> bool:
         """Return whether ``failure`` is this refusal and names one of ``names``."""
-        pattern = re.escape(self.text).replace(r"\{name\}", "(?P<name>[^']+)").replace(r"\{word\}", r"[\w.]+")
+        pattern = re.escape(self.text).replace(r"\{name\}", "(?P<name>[^']+)").replace(r"\{word\}", r"[\w.-]+")
         found = re.fullmatch(pattern, str(failure))
         if type(failure) is not self.error or found is None:
             return False
@@ -95,7 +96,45 @@ SAVED_BETWEEN = Refusal(
     "Save after the step that ends the accumulation",
     "`save_checkpoint` between the micro-batches of an accumulation is refused on every rank",
 )
-REFUSALS = (SAVED_BETWEEN, CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
+WRITTEN_ALONE = Refusal(
+    "write on one rank",
+    EditRefusedError,
+    "parameter '{name}' was changed outside the optimizer, and only rank {word} wrote it. Nothing was taken over. "
+    "Write the same values on every rank, or write inside `engine.gathered([parameter], modifier_rank=0)`, which gives "
+    "rank 0's to all; keep the dtype and the shape.",
+    "Write the same values on every rank",
+    "All ranks have to write the same",
+)
+GROUPS_APART = Refusal(
+    "hyperparameter on one rank",
+    PartitionError,
+    "param_groups[0]['lr']: expected the same on every rank, got {word} on rank 0 and {word} on rank {word}. Set it "
+    "alike: give a schedule that follows the loss the mean over the ranks (torch.distributed.all_reduce). The weights "
+    "were not changed.",
+    "Set it alike",
+    "The step refuses that and names the group, the key and the ranks.",
+)
+ZEROED_ALONE = Refusal(
+    "zero_grad on one rank",
+    PartitionError,
+    "rank {word} discarded gradients that were averaged already (zero_grad) and rank {word} did not: each rank would "
+    "be left with a part. Call zero_grad on every rank at the same point. The weights were not changed.",
+    "Call zero_grad on every rank at the same point",
+    "`zero_grad` and `p.grad = value` are for all ranks or none",
+)
+GRADIENT_ALONE = Refusal(
+    ".grad written on one rank",
+    PartitionError,
+    "the gradient of parameter '{name}' was written on rank {word}, but rank {word} has one from backward: the average "
+    "of both is no gradient of either. Write p.grad on every rank or on none. The weights were not changed.",
+    "Write p.grad on every rank or on none",
+    "`zero_grad` and `p.grad = value` are for all ranks or none",
+)
+ZEROED_APART = replace(
+    ZEROED_ALONE, text=ZEROED_ALONE.text.replace("did not:", "discarded others, or at another point:")
+)
+ALONE = (ZEROED_APART, WRITTEN_ALONE, GROUPS_APART, ZEROED_ALONE, GRADIENT_ALONE)
+REFUSALS = (*ALONE, SAVED_BETWEEN, CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
 
 
 def refusal_of(failure: Exception, names: Collection[str]) -> Refusal | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from action_alone import ALONE
 from action_cases import JOINS_AT, Case, Mistake, batch, parameter_number
 from action_kinds import Action, Instead, evaluated, micro_batches, step_with
 from action_passes import PASSES
@@ -23,7 +24,7 @@ def draw(case: Case) -> Iterator[Action]:
     kinds = ("train", "train", "skip", "read", "evaluate", "write", "write", "clip", "gradient", "freeze", "rate")
     kinds += ("save", "load", "deepcopy", "join", "fail")
     if case.has_new_actions:
-        kinds += ("rewrite", "rewrite", "halve", "forget", "zeros", *PASSES)
+        kinds += ("rewrite", "rewrite", "halve", "forget", "zeros", *PASSES, *ALONE)
     for position in range(rng.randint(3, 10)):
         kind = rng.choice(kinds)
         number = 10 * position
@@ -232,4 +233,5 @@ MAKERS: dict[str, Callable[[random.Random, int], Action]] = {
     "deepcopy": make_deepcopy,
     "fail": make_fail,
     **PASSES,
+    **ALONE,
 }

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from action_cases import Case
-from action_kinds import Action, Apply, skip_refused
+from action_kinds import Action, Apply
 from action_masters import PlainMasters
 from action_refusals import Refusal, refusal_of
 from action_runs import Plain, Run, Sharded
@@ -101,7 +101,7 @@ class Drawn:
             self._do(instead.here, self.ours, "what the refusal says")
             self._do_to_references(instead.from_the_start)
         elif action.trains:
-            self._do(skip_refused, self.ours, "skipping what was refused")
+            self._do(action.give_up, self.ours, "skipping what was refused")
             self._do_to_references(lambda run: run.discard("engine"))
         self._settle()
 

@@ -102,17 +102,22 @@ def test_observations_of_any_rank_reach_all_of_them() -> None:
     assert run_threads(observes, 2) == [([1, 2, 0], False)] * 2
 
 
-def discards(rank: MemoryRank) -> str:
+def discards(rank: MemoryRank, by_rank: tuple[int, int]) -> str:
     made = Made(rank)
-    made.user_gradients.discards = rank.rank
+    made.user_gradients.discards = by_rank[rank.rank]
     with pytest.raises(PartitionError) as refusal:
         made.agreement.agree("step", "", None)
     return str(refusal.value)
 
 
 def test_gradients_that_one_rank_alone_discarded_are_refused_on_every_rank() -> None:
-    first, second = run_threads(discards, 2)
-    assert first == second and first.startswith("rank 1 discarded gradients") and "rank 0 did not" in first
+    first, second = run_threads(lambda rank: discards(rank, (0, 1)), 2)
+    assert first == second and first.startswith("rank 1 discarded gradients") and "rank 0 did not:" in first
+
+
+def test_gradients_that_ranks_discarded_at_different_points_are_refused_without_saying_which_they_were() -> None:
+    first, second = run_threads(lambda rank: discards(rank, (5, 7)), 2)
+    assert first == second and "rank 1 discarded others, or at another point:" in first
 
 
 def synced(rank: MemoryRank) -> list[str | None]:

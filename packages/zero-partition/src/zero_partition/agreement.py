@@ -263,9 +263,9 @@ def _check_discards(discards: Sequence[int]) -> None:
     apart = next((rank for rank, other in enumerate(discards) if other != discards[0]), None)
     if apart is not None:
         did, did_not = (0, apart) if discards[0] else (apart, 0)
-        how = "of other parameters" if discards[did_not] else "not"
+        how = "discarded others, or at another point" if discards[did_not] else "did not"
         raise PartitionError(
-            f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} did {how}: "
+            f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} {how}: "
             "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
             "not changed."
         )

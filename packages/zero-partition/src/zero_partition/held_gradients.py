@@ -90,6 +90,6 @@ class HeldGradients:
         """Raise `PartitionError`, naming ``call``, if the gradients hold a part of a backward pass that failed."""
         if self._reducer.torn is not None:
             raise PartitionError(
-                f"{call}: an earlier backward pass failed ({self._reducer.torn}) and has left a part of its gradients; "
-                "call engine.zero_grad() before the next backward or step"
+                f"{call}: an earlier backward pass or step failed ({self._reducer.torn}) and has left a part of its "
+                "gradients; call engine.zero_grad() before the next backward or step"
             )
