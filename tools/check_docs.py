@@ -1,4 +1,5 @@
-"""Check the Markdown pages: relative links lead to files and headings that exist, and the examples parse.
+"""Check the Markdown pages: relative links lead to files and headings that exist, the examples parse, and the site has
+every page of docs/.
 
 Standard library only. Python examples must be valid Python (a `>>>` session counts by its input lines), JSON examples
 valid JSON; every script in docs/examples/ must compile.
@@ -49,6 +50,19 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: link to {target}, but {aim.name} has no such heading"
 
 
+def not_on_the_site() -> Iterator[str]:
+    """Complaints about pages that zensical.toml leaves out of the navigation, or out of the list for llms.txt.
+
+    That list has folders by a pattern, and the pages of docs/ itself by name.
+    """
+    text = (ROOT / "zensical.toml").read_text(encoding="utf-8")
+    for page in (path for path in pages() if path.is_relative_to(ROOT / "docs")):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if text.count(f'"{name}"') < (1 if "/" in name else 2):
+            more = "" if "/" in name else ", and in a section of `llmstxt`"
+            yield f"docs/{name}: the site leaves it out; name it in zensical.toml, in `nav`{more}"
+
+
 def parse_example(language: str, body: str) -> None:
     if language == "python":
         if body.lstrip().startswith(">>>"):
@@ -71,7 +85,7 @@ def broken_examples(page: Path, text: str) -> Iterator[str]:
 
 def main() -> int:
     """Print every complaint; the exit status is 1 when there is one."""
-    complaints: list[str] = []
+    complaints = list(not_on_the_site())
     for page in pages():
         text = page.read_text(encoding="utf-8")
         complaints += [*broken_links(page, text), *broken_examples(page, text)]
