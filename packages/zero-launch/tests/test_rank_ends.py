@@ -122,3 +122,20 @@ def test_of_a_thousand_ranks_that_catch_the_death_of_a_peer_none_aborts_at_its_e
     ended = statuses(tmp_path, {end: CAUGHT + end for end in ends}, -(-count // len(ends)))
     print(ended)
     assert {end: list(found) for end, found in ended.items()} == {end: [str(ends[end])] for end in ends}
+
+
+@pytest.mark.parametrize("ends_by", ["sys.exit(5)", "raise KeyError('of the child')", "print('the child is through')"])
+def test_how_a_forked_child_ends_is_not_how_its_rank_ends(write_script, run, ends_by):
+    script = write_script(f"""
+        import os, sys
+        child = os.fork()
+        if child == 0:
+            {ends_by}
+        else:
+            os.waitpid(child, 0)
+            print("left", sorted(os.listdir(os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"]))))
+    """)
+    done = run("--nproc", "1", script)
+    assert done.returncode == 0, done.stderr
+    (left,) = (line for line in done.stdout.splitlines() if "left [" in line)
+    assert "end.json" not in left and "error.json" not in left, left

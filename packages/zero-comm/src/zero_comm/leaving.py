@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -32,14 +33,15 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
     [Note: threads at the end] gloo's threads may still release tensors, for which they need the interpreter's lock. A
     thread that asks for the lock while the interpreter shuts down is ended on the spot, and the C++ runtime aborts the
     process ("terminate called without an active exception"). So the threads are joined before that. If the process ends
-    by an exception they are not: one of them may wait for a peer that waits for this process to end.
+    by an exception they are not: one of them may wait for a peer that waits for this process to end. Nor are they in a
+    process that was forked from this one, which has none of the threads.
     """
-    reference = weakref.ref(holder)
+    reference, process = weakref.ref(holder), os.getpid()
 
     def close() -> None:
         alive = reference()
         ends_by_an_exception = hasattr(sys, "last_value")
-        if alive is not None and not ends_by_an_exception:
+        if alive is not None and not ends_by_an_exception and os.getpid() == process:
             alive.close()
 
     atexit.register(close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -295,11 +296,15 @@ def _check(reference: weakref.ref[Watch]) -> bool:
 
 
 def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:
-    """Return the atexit handler of a watch, which leaves a note for ranks that may wait, and ends its thread."""
+    """Return the atexit handler of a watch, which leaves a note for ranks that may wait, and ends its thread.
+
+    It does nothing in a forked process, which is no rank and shares the rank's connection to the store.
+    """
+    process = os.getpid()
 
     def at_exit() -> None:
         watch = reference()
-        if watch is not None:
+        if watch is not None and os.getpid() == process:
             watch.note_script_end(getattr(sys, "last_value", None))
             watch.end()
 

@@ -54,7 +54,8 @@ def main() -> None:
     else:
         stand_by(descriptor)
     faulthandler.enable()
-    atexit.register(end_process_groups)  # before the script's, so that it runs after them
+    rank = os.getpid()
+    atexit.register(_end_rank, rank)  # before the script's, so that it runs after them
     if not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
@@ -67,11 +68,14 @@ def main() -> None:
 
             run_call(target)
     except SystemExit as exit:
-        write_end_file(exit.code, time.time())
+        if os.getpid() == rank:
+            write_end_file(exit.code, time.time())
         raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
+        if os.getpid() != rank:  # the script forked, and what became of the child is not the rank's end
+            raise
         error.__traceback__ = _own_part(error.__traceback__)
         when = time.time()
         # As the interpreter does it: what runs at the end then knows that an exception ended the script.
@@ -80,7 +84,14 @@ def main() -> None:
         write_error_file(error, when)
         sys.exit(1)
     else:
-        write_end_file(None, time.time())
+        if os.getpid() == rank:
+            write_end_file(None, time.time())
+
+
+def _end_rank(rank: int) -> None:
+    """End the process groups of the process ``rank``; do nothing in one that its script forked."""
+    if os.getpid() == rank:
+        end_process_groups()
 
 
 def write_error_file(error: BaseException, when: float) -> None:
