@@ -18,6 +18,12 @@ def streams(count: int) -> list[torch.Stream]:
     return [torch.Stream(DEVICE) for _ in range(count)]
 
 
+def keep_busy() -> None:
+    """Queue some tenths of a second of work on the current stream."""
+    x = torch.ones(1500, 1500, device=DEVICE)
+    torch.mm(x, x)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Races
 
@@ -250,11 +256,9 @@ def reused_too_early() -> list[float]:
     configure(seed=0)
     sums = []
     for waits in (True, False):
-        x = torch.zeros(1 << 20, device=DEVICE)
-        for _ in range(20):
-            x.add_(0)  # keeps the stream busy
         host = torch.ones(1 << 20, pin_memory=True)
-        copy = torch.empty_like(x)
+        copy = torch.empty(1 << 20, device=DEVICE)
+        keep_busy()
         copy.copy_(host, non_blocking=True)
         if waits:
             torch.accelerator.synchronize()

@@ -14,6 +14,8 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using HostWork = c10::intrusive_ptr<c10d::Work>;
 
+constexpr auto kFarewell = std::chrono::milliseconds(5000);
+
 std::mutex launches_lock;
 std::vector<Launch>& launches() {
   static auto* all = new std::vector<Launch>();
@@ -26,6 +28,7 @@ struct Turns {
   std::condition_variable changed;
   uint64_t launched = 0;
   uint64_t begun = 0;
+  uint64_t finished = 0;
   std::atomic<bool> aborted{false};
 
   bool await(uint64_t turn) {
@@ -39,6 +42,17 @@ struct Turns {
       ++begun;
     }
     changed.notify_all();
+  }
+  void finish() {
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      ++finished;
+    }
+    changed.notify_all();
+  }
+  void await_all() {
+    std::unique_lock<std::mutex> guard(lock);
+    while (finished < launched && !aborted && !closing()) changed.wait_for(guard, std::chrono::milliseconds(100));
   }
 };
 
@@ -103,7 +117,18 @@ struct Group final : c10d::Backend {
     turns_->aborted = true;
     host_->abort();
   }
-  void shutdown() override { turns_->aborted = true; }
+  // As NCCL's: what was launched ends first, on the other ranks too, unless one of them is gone.
+  void shutdown() override {
+    turns_->await_all();
+    if (turns_->aborted.exchange(true) || closing()) return;
+    c10d::BarrierOptions options;
+    options.timeout = kFarewell;
+    try {
+      host_->barrier(options)->wait();
+    } catch (const std::exception& error) {
+      TORCH_WARN("a rank left its process group before the others: ", error.what());
+    }
+  }
 
   // Queue a collective in the group's stream, behind the current one; in the current one if nobody waits for it.
   HostWork launch(c10d::OpType type, bool async, const Tensors& reads, const Tensors& writes,
@@ -125,6 +150,10 @@ struct Group final : c10d::Backend {
     const uint64_t turn = turns_->launched++;
     stream.enqueue(name, ranges, [turns = turns_, turn, call = std::move(call), after = std::move(after)] {
       if (!turns->await(turn)) return;
+      struct Finish {
+        Turns& turns;
+        ~Finish() { turns.finish(); }
+      } finish{*turns};
       HostWork work;
       try {
         work = call();
