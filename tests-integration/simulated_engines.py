@@ -65,6 +65,50 @@ def batch(step: int, device: str) -> torch.Tensor:
     return tokens if device == "cpu" else tokens.pin_memory().to(device, non_blocking=True)
 
 
+def steps(engine: Any, numbers: range) -> list[float]:
+    """Train these steps; return the losses."""
+    losses = []
+    for number in numbers:
+        loss = engine(batch(number, "sim"))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def built_by_init() -> list[list[float]]:
+    """Return the losses of a model that `Init` sharded on the CPU, and of one that was made in full."""
+    import zero_core
+
+    found = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        settings = config(3, "fp32")
+        if sharded:
+            with zero_core.Init(config=settings):
+                model = Model()
+        else:
+            model = Model()
+        engine = zero_core.initialize(model=model, config=settings)[0]
+        found.append(steps(engine, range(2)))
+        engine.destroy()
+    return found
+
+
+def with_hook() -> str:
+    """Return the error for a model on the CPU with a hook on a gradient."""
+    import zero_core
+    import zero_partition
+
+    model = Model()
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: None)
+    try:
+        zero_core.initialize(model=model, config=config(3, "fp32"))
+    except zero_partition.PartitionError as error:
+        return str(error)
+    return "nothing was raised"
+
+
 def trained(settings: dict[str, Any], device: str, seed: int, steps: int = 4) -> Trained:
     """Train a model that was made on the CPU."""
     import zero_core

@@ -30,3 +30,12 @@ def test_model_from_the_cpu_trains_as_there_without_a_race(stage: int, world_siz
     # Kernels of the CPU clip and step there, torch's here: their roundings differ by a step's last digits.
     for name, weight in there.weights.items():
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=2e-6, msg=name)
+
+
+def test_model_that_init_sharded_on_the_cpu_trains_on_the_device() -> None:
+    for sharded, full in run_simulated(engines.built_by_init, 2):
+        assert sharded == full
+
+
+def test_hooks_that_cannot_move_to_the_device_are_refused_by_name() -> None:
+    assert "parameter 'head.weight' has hooks on its gradient" in run_simulated(engines.with_hook, 1)[0]

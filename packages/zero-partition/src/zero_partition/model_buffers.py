@@ -68,7 +68,7 @@ def share_buffers(
                 module._buffers[key] = present
     for name, parameter in model.named_parameters():
         if name in replicated and is_plain(parameter.data) and parameter.numel():
-            set_data(parameter, parameter.data.to(device).contiguous())
+            set_data(parameter, parameter.data.to(device).contiguous(), name)
             groups.broadcast(parameter.data, 0, Tag("broadcast", name))
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .errors import PartitionError
 
-def set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+
+def set_data(parameter: nn.Parameter, data: torch.Tensor, name: str) -> None:
     """Give a parameter the memory, dtype and device of ``data``, as ``parameter.data = data`` does.
 
-    torch refuses that between the CPU and devices of other packages (PrivateUse1). There the parameter is exchanged
-    with a new one of the same attributes, which nothing refers to weakly and autograd does not hold. Raises
-    RuntimeError (torch's) if something does.
+    torch refuses that between the CPU and devices of other packages (PrivateUse1). There the parameter's inner tensor
+    is exchanged, with which hooks on its gradient would go. ``name``: of the parameter. Raises `PartitionError` if it
+    has such hooks.
     """
     if torch._has_compatible_shallow_copy_type(parameter, data):
         parameter.data = data
         return
-    other = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    other.__class__ = parameter.__class__
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise PartitionError(
+            f"parameter '{name}' has hooks on its gradient, which torch cannot move from {parameter.device} to "
+            f"{data.device}: move the model there first, or register them after initialize"
+        )
+    torch._C._swap_tensor_impl(parameter, nn.Parameter(data, requires_grad=parameter.requires_grad))

@@ -290,7 +290,7 @@ class Partition:
             record = sharded_record(parameter)
             values = parameter.data if record is None else record.read()
             source[entry.offset : entry.end].view(entry.shape).copy_(values)
-            set_data(parameter, torch.empty(0, dtype=plan.dtype, device=self.device))
+            set_data(parameter, torch.empty(0, dtype=plan.dtype, device=self.device), entry.name)
             equal = equal and record is not None and not record.is_full
             if record is not None:
                 detach_record(parameter)
