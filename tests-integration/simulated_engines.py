@@ -76,6 +76,85 @@ def steps(engine: Any, numbers: range) -> list[float]:
     return [float(loss) for loss in losses]
 
 
+def own_optimizer(stage: int, dtype: str) -> dict[str, Any]:
+    """The configuration for an optimizer that the script makes."""
+    return {key: value for key, value in config(stage, dtype).items() if key != "optimizer"}
+
+
+def resumed(stage: int, dtype: str, keyword: str, folder: str) -> list[list[float]]:
+    """Return the losses after a checkpoint, of the engine that wrote it and of one that loads it."""
+    import zero_core
+
+    found = []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{keyword: True})  # type: ignore[arg-type]
+        engine = zero_core.initialize(model=model, optimizer=optimizer, config=own_optimizer(stage, dtype))[0]
+        if loads:
+            engine.load_checkpoint(folder)
+        else:
+            steps(engine, range(2))
+            engine.save_checkpoint(folder)
+        found.append(steps(engine, range(2, 4)))
+        engine.destroy()
+    return found
+
+
+def states_from_before(keyword: str) -> list[list[float]]:
+    """Return the losses of two steps after one that torch made on the CPU: by the engine, and by torch on the CPU."""
+    import zero_core
+
+    found = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model(batch(0, "cpu")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0][keyword] = True
+        if alone:
+            optimizer.param_groups[0][keyword] = False
+            losses = []
+            for number in (1, 2):
+                loss = model(batch(number, "cpu"))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(float(loss.detach()))
+            found.append(losses)
+        else:
+            settings = {**own_optimizer(1, "fp32"), "gradient_clipping": 0.0}
+            engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
+            found.append(steps(engine, range(1, 3)))
+            engine.destroy()
+    return found
+
+
+class OfTheDevice(torch.optim.SGD):
+    """An optimizer whose kernels the CPU has not."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.device.type != "sim":
+                    raise RuntimeError(f"no kernel for {parameter.device}")
+        return super().step(closure)
+
+
+def with_optimizer_of_the_device() -> list[float]:
+    """Return the losses of two steps."""
+    import zero_core
+
+    model = Model()
+    optimizer = OfTheDevice(model.parameters(), lr=1e-2)
+    engine = zero_core.initialize(model=model, optimizer=optimizer, config=own_optimizer(3, "bf16"))[0]
+    losses = steps(engine, range(2))
+    engine.destroy()
+    return losses
+
+
 def built_by_init() -> list[list[float]]:
     """Return the losses of a model that `Init` sharded on the CPU, and of one that was made in full."""
     import zero_core

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import simulated_engines as engines
@@ -30,6 +31,26 @@ def test_model_from_the_cpu_trains_as_there_without_a_race(stage: int, world_siz
     # Kernels of the CPU clip and step there, torch's here: their roundings differ by a step's last digits.
     for name, weight in there.weights.items():
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "keyword"),
+    [(1, "fp32", "capturable"), (3, "bf16", "fused"), pytest.param(0, "bf16", "fused", marks=pytest.mark.soak)],
+)
+def test_optimizers_that_step_on_the_device_resume(stage: int, dtype: str, keyword: str, tmp_path: Path) -> None:
+    for went_on, came_back in run_simulated(engines.resumed, 2, stage, dtype, keyword, str(tmp_path)):
+        assert went_on == came_back
+
+
+@pytest.mark.parametrize("keyword", ["fused", "capturable"])
+def test_states_from_before_the_engine_come_to_the_device(keyword: str) -> None:
+    ours, plain = run_simulated(engines.states_from_before, 1, keyword)[0]
+    assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def test_optimizer_is_probed_where_it_steps() -> None:
+    ranks = run_simulated(engines.with_optimizer_of_the_device, 2)
+    assert all(losses[1] < losses[0] + 1 for losses in ranks)
 
 
 def test_model_that_init_sharded_on_the_cpu_trains_on_the_device() -> None:

@@ -28,6 +28,7 @@ _INSTEAD = {
     False: "that optimizer, built over the model's parameters",
     True: "one optimizer over the model's parameters, with a param group for each",
 }
+_CPU = torch.device("cpu")
 _REPEATS = 400  # grid blocks: several times what torch gives one thread
 
 PartialNorms = Sequence[tuple[torch.Tensor, tuple[float, ...]]]
@@ -99,13 +100,14 @@ def refuse_unusable(optimizer: Optimizer) -> None:
         _refuse_wrapper(optimizer)
 
 
-def need_of(optimizer: Optimizer) -> Need:
+def need_of(optimizer: Optimizer, device: torch.device = _CPU) -> Need:
     """Return the smallest thing on which ``optimizer`` computes correctly.
 
     torch's own elementwise optimizers, `NormOptimizer` and `AveragingOptimizer` are known. Any other is run on small
     matrices, together and apart, with the hyperparameters of each group, and gets at least full parameters, as the
     probe does not show what it does with larger ones or in later steps. A class that defines ``elementwise = True``
-    beside its arithmetic gets fragments, unless the probe disproves it. Raises `PartitionError` if the probe fails.
+    beside its arithmetic gets fragments, unless the probe disproves it. ``device``: where it will step, and is probed.
+    Raises `PartitionError` if the probe fails.
     """
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in _ELEMENTWISE:
@@ -115,7 +117,7 @@ def need_of(optimizer: Optimizer) -> Need:
     if isinstance(optimizer, AveragingOptimizer):
         return Need.MODEL
     with torch._C._DisableTorchDispatch():  # the probe computes with values, also where the script's tensors are fake
-        found = [_probe(optimizer, group) for group in optimizer.param_groups]
+        found = [_probe(optimizer, group, device) for group in optimizer.param_groups]
     return next((need for need in (Need.MODEL, Need.PARAMETERS) if need in found), Need.ELEMENTS)
 
 
@@ -132,11 +134,11 @@ def _is_declared(kind: type) -> bool:
     return False
 
 
-def check_repeats(optimizer: Optimizer, need: Need) -> None:
+def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU) -> None:
     """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
     An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
-    at multiples of `GRID`. ``need``: the result of `need_of`.
+    at multiples of `GRID`. ``need``: the result of `need_of` for ``device``.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
@@ -146,7 +148,7 @@ def check_repeats(optimizer: Optimizer, need: Need) -> None:
         )
     if need is not Need.ELEMENTS:
         return
-    whole = torch.randn(_REPEATS * GRID + 77, generator=torch.Generator().manual_seed(0))
+    whole = torch.randn(_REPEATS * GRID + 77, generator=torch.Generator().manual_seed(0)).to(device)
     pieces = [part.clone() for part in whole.tensor_split([GRID, 4 * GRID, _REPEATS // 2 * GRID])]
     for group in optimizer.param_groups:
         together, apart = (torch.cat(_two_steps(optimizer, group, parts)) for parts in ([whole], pieces))
@@ -158,9 +160,9 @@ def check_repeats(optimizer: Optimizer, need: Need) -> None:
             )
 
 
-def _probe(optimizer: Optimizer, group: dict[str, Any]) -> Need:
+def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Need:
     """Find the need of ``optimizer`` by steps on small matrices with the hyperparameters of ``group``."""
-    first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0))
+    first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).to(device)
     try:
         whole = _two_steps(optimizer, group, [first])
         together = _two_steps(optimizer, group, [first, second])

@@ -22,7 +22,7 @@ from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer, Need, NormOptimizer, check_repeats, need_of, refuse_unusable
 from .norm import GridSquares, NormSquared, grid_squares, norm_squared
-from .optimizer_states import ListedParameter, OptimizerStates, sharded_state
+from .optimizer_states import ListedParameter, OptimizerStates, moved_state, number_device, sharded_state
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
 from .planning import update_dtype
@@ -135,6 +135,11 @@ class ShardedOptimizer:
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
         """Set the state of a fragment that the wrapped optimizer itself holds; None removes it."""
         self._states.replace_state(owned, state)
+
+    def number_devices(self) -> dict[str, torch.device]:
+        """Return the device for numbers in the states (``step``), by the name of the parameter; see `number_device`."""
+        listed = zip(self.inner.param_groups, self._listed, strict=True)
+        return {p.name: number_device(group, p.owned) for group, all_ in listed for p in all_ if p.owned is not None}
 
     def step(self) -> StepResult:
         """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them. Collective.
@@ -309,7 +314,7 @@ class ShardedOptimizer:
                 name, owned = self._make_fragment(parameter, number, position, seen)
                 if owned is not None and parameter in old_state:
                     state = sharded_state(old_state[parameter], name, parameter.shape, owned)
-                    optimizer.state[owned.tensor] = state
+                    optimizer.state[owned.tensor] = moved_state(state, group, owned)
                 tensor = self._empty_like(parameter) if owned is None else owned.tensor
                 listed.append(ListedParameter(name, parameter.shape, owned, tensor))
             self._listed.append(listed)
@@ -367,9 +372,10 @@ def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: Mo
     ]
     if partition.options.stage == 0 and not partition.options.virtual_ranks and not split:
         return True
-    need, kind = need_of(optimizer), type(optimizer).__name__
+    steps_on = partition.device if partition.states is None else torch.device("cpu")
+    need, kind = need_of(optimizer, steps_on), type(optimizer).__name__
     if partition.options.virtual_ranks:
-        check_repeats(optimizer, need)
+        check_repeats(optimizer, need, steps_on)
     if isinstance(optimizer, AveragingOptimizer) and partition.options.stage >= 1:
         raise PartitionError(
             f"{kind} averages over the ranks by itself and needs all states on every rank, but stage "

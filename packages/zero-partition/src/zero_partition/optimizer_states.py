@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from .errors import PartitionError
 from .fragment_states import FragmentStates, StateElsewhere
@@ -304,6 +304,25 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
 
     part = {key: part_of(str(key), value) for key, value in state.items()}
     return defaultdict(dict, part) if isinstance(state, defaultdict) else part
+
+
+def number_device(group: Mapping[str, Any], owned: OwnedFragment) -> torch.device:
+    """Return the device on which an optimizer keeps numbers of a fragment's state, ``step`` for example: the fragment's
+    where ``group`` says fused or capturable, as in torch's `load_state_dict`, else the CPU."""
+    return owned.tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+
+
+def moved_state(state: dict[str, Any], group: Mapping[str, Any], owned: OwnedFragment) -> dict[str, Any]:
+    """Return a fragment's state with its tensors on the fragment's device, and numbers where `number_device` says; on
+    the CPU they stay where they are."""
+    if owned.tensor.device.type == "cpu":
+        return state
+    numbers = number_device(group, owned)
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        return value.to(owned.tensor.device if value.dim() else numbers)
+
+    return cast(dict[str, Any], tree_map_only(torch.Tensor, moved, state))
 
 
 def _plain_state(state: Any) -> Any:

@@ -150,9 +150,10 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
     """Read the states of the optimizer's fragments that are not on a tier."""
     if state.optimizer is None:
         return
+    numbers_on = state.optimizer.number_devices()
     for owned in state.optimizer.fragments:
         if owned.unit.states is None and (owned.fragment.entry.name, "param") in reading.checkpoint.tensors:
-            kept = _optimizer_state(reading, owned)
+            kept = _optimizer_state(reading, owned, numbers_on[owned.fragment.entry.name])
             state.optimizer.replace_state(owned, kept or None)
             if kept.keys() == {"step"}:
                 reading.then(lambda owned=owned, kept=kept: _drop_unstarted(state, owned, kept))  # type: ignore[misc]
@@ -164,7 +165,7 @@ def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, 
         state.optimizer.replace_state(owned, None)
 
 
-def _optimizer_state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, Any]:
+def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: torch.device) -> dict[str, Any]:
     """Return the optimizer state of one fragment; its tensors are filled when ``reading`` runs."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
@@ -177,7 +178,7 @@ def _optimizer_state(reading: BatchedRead, owned: OwnedFragment) -> dict[str, An
             continue
         entry = checkpoint.tensors[name, kind]
         if kind.endswith(".scalar"):
-            value = torch.empty(1, dtype=torch_dtype(entry.dtype))
+            value = torch.empty(1, dtype=torch_dtype(entry.dtype), device=numbers_on)
             reading.add(name, kind, 0, value)
             state[kind.removesuffix(".scalar")] = value.reshape(())
         else:
