@@ -165,6 +165,13 @@ def test_convert_overwrites_only_when_it_is_told_to(
         convert(tmp_path / "run", tmp_path / target, to=to[-1] if to else None, dtype="keep")
 
 
+def test_convert_overwrites_no_file_of_a_checkpoint(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 1)
+    with pytest.raises(CheckpointError, match="safetensors is a file of the checkpoint .*; name another target"):
+        convert(tmp_path / "run", path / "rank-00000.safetensors", overwrite=True)
+    assert verify_one(path).ok
+
+
 def test_pytorch_and_universal_targets_are_not_overwritten(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import zero_ckpt

@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..commit import has_mark, is_data_file
 from ..errors import CheckpointError
 
 
@@ -19,7 +20,9 @@ def require_torch(what: str) -> None:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError when `path` exists, unless `overwrite`."""
+    """Raise CheckpointError when `path` exists, unless `overwrite`, and for a checkpoint's own file in any case."""
+    if is_data_file(path.name) and has_mark(path.parent):
+        raise CheckpointError(f"{path} is a file of the checkpoint {path.parent}; name another target")
     if os.path.lexists(path) and not overwrite:
         raise CheckpointError(
             f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"
