@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from simulated_accelerator import Report, configure, watch
+from simulated_accelerator import BACKEND, Report, configure, watch
 from torch import nn
 
 WIDTH, TOKENS = 32, 17
@@ -172,6 +172,22 @@ def built_by_init() -> list[list[float]]:
         found.append(steps(engine, range(2)))
         engine.destroy()
     return found
+
+
+def initialised_for_the_device_alone() -> list[float]:
+    """Return the losses of a model built by `Init` where the script's process group has no backend for the CPU."""
+    import zero_core
+
+    store = dist.PrefixStore("device alone", dist.distributed_c10d._get_default_store())
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
+    with zero_core.Init(config=config(3, "bf16")):
+        model = Model()
+    engine = zero_core.initialize(model=model, config=config(3, "bf16"))[0]
+    losses = steps(engine, range(2))
+    engine.destroy()
+    return losses
 
 
 def with_hook() -> str:

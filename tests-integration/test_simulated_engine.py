@@ -58,5 +58,11 @@ def test_model_that_init_sharded_on_the_cpu_trains_on_the_device() -> None:
         assert sharded == full
 
 
+def test_init_sends_what_is_on_the_cpu_where_the_process_group_has_no_backend_for_it() -> None:
+    assert all(
+        0 < loss < 10 for losses in run_simulated(engines.initialised_for_the_device_alone, 2) for loss in losses
+    )
+
+
 def test_hooks_that_cannot_move_to_the_device_are_refused_by_name() -> None:
     assert "parameter 'head.weight' has hooks on its gradient" in run_simulated(engines.with_hook, 1)[0]

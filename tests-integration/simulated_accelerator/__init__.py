@@ -28,7 +28,20 @@ from .build import native
 from .device import NAME, DeviceModule
 from .reports import Access, Launch, Line, Race, Report, Stop
 
-__all__ = ["Access", "Launch", "Line", "Race", "Report", "Stop", "configure", "host_access", "load", "settle", "watch"]
+__all__ = [
+    "BACKEND",
+    "Access",
+    "Launch",
+    "Line",
+    "Race",
+    "Report",
+    "Stop",
+    "configure",
+    "host_access",
+    "load",
+    "settle",
+    "watch",
+]
 
 BACKEND = "simulated"
 """The process group backend of the device."""

@@ -35,6 +35,7 @@ class _Opening:
     rows: Rows = ()
     ranks_per_node: int | None = None
     stopped_after: float = 60.0
+    for_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class EngineGroups:
         average_codec: Codec | None = None,
         check: Callable[[Control], None] | None = None,
         stopped_after: float = 60.0,
+        for_cpu: bool = False,
     ) -> EngineGroups:
         """Open the groups of one engine for each of ``rows``, and return those of this rank's row. Collective over the
         world, with the same arguments on every rank.
@@ -83,8 +85,9 @@ class EngineGroups:
         nodes, then between replicas. ``average_codec``: quantizes the averages that come back from other replicas
         (default: ``gradient_codec``). ``check``: called once the ranks of a row can exchange messages and before
         anything that depends on the arguments is made, to compare the arguments. ``stopped_after``: seconds without a
-        heartbeat after which a rank that others wait for counts as gone. Raises ValueError when a size does not divide
-        a row.
+        heartbeat after which a rank that others wait for counts as gone. ``for_cpu``: tensors on the CPU are sent too,
+        by gloo where the default process group has no backend for them. Raises ValueError when a size does not divide a
+        row.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         secondary_rows = _blocks(rows, "secondary_size", secondary_size)
@@ -103,7 +106,7 @@ class EngineGroups:
             mine = next(row for row in rows if dist.get_rank() in row)
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
             with connections.recording():
-                process_group = open_group(over)
+                process_group = open_group(over, backends_with_cpu() if for_cpu else None)
             group = Group(
                 process_group,
                 ledger=book,
@@ -130,7 +133,7 @@ class EngineGroups:
             replicas = _columns(rows, len(shards[0]))
             replicate, others = data_group(replicas), data_group(replicas)
             reduction = _over_replicas(reduction, others, replicate, gradient_codec, average_codec or gradient_codec)
-        opening = _Opening(rows, ranks_per_node, stopped_after)
+        opening = _Opening(rows, ranks_per_node, stopped_after, for_cpu)
         return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, opening)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
@@ -178,7 +181,7 @@ class EngineGroups:
             self.control.watch(self._connections.sever, opening.stopped_after)
             for group, rows in self._data:
                 with self._connections.recording():
-                    group.reopen(open_group(rows))
+                    group.reopen(open_group(rows, backends_with_cpu() if opening.for_cpu else None))
         self.reduce.drop_unfinished()
 
     def issued(self) -> list[int]:
@@ -208,6 +211,12 @@ def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
             if rank in row:
                 mine = group
     return mine
+
+
+def backends_with_cpu() -> str | None:
+    """Return the default process group's backends with gloo for the CPU beside them; None if it has one for the CPU."""
+    backends = dist.get_backend_config()
+    return None if "cpu:" in backends else f"cpu:gloo,{backends}"
 
 
 def open_control(

@@ -73,7 +73,7 @@ class Init:
             ranks = place.data_parallel_size
             resolved = Config.load(supervisor().config(self._config, ranks), world_size=ranks)
             if resolved.zero_optimization.stage >= 3:
-                groups = EngineGroups.open(place.data_rows)
+                groups = EngineGroups.open(place.data_rows, for_cpu=True)
                 self._inner = PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
                 self._inner.__enter__()
         return self
