@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero_config import Config
+from zero_config import Config, ConfigError
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,11 @@ from zero_config import Config
         ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", "0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2.5}}, "zero_optimization.stage", "0, 1, 2 or 3"),
+        (
+            {"zero_optimization": {"offload_param": {"nvme_path": ["/fast", "~/nvme"]}}},
+            "zero_optimization.offload_param.nvme_path",
+            "written out: no shell is there to replace `~`",
+        ),
         ({"zero_optimization": 3}, "zero_optimization", "an object"),
         ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size", "greater than 0"),
         ({"zero_optimization": {"reduce_bucket_size": 0.5}}, "zero_optimization.reduce_bucket_size", "an integer"),
@@ -174,3 +179,9 @@ def test_relative_paths_become_those_of_the_current_folder(tmp_path: Path, monke
     assert absolute.zero_optimization.offload_param.nvme_path is None
     assert absolute.raw == written and absolute.provenance("checkpoint.path") == "user"
     assert config.checkpoint.path == "out/ck"
+
+
+def test_an_empty_text_is_not_corrected_to_an_empty_text():
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"zero_optimization": {"offload_param": {"nvme_path": ""}}}, world_size=1)
+    assert "did you mean" not in str(caught.value)

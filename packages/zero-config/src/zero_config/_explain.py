@@ -83,7 +83,7 @@ def _action_for(kind: str, value: Any, choices: list[str], nearest: str | None) 
 
 def _choices_in(expected: str) -> list[str]:
     """Return the values that pydantic lists in the text of a literal's error."""
-    return [part.strip("'") for part in expected.replace(" or ", ", ").split(", ")]
+    return [choice for part in expected.replace(" or ", ", ").split(", ") if (choice := part.strip("'"))]
 
 
 def _nearest(value: str, choices: list[str]) -> str | None:

@@ -36,6 +36,8 @@ def _folders(value: Any) -> Any:
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(folder, str) and folder for folder in found):
         raise PydanticCustomError("folders", "a directory, or a list of directories")
+    if any(folder.startswith("~") or "\0" in folder for folder in found):
+        raise PydanticCustomError("folders", "a directory written out: no shell is there to replace `~`")
     return found
 
 
