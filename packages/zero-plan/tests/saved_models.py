@@ -75,7 +75,6 @@ def copies_followed(memory: LiveMemory) -> Iterator[list[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot.Snapshot, "finish", followed)
-        patch.setattr(memory, "_at_peak", lambda tier: None)  # owners of states are known when the copies are made
         patch.setattr(snapshot, "_private_memory", counted)
         yield found
 

@@ -1,19 +1,24 @@
-"""Control messages in a world in which only one rank exists: torch's fake process group.
+"""Messages and collectives in a world in which only one rank exists: torch's fake process group.
 
 [Note: a fake world] `torch.distributed.init_process_group("fake", …)` gives one process the rank of its choice in a
 world of any size; its collectives send nothing. In such a world our groups are fake too, and every other rank is taken
-to send the same messages as this one. The ledger counts as in a real world.
+to send the same messages as this one. The ledger counts as in a real world, and buffers take the same memory; the work
+does not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .control import Control, Message
+from .group import Group
 from .ledger import Ledger
+from .slices import TreeSum
 from .tag import Tag
 from .topology import Topology
 
@@ -43,6 +48,30 @@ class AlikeControl(Control):
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
         """Start nothing: no rank ever waits for another here."""
 
+    def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
+        return super()._exchange(message, patience) * self.world_size
+
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
+        """Return one body that stands for all."""
         self._count(tag, len(body))
-        return [body] * self.world_size
+        return [body]
+
+
+class AlikeGroup(Group):
+    """`Group` in a fake world: a collective takes its buffers and sends nothing."""
+
+    def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        return [flat] * count  # they are neither sent nor received
+
+    def _exchange(
+        self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
+    ) -> list[tuple[Any, int | None]]:
+        self.issued += 1
+        return []
+
+    def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
+        """Sum this rank's slice and itself in place of all slices; all for a tree, which takes memory for its sums."""
+        own = slices[self.rank]
+        one = own if own.numel() == out.numel() else own.view(-1)[: out.numel()]
+        count = len(slices) if isinstance(self._slice_sum, TreeSum) else 2
+        super()._sum([one] * count, out, accumulate)

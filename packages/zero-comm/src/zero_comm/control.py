@@ -117,16 +117,17 @@ class Control:
     def exchange(self, message: Message) -> list[Message]:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
-        The ranks may be at different calls; see `agree`. Raises `PeerError` when a rank is gone, has aborted, or is in
-        `confer`.
+        Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
+        when a rank is gone, has aborted, or is in `confer`.
         """
         messages = self._exchange(message)
-        failed = next(((rank, m) for rank, m in enumerate(messages) if m.kind == _FAILED), None)
+        told = _distinct(messages)
+        failed = next((m for m in told if m.kind == _FAILED), None)
         if failed is not None:
-            raise PeerError(f"rank {failed[0]} failed: {failed[1].payload[0]}; here: {message}")
+            raise PeerError(f"rank {messages.index(failed)} failed: {failed.payload[0]}; here: {message}")
         self.watched.failed = None
-        self.watched.agreed = max(self.watched.agreed, max(m.wish for m in messages))
-        self.watched.heard = functools.reduce(operator.or_, (m.announced for m in messages))
+        self.watched.agreed = max(self.watched.agreed, max(m.wish for m in told))
+        self.watched.heard = functools.reduce(operator.or_, (m.announced for m in told))
         if self._noted:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
         return messages
@@ -166,7 +167,8 @@ class Control:
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
         self.is_torn = False
         self.watched.last = message
-        return [_decode(b) for b in bodies]
+        decoded = {body: _decode(body) for body in set(bodies)}
+        return [decoded[body] for body in bodies]
 
     def agree(self, message: Message) -> list[Any]:
         """Exchange ``message`` and return every rank's payload in rank order. Collective.
@@ -186,7 +188,7 @@ class Control:
 
     def check_same(self, messages: Sequence[Message]) -> None:
         """Raise `DesyncError`, which lists the ranks' calls, unless all ``messages`` (by rank) are of one call."""
-        if all(m.same_call(messages[0]) for m in messages):
+        if all(m.same_call(messages[0]) for m in _distinct(messages)):
             return
         listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
         raise DesyncError(
@@ -379,6 +381,11 @@ def _carried_by_gloo(but_ports: list[int]) -> int | None:
     if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
         return None
     return carried_bytes(but_ports)
+
+
+def _distinct(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages in rank order, each object once."""
+    return list({id(message): message for message in messages}.values())
 
 
 def _frame(body: bytes) -> bytes:

@@ -110,10 +110,9 @@ class Group:
         self._count(tag, shard.nbytes)
         ticket = self._track.start(tag, out.nbytes)
         if self._uses_direct_messages(out):
-            slices = out.view(self.world_size, size)
             return Work(
                 tag,
-                self._exchange([shard] * self.world_size, slices.unbind(), tag),
+                self._exchange([shard] * self.world_size, self._slices(out, self.world_size), tag),
                 buffers=(out, shard),
                 explain=self._explain,
                 ticket=ticket,
@@ -147,25 +146,24 @@ class Group:
         )
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
-            return Work(tag, finish=lambda: self._slice_sum([own], out, divisor=self._divisor, accumulate=accumulate))
+            return Work(tag, finish=lambda: self._sum([own], out, accumulate))
         self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
         if not self._uses_direct_messages(flat) and not self._deterministic and flat.dtype == out.dtype:
             return self._native_reduce_scatter(flat, out, tag, accumulate, ticket)
         received = flat.new_empty(self.world_size - 1, size)
-        parts = list(received.unbind())
+        parts = self._slices(received, self.world_size - 1)
         parts.insert(self.rank, own)
-        slices = flat.view(self.world_size, size).unbind()
         if self._uses_direct_messages(flat):
-            pending = self._exchange(slices, parts, tag)
+            pending = self._exchange(self._slices(flat, self.world_size), parts, tag)
         else:
             whole = torch.empty_like(flat)
-            parts = list(whole.view(self.world_size, size).unbind())
+            parts = self._slices(whole, self.world_size)
             pending = [(dist.all_to_all_single(whole, flat, group=self._process_group, async_op=True), None)]
             self.issued += 1
 
         def finish() -> None:
-            self._slice_sum(parts, out, divisor=self._divisor, accumulate=accumulate)
+            self._sum(parts, out, accumulate)
 
         buffers = (flat, received, out)
         return Work(
@@ -196,7 +194,7 @@ class Group:
         self._count(tag, size * flat.element_size())
         ticket = self._track.start(tag, flat.nbytes)
         if self._uses_direct_messages(flat):
-            send, receive = flat.view(self.world_size, size).unbind(), out.view(self.world_size, size).unbind()
+            send, receive = self._slices(flat, self.world_size), self._slices(out, self.world_size)
             receive[self.rank].copy_(send[self.rank])
             pending = self._exchange(send, receive, tag)
         else:
@@ -246,6 +244,14 @@ class Group:
     def _uses_direct_messages(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` travels as [Note: direct messages on gloo] says."""
         return tensor.device.type == "cpu"
+
+    def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Return the ``count`` slices of equal length of a contiguous tensor, as 1-D views."""
+        return list(flat.view(count, -1).unbind())
+
+    def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
+        """Sum slices, one of each rank, and write the average to ``out`` or add it."""
+        self._slice_sum(slices, out, divisor=self._divisor, accumulate=accumulate)
 
     def _exchange(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag

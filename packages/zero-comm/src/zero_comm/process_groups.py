@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .alike import AlikeControl, in_fake_world
+from .alike import AlikeControl, AlikeGroup, in_fake_world
 from .connections import Connections
 from .control import Control, Message
 from .group import Group
@@ -100,6 +100,7 @@ class EngineGroups:
             check(control)
         control.watch(connections.sever, stopped_after)
         opened: list[tuple[Group, Rows]] = []
+        kind = AlikeGroup if in_fake_world() else Group
 
         def data_group(over: Rows) -> Group:
             """Open this rank's group of ``over``, and append it to ``opened``."""
@@ -107,7 +108,7 @@ class EngineGroups:
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
             with connections.recording():
                 process_group = open_group(over, backends_with_cpu() if for_cpu else None)
-            group = Group(
+            group = kind(
                 process_group,
                 ledger=book,
                 slice_sum=slice_sum,

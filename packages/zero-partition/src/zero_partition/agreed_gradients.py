@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from .errors import PartitionError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
-from .messages import StepReport
+from .messages import StepReport, decode_each, distinct
 from .model_parts import ModelParts
 from .needs import AveragingOptimizer
 from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums
@@ -99,7 +99,7 @@ class GradientAgreement:
                 self._tensors.is_hooked,
                 hyperparameters_digest(self._optimizer.param_groups),
             )
-            reports = [StepReport.decode(answer) for answer in runtime.agree("step", "", report.encode())]
+            reports = decode_each(StepReport.decode, runtime.agree("step", "", report.encode()))
             if len({one.hyperparameters for one in reports}) > 1:
                 self._refuse_hyperparameters()
             if user.settle([one.written for one in reports]):
@@ -115,7 +115,7 @@ class GradientAgreement:
             total = self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
-            for number in set.intersection(*(set(one.untouched.get(index, ())) for one in reports)):
+            for number in set.intersection(*(set(one.untouched.get(index, ())) for one in distinct(reports))):
                 flags[number] = False
         culprit = next((one.culprit for one in reports if one.culprit), "")
         hooked = any(one.hooked for one in reports)

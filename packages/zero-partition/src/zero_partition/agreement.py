@@ -10,7 +10,7 @@ from zero_comm import CommError, Message
 
 from .errors import EditRefusedError, PartitionError
 from .gatherer import OrderedGathers
-from .messages import LockStep, Observations, StepNumber
+from .messages import LockStep, Observations, StepNumber, decode_each, distinct
 from .reducer import OrderedReductions
 from .unit import Unit
 from .user_edits import UserEdits
@@ -31,7 +31,7 @@ class ControlGroup(Protocol):
     def world_size(self) -> int: ...
 
     def exchange(self, message: Message, /) -> list[Message]:
-        """Return every rank's message, in rank order."""
+        """Return every rank's message, in rank order; messages that are equal may be one object."""
 
     def check_same(self, messages: Sequence[Message], /) -> None:
         """Raise `DesyncError` unless all ``messages`` (in rank order) have the same kind, name and step."""
@@ -182,7 +182,7 @@ class Agreement:
 
     def agree_in_lock_step(self, message: LockStep) -> list[LockStep]:
         """Exchange ``message`` with all ranks before a wait in a backward pass; return all of them in rank order."""
-        return [LockStep.decode(data) for data in self.agree("learning", "", message.encode())]
+        return decode_each(LockStep.decode, self.agree("learning", "", message.encode()))
 
     def meet_done(self) -> str | None:
         """Meet the other ranks inside ``synced()`` when this rank has nothing left to do.
@@ -230,16 +230,18 @@ class Agreement:
 
     def _learn(self, messages: Sequence[Message], kind: str) -> list[Any]:
         """Apply all ranks' observations, the same on every rank; return their payloads in rank order."""
-        observed = [Observations.decode(message.payload[1:]) for message in messages]
-        if any(one.gathers for one in observed):
-            self._gathers.learn([one.gathers for one in observed])
-        if any(one.reductions for one in observed):
-            self._reductions.learn([one.reductions for one in observed])
-        for index in {index for one in observed for index in one.changed}:
+        observed = decode_each(lambda payload: Observations.decode(payload[1:]), [m.payload for m in messages])
+        told = distinct(observed)
+        if any(one.gathers for one in told):
+            self._gathers.learn([one.gathers for one in told])
+        if any(one.reductions for one in told):
+            self._reductions.learn([one.reductions for one in told])
+        for index in {index for one in told for index in one.changed}:
             self._units[index].route.weights_changed()
         with self._liveness.writing("what user code has changed"):
             self._edits.settle([one.edits for one in observed], kind)
-        _check_discards([one.discards for one in observed])
+        if len({one.discards for one in told}) > 1:
+            raise _different_discards([one.discards for one in observed])
         return [message.payload[0] for message in messages]
 
     def _exchange(self, message: Message) -> list[Message]:
@@ -251,21 +253,20 @@ class Agreement:
 
     def _serve_requests(self, messages: Sequence[Message]) -> bool:
         """Gather the units that ``messages`` request; return whether there are any."""
-        wanted = dict.fromkeys(m.payload for m in messages if m.kind == _REQUEST)
+        wanted = dict.fromkeys(m.payload for m in distinct(messages) if m.kind == _REQUEST)
         mine = messages[self._control.rank]
         for unit in wanted:
             self._gathers.serve_request(unit, mine.kind == _REQUEST and mine.payload == unit)
         return bool(wanted)
 
 
-def _check_discards(discards: Sequence[int]) -> None:
-    """Raise `PartitionError` when the ranks have discarded different averaged gradients."""
-    apart = next((rank for rank, other in enumerate(discards) if other != discards[0]), None)
-    if apart is not None:
-        did, did_not = (0, apart) if discards[0] else (apart, 0)
-        how = "discarded others, or at another point" if discards[did_not] else "did not"
-        raise PartitionError(
-            f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} {how}: "
-            "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
-            "not changed."
-        )
+def _different_discards(discards: Sequence[int]) -> PartitionError:
+    """Return the error for ranks that have discarded different averaged gradients; ``discards``: by rank."""
+    apart = next(rank for rank, other in enumerate(discards) if other != discards[0])
+    did, did_not = (0, apart) if discards[0] else (apart, 0)
+    how = "discarded others, or at another point" if discards[did_not] else "did not"
+    return PartitionError(
+        f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} {how}: "
+        "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
+        "not changed."
+    )

@@ -193,7 +193,10 @@ class OrderedGathers:
         return observed
 
     def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Merge the ranks' `take_observed` (in rank order) into the learned orders; same result on every rank."""
+        """Merge the ranks' `take_observed` into the learned orders; same result on every rank.
+
+        ``observed_by_rank``: in rank order; ranks that observed the same may be left out but for the first.
+        """
         for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
             base = [self._schedules[key].order] if key in self._learned else []
             order = merge_orders([*base, *(observed[key] for observed in observed_by_rank if key in observed)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from .gatherer import OrderedGathers
-from .messages import LockStep
+from .messages import LockStep, distinct
 from .reducer import OrderedReductions
 from .unit import Unit
 
@@ -140,12 +140,13 @@ class Interleaving:
         self._reductions.advance_before(position)
 
     def _exchange(self, gather: int, *, done: bool = False) -> Sequence[LockStep]:
-        """Meet the other ranks and issue every gather that any rank needs; return the messages in rank order.
+        """Meet the other ranks and issue every gather that any rank needs; return the messages in rank order, equal
+        ones once.
 
         ``gather``: position in the pass's order of the gather that this rank needs, -1 for none. ``done``: this rank
         has started all its reductions and needs no gather any more.
         """
-        messages = self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done))
+        messages = distinct(self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done)))
         needed = 1 + max(message.gather for message in messages)
         self._gathers.issue_until(needed)
         self._issued_by_all = max(needed, min(message.issued for message in messages))

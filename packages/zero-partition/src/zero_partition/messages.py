@@ -6,13 +6,28 @@ message from what another rank's `encode` returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
 
 Edits = dict[str, str]
 """By ``"unit.number"`` of a parameter: a digest of the values that user code gave it, or ``"!"`` and the reason why it
 is refused."""
+
+
+def distinct(told: Iterable[_T]) -> list[_T]:
+    """Return what the ranks told, in rank order, each object once: ranks that sent the same share it (see
+    `ControlGroup.exchange`), so that thousands of them take no longer than a few.
+    """
+    return list({id(one): one for one in told}.values())
+
+
+def decode_each(decode: Callable[[Any], _T], told: Sequence[Any]) -> list[_T]:
+    """Return ``decode`` of what each rank told, in rank order; it is called once for each object."""
+    decoded = {id(data): decode(data) for data in distinct(told)}
+    return [decoded[id(data)] for data in told]
 
 
 @dataclass

@@ -41,6 +41,7 @@ from .end_of_backward import EndOfBackward
 from .errors import PartitionError
 from .gradient_hook import GradientHook
 from .hooks import wraps_tensors
+from .messages import distinct
 from .pass_parts import PassParts
 from .recovery import add_advice
 from .saved_views import SavedViews, explain_refused_tracing, explain_refused_transform
@@ -237,7 +238,7 @@ class Passes:
         dtype. ``reduces``: this rank's pass reduces gradients.
         """
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
-        everyones = self._agreement.agree(BACKWARD, "", mine)
+        everyones = distinct(self._agreement.agree(BACKWARD, "", mine))
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)
 

@@ -16,7 +16,7 @@ from zero_precision import PrecisionPolicy, kept_in_fp32
 from .errors import PartitionError
 from .external import leaf_marker
 from .layout import UnitLayout
-from .messages import ModelFacts, TensorFacts
+from .messages import ModelFacts, TensorFacts, decode_each
 from .scripted import report_by_enclosing_modules
 from .units import UnitLimits, UnitPlan, plan_units
 
@@ -132,7 +132,7 @@ def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) ->
     mine += [TensorFacts(name, list(b.shape), str(b.dtype), False) for name, b in model.named_buffers()]
     meta = next((n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta), None)
     answers = control.agree(Message("partition", "the model", 0, ModelFacts(mine, meta).encode()))
-    models = [ModelFacts.decode(answer) for answer in answers]
+    models = decode_each(ModelFacts.decode, answers)
     _refuse_meta([one.on_meta for one in models])
     for rank, one in enumerate(models):
         if one.tensors != models[0].tensors:

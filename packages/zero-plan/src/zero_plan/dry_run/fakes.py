@@ -24,6 +24,7 @@ from .operations import Operations
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DRY_RUN = os.path.dirname(__file__) + os.sep
 _ALLOWED_DEVICES = ("cpu", "meta")
+_DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 ANSWERS: dict[tuple[str, str], bool | int] = {
     # Are all placeholders still NaN? Yes: released parameters were not written.
@@ -84,10 +85,21 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._in_operation = False  # true for the operations that torch runs to work out another one; they do not count
         self._process = os.getpid()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing here is compiled, and torch's wrapper against that would cost as much as an
+        operation.
+        """
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation on shapes alone; track its results and count its FLOPs."""
         if os.getpid() != self._process:
             return func(*_with_zeros(args), **_with_zeros(kwargs or {}))
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
+        if func is _COPY and _copies_in_place(*args):
+            return args[0]
         if func is torch.ops.aten.is_set_to.default:
             return _is_set_to(*args)
         if self._values.runs_for_real(func):
@@ -95,7 +107,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = _without_index(kwargs or {})
         outermost, self._in_operation = not self._in_operation, True
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(func, args, error)
         except FakeTensorDeviceMismatchError as error:
@@ -167,6 +179,12 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
+
+
+def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool:
+    """Return whether a copy has no effect on shapes or memory, and nothing that torch would refuse."""
+    fakes = type(out) is FakeTensor and type(given) is FakeTensor
+    return fakes and out.shape == given.shape and out.fake_device == given.fake_device and out.is_contiguous()
 
 
 def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:

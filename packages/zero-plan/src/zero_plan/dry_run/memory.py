@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,11 +33,11 @@ class LiveStorage:
 class LiveMemory:
     """Tracks each storage from its first tensor until it is freed, on every tier.
 
-    ``kind``: the type of the computing device. ``where``: returns the current phase and place of the run. ``at_peak``:
-    called with the tier just before its total drops from a new peak.
+    ``kind``: the type of the computing device. ``where``: returns the current phase and place of the run.
 
-    The size of a resized storage is read again when an operation returns a tensor over it; all sizes are read again
-    before a total counts as a peak.
+    The size of a resized storage is read again when an operation returns a tensor over it. The sizes of storages that
+    may be resized at any time are read again before a total counts as a peak: those that were resized before, and those
+    that `expect_resizing` names. The work for an operation does not depend on the number of live storages.
 
     Attributes:
         held: the live storages, by the storage's identity.
@@ -50,16 +50,15 @@ class LiveMemory:
         self,
         kind: str = "cpu",
         where: Callable[[], tuple[str, str]] = lambda: ("", ""),
-        at_peak: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._kind = kind
         self._where = where
-        self._at_peak = at_peak
         self.held: dict[int, LiveStorage] = {}
         self.now: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self.peak_places: dict[str, tuple[str, str]] = {}
-        self._unreported: set[str] = set()
+        self._resizing: dict[int, LiveStorage] = {}  # by the storage's identity, as in ``held``
+        self._changed: dict[str, dict[int, tuple[LiveStorage, int]]] = {}  # by tier: storages changed since its peak
         self._assigned: tuple[str, tuple[LiveRow, ...]] | None = None
 
     @contextmanager
@@ -82,7 +81,14 @@ class LiveMemory:
             held = self.held[key] = LiveStorage(reference, 0, tier, self._where()[1], rows=rows)
         nbytes = storage.nbytes()
         if nbytes != held.nbytes:
+            if held.nbytes:
+                self._resizing[key] = held
             self._update(held, nbytes)
+
+    def expect_resizing(self, tensor: torch.Tensor) -> None:
+        """Expect that the storage of a tracked tensor is resized without a use of a tensor over it."""
+        key = tensor.untyped_storage()._cdata
+        self._resizing[key] = self.held[key]
 
     def reassign(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
         """Assign a storage to another tier and to the owners in ``rows``. Never raises ``peak``."""
@@ -95,22 +101,22 @@ class LiveMemory:
         """Re-read the size of every live storage and correct ``now``, for storages that were resized without a use of a
         tensor over them. Never raises ``peak``.
         """
-        for held in list(self.held.values()):
-            storage = held.reference()
-            if storage is not None and storage.nbytes() != held.nbytes:
-                self._change(held, storage.nbytes())
+        self._refresh(self.held.values())
 
     def reset_peaks(self) -> None:
         """Forget the peaks: each tier's current total is its first new one."""
         self.peak = dict(self.now)
         self.peak_places = dict.fromkeys(self.now, self._where())
-        self._unreported = {tier for tier, nbytes in self.now.items() if nbytes}
+        self._changed = {tier: {} for tier in self.now}
 
-    def report_last_peaks(self) -> None:
-        """Call ``at_peak`` for every tier whose total has not dropped since its last peak."""
-        for tier in sorted(self._unreported):
-            self._at_peak(tier)
-        self._unreported.clear()
+    def storages_at_peak(self, tier: str) -> list[tuple[LiveStorage, int]]:
+        """Return the storages that made up the peak of a tier, and their sizes then; their owners are those known now.
+
+        Call `refresh_sizes` first.
+        """
+        found = {id(held): (held, held.nbytes) for held in self.held.values() if held.tier == tier}
+        found.update(self._changed.get(tier, {}))
+        return [(held, nbytes) for held, nbytes in found.values() if nbytes]
 
     def _tier(self, tensor: torch.Tensor) -> str:
         """Return the tier of a tensor's memory, as a key of ``now``."""
@@ -125,18 +131,23 @@ class LiveMemory:
         tier = held.tier
         self._change(held, nbytes)
         if self.now[tier] > self.peak.get(tier, 0):
-            self.refresh_sizes()
+            self._refresh(self._resizing.values())
             if self.now[tier] > self.peak.get(tier, 0):
                 self.peak[tier] = self.now[tier]
                 self.peak_places[tier] = self._where()
-                self._unreported.add(tier)
+                self._changed[tier] = {}
+
+    def _refresh(self, storages: Iterable[LiveStorage]) -> None:
+        """Re-read the sizes of ``storages`` and correct ``now``."""
+        for held in list(storages):
+            storage = held.reference()
+            if storage is not None and storage.nbytes() != held.nbytes:
+                self._change(held, storage.nbytes())
 
     def _change(self, held: LiveStorage, nbytes: int) -> None:
-        """Set a storage's size and its tier's total; report an unreported peak first if the total drops."""
+        """Set a storage's size and its tier's total; remember the size that it had at the tier's peak."""
         tier = held.tier
-        if nbytes < held.nbytes and tier in self._unreported:
-            self._unreported.discard(tier)
-            self._at_peak(tier)
+        self._changed.setdefault(tier, {}).setdefault(id(held), (held, held.nbytes))
         self.now[tier] = self.now.get(tier, 0) + nbytes - held.nbytes
         held.nbytes = nbytes
 
@@ -146,3 +157,6 @@ class LiveMemory:
         if held is not None and held.reference() is None:
             self._change(held, 0)
             del self.held[key]
+            self._resizing.pop(key, None)
+            if not self._changed[held.tier][id(held)][1]:
+                del self._changed[held.tier][id(held)]

@@ -17,6 +17,7 @@ from ..planned import MEMORY_TIERS, LiveRow, Peak
 from .memory import LiveMemory, LiveStorage
 
 _OWNERS = 10
+_RESIZED = "gathered parameters"  # buffers that the engine resizes as it gathers and releases
 
 
 class PeakWatch:
@@ -27,19 +28,17 @@ class PeakWatch:
 
     Attributes:
         memory: the storages; the mode that runs operations passes their results to it.
-        phase: the engine's current phase.
     """
 
     def __init__(self, kind: str = "cpu") -> None:
-        self.memory = LiveMemory(kind, self._phase_and_place, self._record_peak)
-        self.phase = "model"
+        self.memory = LiveMemory(kind, self._phase_and_place)
+        self._phase = "model"
         self._running: list[str] = []
         self._last_done = ""  # the module or, in backward, unit that ended last
         self._names: dict[int, str] = {}  # of the engine's modules, by id
         self._handles: list[RemovableHandle] = []
         self._engine: Engine | None = None
         self._before_engine: list[LiveStorage] = []
-        self._peaks: dict[str, Peak] = {}
 
     def __enter__(self) -> PeakWatch:
         self._handles = [
@@ -51,6 +50,16 @@ class PeakWatch:
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
+
+    @property
+    def phase(self) -> str:
+        """The engine's current phase. When another begins, the memory that units hold then gets its owners."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._assign_all_owners()
+        self._phase = phase
 
     @property
     def computing(self) -> bool:
@@ -68,21 +77,21 @@ class PeakWatch:
         self._engine = engine
         self._names = {id(module): name for name, module in engine.module.named_modules()}
         engine.partition.runtime.watch_units(self)
-        self._assign_owners(engine.partition.units)
+        self._assign_all_owners()
         self._leave_to_script(engine)
         self.reset_peaks(self.phase)
 
     def reset_peaks(self, phase: str) -> None:
         """Forget the peaks and begin the phase ``phase``."""
-        self.phase, self._last_done, self._peaks = phase, "", {}
+        self.phase, self._last_done = phase, ""
         self.memory.refresh_sizes()
         self.memory.reset_peaks()
 
     def peaks(self) -> tuple[Peak, ...]:
         """Return the peak of each tier since `reset_peaks`, the device first; no entry for an unused tier."""
         self.memory.refresh_sizes()
-        self.memory.report_last_peaks()
-        return tuple(self._peaks[tier] for tier in MEMORY_TIERS if tier in self._peaks)
+        self._assign_all_owners()
+        return tuple(self._peak_of(tier) for tier in MEMORY_TIERS if self.memory.peak.get(tier))
 
     def enters(self, units: Iterable[Unit]) -> None:
         """Assign owners to the memory of ``units``; called when a module that uses them begins."""
@@ -123,52 +132,66 @@ class PeakWatch:
         running = next((name for name in reversed(self._running) if name), "")
         return self.phase, running or (f"after {self._last_done}" if self._last_done else self.phase)
 
-    def _record_peak(self, tier: str) -> None:
-        """Record the current live memory of a tier, by owner, as its peak."""
-        engine = self._engine
-        if tier not in MEMORY_TIERS or engine is None:
-            return
-        self._assign_owners(engine.partition.units)
+    def _peak_of(self, tier: str) -> Peak:
+        """Return the peak of a tier, with its bytes by owner."""
         sums: Counter[tuple[str, str]] = Counter()
-        for held in self.memory.held.values():
-            if held.tier == tier and held.nbytes:
-                sums.update(_bytes_by_owner(held))
-        rows = [LiveRow(*key, nbytes) for key, nbytes in sums.most_common()]
+        for held, nbytes in self.memory.storages_at_peak(tier):
+            sums.update(_bytes_by_owner(held, nbytes))
+        rows = sorted((LiveRow(*key, nbytes) for key, nbytes in sums.items()), key=lambda row: (-row.nbytes, row))
         activations = sum(row.nbytes for row in rows if row.kind == "activations")
         found = self.memory.peak[tier]
-        self._peaks[tier] = Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
+        return Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
+
+    def _assign_all_owners(self) -> None:
+        """Assign the engine's memory to its units."""
+        if self._engine is None:
+            return
+        self._assign_owners(self._engine.partition.units)
+        optimizer = self._engine.sharded_optimizer
+        if optimizer is None:
+            return
+        for owned in optimizer.fragments:
+            for value in optimizer.state_of(owned).values():
+                if isinstance(value, torch.Tensor):
+                    self._assign(value, "optimizer states", owned.unit.name)
 
     def _assign_owners(self, units: Iterable[Unit]) -> None:
-        """Assign the engine's memory for ``units`` to these units."""
-        engine = self._engine
-        if engine is None:
+        """Assign the engine's memory for ``units`` to these units, but for optimizer states."""
+        if self._engine is None:
             return
         for unit in units:
-            for kind, tensor in _held_for(engine, unit):
-                held = self.memory.held.get(tensor.untyped_storage()._cdata)
-                if held is not None and held.owner is None and not held.rows:
-                    held.owner = (kind, unit.name)
+            for kind, tensor in _held_for(self._engine, unit):
+                if self._assign(tensor, kind, unit.name) and kind == _RESIZED:
+                    self.memory.expect_resizing(tensor)
+
+    def _assign(self, tensor: torch.Tensor, kind: str, name: str) -> bool:
+        """Make ``kind`` and ``name`` the owner of a tensor's storage, if it is tracked and has none; return whether."""
+        held = self.memory.held.get(tensor.untyped_storage()._cdata)
+        if held is None or held.owner is not None or held.rows:
+            return False
+        held.owner = (kind, name)
+        return True
 
 
-def _bytes_by_owner(held: LiveStorage) -> dict[tuple[str, str], int]:
-    """Return the bytes of a storage by the kind and name of its owners; bytes beyond its rows count to the first row's
+def _bytes_by_owner(held: LiveStorage, nbytes: int) -> dict[tuple[str, str], int]:
+    """Return ``nbytes`` of a storage by the kind and name of its owners; bytes beyond its rows count to the first row's
     kind.
     """
     if not held.rows:
-        return {held.owner or ("activations", held.origin): held.nbytes}
+        return {held.owner or ("activations", held.origin): nbytes}
     found: Counter[tuple[str, str]] = Counter()
-    for kind, name, nbytes in held.rows:
-        found[kind, name] += nbytes
-    over = held.nbytes - found.total()
+    for kind, name, part in held.rows:
+        found[kind, name] += part
+    over = nbytes - found.total()
     if over:
         found[held.rows[0].kind, ""] += over
     return found
 
 
 def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (kind, tensor) of everything the engine holds for a unit."""
-    parts, optimizer = engine.partition, engine.sharded_optimizer
-    yield "gathered parameters", unit.flat
+    """Yield (kind, tensor) of what the engine holds for a unit, but for optimizer states."""
+    parts = engine.partition
+    yield _RESIZED, unit.flat
     if isinstance(parts.residency, DeviceResidency):
         yield "parameter shards", parts.residency.acquire(unit.name)
     if unit.master is not None:
@@ -176,7 +199,3 @@ def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
     gradients = parts.runtime.gradients.get(unit.index)
     if gradients is not None:
         yield from (("gradients", tensor) for tensor in gradients.tensors())
-    for owned in () if optimizer is None else optimizer.fragments:
-        if owned.unit is unit:
-            states = optimizer.state_of(owned).values() if optimizer is not None else ()
-            yield from (("optimizer states", value) for value in states if isinstance(value, torch.Tensor))
