@@ -173,15 +173,6 @@ MODELS = {
 }
 
 
-def batch_of(model: str) -> tuple[torch.Tensor, ...]:
-    """Return a micro-batch of the model."""
-    drawn = torch.Generator().manual_seed(0)
-    if model in ("vit", "convolutional"):
-        return (torch.rand(BATCH, 3, 32, 32, generator=drawn),)
-    tokens = torch.randint(250, (BATCH, SEQUENCE), generator=drawn)
-    return (tokens, tokens) if model == "llama" else (tokens,)
-
-
 class PeakCase(NamedTuple):
     """One run, planned and done. ``planted``: the engine of the real run keeps copies that no plan knows of."""
 
@@ -195,6 +186,15 @@ class PeakCase(NamedTuple):
     def build(self) -> nn.Module:
         torch.manual_seed(0)
         return MODELS[self.model](self.recompute)
+
+    def batch(self) -> tuple[torch.Tensor, ...]:
+        """Return a micro-batch of the model, in its dtype."""
+        drawn = torch.Generator().manual_seed(0)
+        if self.model in ("vit", "convolutional"):
+            images = torch.rand(BATCH, 3, 32, 32, generator=drawn)
+            return (images.bfloat16() if self.dtype == "bf16" else images,)
+        tokens = torch.randint(250, (BATCH, SEQUENCE), generator=drawn)
+        return (tokens, tokens) if self.model == "llama" else (tokens,)
 
     def config(self) -> dict[str, Any]:
         dtype = {"bf16": {"enabled": True}} if self.dtype == "bf16" else {}
@@ -257,7 +257,7 @@ def measure(cases: list[PeakCase], steps: int = 3) -> list[tuple[Peak, ...]]:
         watch = PeakWatch()
         with watch, LiveStorages(watch.memory), tier_ends(MeasuredEnds(watch.memory)):
             engine = zero_core.initialize(model=case.build(), config=case.config())[0]
-            batch = tuple(tensor.clone() for tensor in batch_of(case.model))
+            batch = tuple(tensor.clone() for tensor in case.batch())
             watch.follow(engine)
             copies: list[torch.Tensor] = []
             for gradients in engine.partition.runtime.gradients.values() if case.planted else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-from peak_models import MODELS, PeakCase, batch_of, measure
+from peak_models import MODELS, PeakCase, measure
 
 from zero_comm import run_ranks
 from zero_plan import Peak, RankPlan, plan
@@ -14,7 +14,7 @@ from zero_plan import Peak, RankPlan, plan
 def check(cases: list[PeakCase], world_size: int) -> None:
     by_rank = run_ranks(measure, world_size, cases)
     for number, case in enumerate(cases):
-        found = plan(case.build, case.config(), batch=batch_of(case.model), world_size=world_size)
+        found = plan(case.build, case.config(), batch=case.batch(), world_size=world_size)
         for planned in found.ranks:
             with pytest.raises(AssertionError) if case.planted else nullcontext():
                 compare(case, planned, by_rank[planned.rank][number])
@@ -35,6 +35,10 @@ def compare(case: PeakCase, planned: RankPlan, found: tuple[Peak, ...]) -> None:
 def test_the_highest_moment_is_that_of_live_storages_and_memory_that_no_plan_knows_of_is_found() -> None:
     planted = PeakCase("convolutional", 2, planted=True)
     check([planted, planted._replace(planted=False), PeakCase("gpt", 3, True, "bf16", offload="all")], 2)
+
+
+def test_images_of_a_16_bit_model_are_in_its_dtype() -> None:
+    check([PeakCase("vit", 2, dtype="bf16")], 1)
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from zero_comm import run_ranks
 from zero_plan import Machine, PlanError, Setup, configuration, estimate_step, load_machine, search
 from zero_plan.cli import main
 from zero_plan.fitting import judge_fit
@@ -67,6 +68,41 @@ def test_the_configuration_is_one_that_the_engine_and_deepspeed_know(tmp_path: P
     assert config.train_batch_size == 16
     assert config.zero_optimization.offload_optimizer.device == ("none" if memory == "80 GB" else "cpu")
     assert set(_keys(found)) <= DEEPSPEED_KEYS
+
+
+def initialize(path: str) -> tuple[int, str, str, int, str]:
+    """Train a step of a small model with the configuration file; return what the engine took from it."""
+    import torch
+
+    import zero_core
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    engine = zero_core.initialize(model=model, config=path)[0]
+    zero = engine.resolved_config.zero_optimization
+    steps = engine.gradient_accumulation_steps()
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 8, dtype=dtype)).square().sum())
+        engine.step()
+    found = zero.stage, zero.offload_optimizer.device, zero.offload_param.device, steps, str(dtype)
+    assert engine.global_steps == 1
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("memory", "offload"), (("200 GB", False), ("80 GB", True)))
+def test_a_real_engine_takes_the_written_file(tmp_path: Path, memory: str, offload: bool) -> None:
+    written = tmp_path / "ds.json"
+    options = ["--shape", "llama-3-8b", "--sequence", "2048", "--machine", "h100-sxm-80gb-x8", "--train-batch", "16"]
+    sizes = ["--set", f"device.memory={memory}", "--set", "node.devices=2", "--nvme-path", str(tmp_path)]
+    assert main(["fit", *options, *sizes, "--write", str(written)]) == 0
+    found = json.loads(written.read_text())["zero_optimization"]
+    stage, optimizer, parameters, steps, dtype = run_ranks(initialize, 2, str(written))[1]
+    assert (stage, dtype) == (found["stage"], "torch.bfloat16")
+    assert steps == json.loads(written.read_text())["gradient_accumulation_steps"]
+    tiers = [found.get(section, {}).get("device", "none") for section in ("offload_optimizer", "offload_param")]
+    assert [optimizer, parameters] == tiers and (tiers != ["none", "none"]) == offload
 
 
 def test_many_nodes_may_compress_and_the_configuration_says_so() -> None:
