@@ -177,7 +177,8 @@ class RunRecordSection(Section):
     path: Text | None = Field(default=None, description="Folder of the record; `zero-report PATH` makes a page of it.")
     max_bytes: PositiveInt = Field(default=256 << 20, description="Bytes of the record, all ranks together.")
     plan: Text | None = Field(
-        default=None, description="Output of `zero-plan estimate --json`, shown beside what is measured."
+        default=None,
+        description="Output of `zero-plan estimate --json`, or of `model` or `run`, compared with what is measured.",
     )
 
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from zero_report import RecordWriter
+from zero_report.record.planned import RunPlan
 
 from ..compat import memory_allocated
 from ..instruments import memory_rows
-from .plan import PlannedRun, RunPlan
+from .plan import planned_run
 
 if TYPE_CHECKING:
     from ..offloading import Offloading
@@ -42,8 +43,9 @@ class MemorySampler:
     ) -> None:
         self._state = state
         self._offloading = offloading
-        self._planned = None if plan is None else PlannedRun(plan, state, writer)
+        self._planned = planned_run(plan, state, writer)
         self._peaks: dict[str, int] = {}
+        self._device: int | None = None
         self._writer = writer
         self._on_host = state.device.type == "cpu"
         self._process = psutil.Process()
@@ -69,11 +71,13 @@ class MemorySampler:
         """End the step's samples, compare the peaks with the plan once, and decide when to sample next."""
         self._steps += 1
         if self._samples:
-            if self._steps == _WARM and self._planned is not None:
-                self._planned.compare(self._peaks)
+            if self._planned is not None:
+                ledger = self._state.ledger
+                sent = ledger.sent_bytes() - ledger.sent_bytes("control")
+                self._planned.after_step(self._steps, self._peaks, sent, self._device)
             if self._steps >= _WARM:
                 self._due = time.perf_counter() + _PAUSE * self._sample_seconds
-            self._samples, self._sample_seconds, self._peaks = 0, 0.0, {}
+            self._samples, self._sample_seconds, self._peaks, self._device = 0, 0.0, {}, None
 
     def _take_sample(self, *, first: bool = False) -> None:
         begin = time.perf_counter()
@@ -100,6 +104,7 @@ class MemorySampler:
         owners["other"] = max(0, (process if device is None else device) - counted)
         if self._planned is not None:
             self._peaks = {owner: max(nbytes, self._peaks.get(owner, 0)) for owner, nbytes in owners.items()}
+            self._device = device if device is None else max(device, self._device or 0)
         self._writer.memory(owners, process=process, device=device)
         self._samples += 1
         self._sample_seconds += time.perf_counter() - begin

@@ -18,7 +18,7 @@ from .events import WarningEvents, note_degraded
 from .facts import head_facts
 from .instruments import RecordingInstruments
 from .ledger import RecordedLedger, Running
-from .plan import RunPlan
+from .plan import load_plan
 
 if TYPE_CHECKING:
     from zero_config import Config
@@ -36,7 +36,7 @@ class RunRecord:
 
     def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
         self.folder = folder
-        self.plan = None if config.run_record.plan is None else RunPlan.load(config.run_record.plan)
+        self.plan = load_plan(config, dist.get_rank())
         self._running: list[weakref.WeakMethod[Callable[[], Running]]] = []  # an engine may be dropped while we write
         self.writer: RecordWriter = RecordWriter(
             folder,
