@@ -16,11 +16,11 @@ from zero_comm import run_ranks
 from zero_core.engine import Engine
 from zero_core.supervision import Unsupervised, run_as_main, supervised
 from zero_core.training import Unobserved
-from zero_plan import PlanError, plan
+from zero_plan import PlanError, plan, plan_script
 from zero_plan.cli import main
 from zero_plan.dry_run.script import fill_auto, rehearse_script
 from zero_plan.planned import Plan, RankPlan
-from zero_plan.scripts import Script, ScriptRank, plan_script
+from zero_plan.scripts import Script, ScriptRank
 
 SCRIPTS = Path(__file__).parent / "scripts"
 AUTO = {
@@ -82,6 +82,20 @@ def test_the_name_deepspeed_and_the_command(
     assert found.saved is not None and found.saved.written > 0
     assert links["inside a node"] > 0 and links["between nodes"] > 0
     assert links["inside a node"] + links["between nodes"] == found.sent_bytes()
+
+
+@pytest.mark.parametrize("saved_by", (None, 1))
+def test_a_load_into_a_scripts_engine_is_what_plan_says(saved_by: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(Path(__file__).parent), *filter(None, sys.path)]))
+    case = dry_models.Case(stage=3)
+    asked: dict[str, Any] = {"world_size": 2, "ranks": [1], "checkpoint": True, "saved_by": saved_by}
+    script = Script(str(SCRIPTS / "plain.py"), ("3",), config=case.config())
+    [found] = plan_script(script, **asked).plan.ranks
+    [expected] = plan(case.model, case.config(), batch=dry_models.tokens(), **asked).ranks
+    assert found.loaded is not None and expected.loaded is not None
+    assert (found.loaded.saved_by, found.loaded.read) == (expected.loaded.saved_by, expected.loaded.read)
+    assert found.loaded.peaks[0].nbytes == expected.loaded.peaks[0].nbytes
+    assert found.saved is not None and found.saved.written > 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from simulated import Simulation, simulate
 
-from zero_report import RecordWriter, SpanKind, read_run, write_report
+from zero_report import PageTable, RecordWriter, SpanKind, read_run, table_page, write_report
 from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 
@@ -345,3 +345,14 @@ def test_1024_ranks_times_10000_steps(tmp_path: Path) -> None:
     print(f"page: {seconds:.1f} s, {memory / 2**30:.2f} GiB, {size / 1e6:.2f} MB")
     assert memory <= 1 << 30
     assert size <= 5_000_000
+
+
+def test_a_page_of_tables_shows_texts_as_texts_and_runs_nothing(tmp_path: Path) -> None:
+    rows = [("device", "1.5 GB", "+3.0%"), (HOSTILE, "", "-1.0%")]
+    page = table_page(HOSTILE, [PageTable("memory", ("tier", "bytes", "error"), rows, note=HOSTILE)], sentence=HOSTILE)
+    text = page.save(tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "<script" not in text and "<img" not in text and text.count("&lt;/script&gt;") == 10
+    assert '<td class="number">1.5 GB</td><td class="number">+3.0%</td>' in text and '<td class="name">device' in text
+    assert (
+        "prefers-color-scheme: dark" in text and "--ground: #14171a" in text.partition("prefers-color-scheme: dark")[2]
+    )

@@ -122,8 +122,7 @@ class Control:
         """
         messages = self._exchange(message)
         told = _distinct(messages)
-        failed = next((m for m in told if m.kind == _FAILED), None)
-        if failed is not None:
+        if (failed := next((m for m in told if m.kind == _FAILED), None)) is not None:
             raise PeerError(f"rank {messages.index(failed)} failed: {failed.payload[0]}; here: {message}")
         self.watched.failed = None
         self.watched.agreed = max(self.watched.agreed, max(m.wish for m in told))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from . import infinity
 from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
 from .bounding import step_bounds
-from .dry import plan
+from .comparing import ComparedRow, compare
+from .dry import plan, plan_script
 from .errors import PlanError
 from .estimate import Fit, StepEstimate, estimate_step
 from .estimators import Estimate, EstimateRow, estimate_zero1, estimate_zero2, estimate_zero3
@@ -18,7 +19,7 @@ from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .live import ParameterCount, count_parameters, estimate_zero1_live, estimate_zero2_live, estimate_zero3_live
 from .machine import Machine, Value, load_machine, parse_machine, presets
 from .planned import FileRow, HeldRow, LiveRow, Peak, Plan, RankPlan, SentRow
-from .scripts import Script, ScriptPlan, plan_script
+from .scripts import Script, ScriptPlan
 from .search import Choice, EstimatedChoice, Rejected, Search, configuration, search
 from .setup import Setup, StateBytes
 from .states import StateRow, by_tier, largest_model, model_states, model_states_per_rank
@@ -31,6 +32,7 @@ __all__ = [
     "CHECKPOINTING",
     "Choice",
     "Collective",
+    "ComparedRow",
     "Estimate",
     "EstimateRow",
     "EstimatedChoice",
@@ -65,6 +67,7 @@ __all__ = [
     "bounds",
     "by_tier",
     "collectives",
+    "compare",
     "configuration",
     "count_parameters",
     "estimate_step",

@@ -1,13 +1,15 @@
-"""`plan`: a dry run of the engine itself, over tensors without memory."""
+"""`plan` and `plan_script`: a dry run of the engine itself, over tensors without memory, or of a script with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import PlanError, at_least_one
-from .planned import Plan
+from .planned import Plan, RankPlan
 from .ranks import chosen_ranks
+from .scripts import Script, ScriptPlan, ScriptRank, run_rank
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +50,41 @@ def plan(
     run = DryRun(model_fn, config, batch, loss or loss_of)
     found = rehearse(run, chosen, world_size, checkpoint=checkpoint, saved_by=savers)
     return Plan(world_size, tuple(found))
+
+
+def plan_script(
+    script: Script,
+    *,
+    world_size: int,
+    ranks_per_node: int | None = None,
+    ranks: Iterable[int] | None = None,
+    checkpoint: bool = False,
+    saved_by: int | None = None,
+) -> ScriptPlan:
+    """Return what a training script needs, by running it dry until its engine has taken three steps.
+
+    ``ranks_per_node``: by default that of the configuration, else all ranks. ``ranks``, ``checkpoint``, ``saved_by``:
+    see `zero_plan.plan`; a load runs the script once more as each rank, and as each of the savers whose files the rank
+    reads. Files that the script writes before its third step ends are written; its output is not shown.
+    Raises `PlanError` for a script that cannot be planned, naming the line in the user's file.
+    """
+    if ranks_per_node is not None:
+        at_least_one(ranks_per_node=ranks_per_node)
+    if not script.module and not Path(script.target).is_file():
+        raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
+    savers = world_size if saved_by is None else saved_by
+    at_least_one(saved_by=savers)
+    asked = [ScriptRank(script, rank, world_size, ranks_per_node) for rank in chosen_ranks(world_size, ranks)]
+    if checkpoint:
+        try:
+            from .dry_run.script_loading import plan_with_checkpoint
+        except ModuleNotFoundError as error:
+            raise PlanError(f"a dry run needs {error.name}: pip install 'zero-plan[dry-run]'") from error
+        found = plan_with_checkpoint(asked, savers)
+    else:
+        found = [run_rank(rank) for rank in asked]
+    lines = dict.fromkeys(line for answer in found for line in answer["lines"])
+    return ScriptPlan(Plan(world_size, tuple(RankPlan.from_dict(answer["plan"]) for answer in found)), tuple(lines))
 
 
 def loss_of(output: Any) -> Any:

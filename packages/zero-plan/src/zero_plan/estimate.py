@@ -123,7 +123,7 @@ def estimate_step(
         flops=flops,
         bounds=limits,
         time=step_time(limits),
-        wear=wear(machine, setup, tiers),
+        wear=wear(machine, setup.per_node * tiers.disk_write),
     )
 
 

@@ -53,15 +53,19 @@ def fits(
     machine: Machine | str,
     ranks: Iterable[int] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    checkpoint: bool = False,
+    saved_by: int | None = None,
 ) -> FitAnswer:
     """Return whether a run fits on a machine, and the needed and available bytes of each tier.
 
-    ``machine``: a `Machine`, the name of a preset, or the path of a machine file. The other arguments and the errors
-    are those of `zero_plan.plan`; also raises `PlanError` for an unknown machine. A tier whose capacity the machine
-    does not give counts as one that does not fit; see `FitAnswer.unknown`.
+    ``machine``: a `Machine`, the name of a preset, or the path of a machine file. ``checkpoint``: its saves and loads
+    have to fit, too. The other arguments and the errors are those of `zero_plan.plan`; also raises `PlanError` for an
+    unknown machine. A tier whose capacity the machine does not give counts as one that does not fit; see
+    `FitAnswer.unknown`.
     """
     given = load_machine(machine) if isinstance(machine, str) else machine
-    found = plan(model_fn, config, batch=batch, world_size=world_size, ranks=ranks, loss=loss)
+    asked: dict[str, Any] = {"ranks": ranks, "loss": loss, "checkpoint": checkpoint, "saved_by": saved_by}
+    found = plan(model_fn, config, batch=batch, world_size=world_size, **asked)
     return judge_fit(found, given)
 
 

@@ -111,10 +111,12 @@ class Wear(NamedTuple):
     steps: float | None
 
 
-def wear(machine: Machine, setup: Setup, tiers: TierBytes) -> Wear | None:
-    """Return how fast steps wear the drives of a node; None if a step writes nothing to them."""
-    written = setup.per_node * tiers.disk_write
+def wear(machine: Machine | None, written: int) -> Wear | None:
+    """Return how fast steps wear the drives of a node, of which each writes ``written`` bytes; None for no bytes.
+
+    ``machine``: None if its endurance is not known.
+    """
     if not written:
         return None
-    endurance = machine.get("disk.endurance")
+    endurance = None if machine is None else machine.get("disk.endurance")
     return Wear(written * 1000 / 1e12, None if endurance is None else endurance / written)

@@ -135,7 +135,7 @@ class RankPlan:
     during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``:
     bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by the dtype that
     they compute in. ``saved``, ``loaded``: what saving a checkpoint after the steps needs, and loading one into a new
-    engine; None if it was not asked for.
+    engine; None if it was not asked for. ``stage``, ``accumulation``: the engine's stage and micro-batches per step.
     """
 
     rank: int
@@ -148,6 +148,8 @@ class RankPlan:
     flops: Mapping[str, int] = field(default_factory=dict)
     saved: SavedPlan | None = None
     loaded: LoadedPlan | None = None
+    stage: int = 0
+    accumulation: int = 1
 
     @property
     def peak(self) -> Peak:
@@ -155,11 +157,20 @@ class RankPlan:
         return self.peaks[0]
 
     def needs(self) -> dict[str, int]:
-        """Return the bytes that the rank needs on each tier: "device", "pinned host", "pageable host", "nvme"."""
-        found: dict[str, int] = {}
-        for peak in self.peaks:
-            found[peak.tier] = max(peak.nbytes, found.get(peak.tier, 0))
-        return {**found, "nvme": sum(row.nbytes for row in self.files)} if self.files else found
+        """Return the bytes that the rank needs on each tier ("device", "pinned host", "pageable host", "nvme") for the
+        steps, and for the save and the load that were planned.
+        """
+        moments = [_peak_bytes(self.peaks)]
+        kept = 0
+        if self.saved is not None:
+            kept = self.saved.copied_nbytes
+            moments.append(_peak_bytes(self.saved.peaks, self.saved.message_nbytes))
+        if self.loaded is not None:
+            moments.append(_peak_bytes(self.loaded.peaks, self.loaded.scratch_nbytes))
+        found = {tier: max(moment.get(tier, 0) for moment in moments) for tier in MEMORY_TIERS}
+        found["pageable host"] += kept
+        found["nvme"] = sum(row.nbytes for row in self.files)
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def held_bytes(self, tier: str = "device") -> int:
         """Return the bytes of all model states on a tier."""
@@ -190,6 +201,8 @@ class RankPlan:
             "flops": dict(self.flops),
             "saved": None if self.saved is None else self.saved.as_dict(),
             "loaded": None if self.loaded is None else self.loaded.as_dict(),
+            "stage": self.stage,
+            "accumulation": self.accumulation,
         }
 
     @classmethod
@@ -206,6 +219,8 @@ class RankPlan:
             data["flops"],
             None if data.get("saved") is None else SavedPlan.from_dict(data["saved"]),
             None if data.get("loaded") is None else LoadedPlan.from_dict(data["loaded"]),
+            data.get("stage", 0),
+            data.get("accumulation", 1),
         )
 
 
@@ -216,6 +231,12 @@ class Plan:
     world_size: int
     ranks: tuple[RankPlan, ...]
 
+    def written_per_node(self, devices: int) -> int:
+        """Return the bytes that a step writes to the drives of a node with ``devices`` ranks, if each writes as many as
+        the planned rank that writes most.
+        """
+        return min(devices, self.world_size) * max((rank.written for rank in self.ranks), default=0)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data for JSON."""
         return {"world_size": self.world_size, "ranks": [rank.as_dict() for rank in self.ranks]}
@@ -224,6 +245,13 @@ class Plan:
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """Return the plan that the result of `as_dict` describes."""
         return cls(data["world_size"], tuple(RankPlan.from_dict(rank) for rank in data["ranks"]))
+
+
+def _peak_bytes(peaks: tuple[Peak, ...], beside: int = 0) -> dict[str, int]:
+    """Return the bytes of peaks by tier; ``beside``: bytes of pageable host memory that they do not include."""
+    found = {peak.tier: peak.nbytes for peak in peaks}
+    found["pageable host"] = found.get("pageable host", 0) + beside
+    return found
 
 
 def _peaks_as_dicts(peaks: tuple[Peak, ...]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`plan_script`: a dry run of the user's own script, once per rank, each in a process of its own."""
+"""The user's own training script, and its dry run as one rank in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from .errors import PlanError, at_least_one
-from .planned import Plan, RankPlan
-from .ranks import chosen_ranks
+from .errors import PlanError
+from .planned import Plan
 
 _SHOWN_LINES = 20
 
@@ -38,7 +36,9 @@ class Script:
 class ScriptRank:
     """A script and the rank to run it as.
 
-    ``ranks_per_node``: None leaves it to the configuration. ``checkpoint``: plan a save too.
+    ``ranks_per_node``: None leaves it to the configuration. ``checkpoint``: plan a save too. ``part``: the path of a
+    file for what the rank saves. ``manifest``: the path of a file with the manifest of a checkpoint of ``saved_by``
+    ranks; the rank then loads it into its new engine, and ends.
     """
 
     script: Script
@@ -46,6 +46,9 @@ class ScriptRank:
     world_size: int
     ranks_per_node: int | None = None
     checkpoint: bool = False
+    part: str | None = None
+    manifest: str | None = None
+    saved_by: int = 0
 
     def write(self, path: Path) -> None:
         """Write it to the file ``path``, for the process that runs the script."""
@@ -66,31 +69,7 @@ class ScriptPlan(NamedTuple):
     lines: tuple[str, ...]
 
 
-def plan_script(
-    script: Script,
-    *,
-    world_size: int,
-    ranks_per_node: int | None = None,
-    ranks: Iterable[int] | None = None,
-    checkpoint: bool = False,
-) -> ScriptPlan:
-    """Return what a training script needs, by running it dry until its engine has taken three steps.
-
-    ``ranks_per_node``: by default that of the configuration, else all ranks. ``ranks``, ``checkpoint``: see
-    `zero_plan.plan`. Files that the script writes before its third step ends are written; its output is not shown.
-    Raises `PlanError` for a script that cannot be planned, naming the line in the user's file.
-    """
-    if ranks_per_node is not None:
-        at_least_one(ranks_per_node=ranks_per_node)
-    if not script.module and not Path(script.target).is_file():
-        raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
-    chosen = chosen_ranks(world_size, ranks)
-    found = [_plan_rank(ScriptRank(script, rank, world_size, ranks_per_node, checkpoint)) for rank in chosen]
-    lines = dict.fromkeys(line for answer in found for line in answer["lines"])
-    return ScriptPlan(Plan(world_size, tuple(RankPlan.from_dict(answer["plan"]) for answer in found)), tuple(lines))
-
-
-def _plan_rank(given: ScriptRank) -> dict[str, Any]:
+def run_rank(given: ScriptRank) -> dict[str, Any]:
     """Run the script as one rank in a new process; return the answer of `zero_plan.dry_run.__main__`: plan and lines.
 
     Raises `PlanError` for an error that the process answers, or if it ends without an answer.

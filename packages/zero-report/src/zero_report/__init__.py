@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .page.report import Report, make_report, write_report
+    from .page.tables import PageTable, table_page
     from .record.reader import RecordError, Run, read_run
     from .record.schema import SpanKind
     from .record.writer import RecordWriter, next_attempt
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "PageTable": "page.tables",
     "SpanKind": "record.schema",
     "RecordError": "record.reader",
     "RecordWriter": "record.writer",
@@ -26,10 +28,12 @@ _LAZY = {
     "make_report": "page.report",
     "next_attempt": "record.writer",
     "read_run": "record.reader",
+    "table_page": "page.tables",
     "write_report": "page.report",
 }
 
 __all__ = [
+    "PageTable",
     "RecordError",
     "RecordWriter",
     "Report",
@@ -38,6 +42,7 @@ __all__ = [
     "make_report",
     "next_attempt",
     "read_run",
+    "table_page",
     "write_report",
 ]
 

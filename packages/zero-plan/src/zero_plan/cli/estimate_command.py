@@ -14,8 +14,8 @@ from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
 from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
 from .machine_command import add_set_option, parse_overrides
-from .machine_printing import print_bounds, print_fits
-from .printing import print_table
+from .machine_printing import bounds_table, fits_table, wear_sentence
+from .printing import TextTable, print_tables
 
 _ESTIMATE = """\
 Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
@@ -112,19 +112,15 @@ def _print_estimate(found: StepEstimate, machine: str) -> None:
     """Print the tables of an estimate; ``machine``: the name to show."""
     setup = found.setup
     print(f"{found.params:,} parameters, stage {setup.stage}, {setup.world_size} ranks on {setup.nodes} × ({machine})")
-    memory = [
+    memory = tuple(
         (row.kind, row.tier, format_quantity(row.nbytes, "B")) for row in (*found.states, *found.residual) if row.nbytes
-    ]
-    print_table("memory of one rank", ("what", "tier", "bytes"), memory)
-    print_fits(found.fits)
-    traffic = [(row.name, format_quantity(row.volume, "B"), f"{row.calls:,}") for row in found.collectives]
-    if traffic:
-        print_table("collectives of a step", ("what", "volume", "calls"), traffic)
-    print_bounds(found.bounds, found.time)
+    )
+    traffic = tuple((row.name, format_quantity(row.volume, "B"), f"{row.calls:,}") for row in found.collectives)
+    sent = [TextTable("collectives of a step", ("what", "volume", "calls"), traffic)] if traffic else []
+    tables = (TextTable("memory of one rank", ("what", "tier", "bytes"), memory), fits_table(found.fits), *sent)
+    print_tables((*tables, bounds_table(found.bounds, found.time)))
     if found.wear is not None:
-        unknown = found.wear.steps is None
-        steps = "disk.endurance is not given" if unknown else f"worn after {found.wear.steps:,.0f} steps"
-        print(f"{found.wear.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}.")
+        print(wear_sentence(found.wear))
 
 
 def _count_argument(text: str) -> int:

@@ -5,31 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..estimate import Fit
-from ..limits import Bound, StepTime
+from ..limits import Bound, StepTime, Wear
 from ..quantities import format_quantity
-from .printing import format_seconds, print_table
+from .printing import TextTable, format_seconds
 
 
-def print_fits(rows: Iterable[Fit]) -> None:
-    """Print the needed and available bytes of each tier, and whether they fit."""
-    print_table("does it fit", ("tier", "needed", "there is", "verdict"), [_verdict(row) for row in rows])
+def fits_table(rows: Iterable[Fit]) -> TextTable:
+    """Return the needed and available bytes of each tier, and whether they fit."""
+    return TextTable("does it fit", ("tier", "needed", "there is", "verdict"), tuple(_verdict(row) for row in rows))
 
 
-def print_bounds(rows: Iterable[Bound], time: StepTime) -> None:
-    """Print the least time of each resource, the resource that binds, and the time that overlap can hide."""
-    table = [
+def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> TextTable:
+    """Return the least time of each resource, the resource that binds, and the time that overlap can hide; ``title``:
+    text before the table's own.
+    """
+    cells = tuple(
         (
             row.resource,
             format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B"),
             f"{row.key} is not given" if row.seconds is None else format_seconds(row.seconds),
         )
         for row in rows
-    ]
-    print_table("least time of each resource", ("resource", "amount", "time"), table)
-    print(
+    )
+    note = (
         f"A step takes at least {format_seconds(time.least)}, bound by {time.binding}. Overlap can hide at most "
         f"{format_seconds(time.hidden)} of {format_seconds(time.most)}."
     )
+    return TextTable(f"{title}least time of each resource", ("resource", "amount", "time"), cells, note)
+
+
+def wear_sentence(found: Wear) -> str:
+    """Return a sentence on the bytes that steps write to the drives of a node, and how many steps wear them out."""
+    steps = "disk.endurance is not given" if found.steps is None else f"worn after {found.steps:,.0f} steps"
+    return f"{found.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}."
 
 
 def _verdict(row: Fit) -> tuple[str, str, str, str]:

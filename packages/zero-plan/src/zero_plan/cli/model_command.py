@@ -37,9 +37,6 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
         metavar="NxM",
         help="a micro-batch: samples x tokens, or samples",
     )
-    parser.add_argument(
-        "--saved-by", type=int, metavar="N", help="ranks that saved the checkpoint to load; default: as many as load it"
-    )
     add_plan_arguments(parser)
     parser.set_defaults(run=_model)
 
@@ -66,7 +63,7 @@ def _model(options: argparse.Namespace) -> int:
         )
     except (ConfigError, UsageError, PartitionError) as error:
         raise PlanError(f"the engine refuses it: {error}") from error
-    return print_plan(found, machine, as_json=options.json)
+    return print_plan(found, machine, options, f"plan of {options.hf_config}")
 
 
 def _read_configuration(path: str, rows: int, ranks_per_node: int | None) -> dict[str, Any]:

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class TextTable(NamedTuple):
+    """A table with its title, the names of its columns, rows of cells, and a sentence below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+def print_tables(tables: Iterable[TextTable]) -> None:
+    """Print tables and the sentences below them."""
+    for table in tables:
+        print_table(table.title, table.columns, table.rows)
+        if table.note:
+            print(table.note)
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

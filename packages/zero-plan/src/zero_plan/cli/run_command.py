@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from ..scripts import Script, plan_script
+from ..dry import plan_script
+from ..scripts import Script
 from .configuration import read_configuration
 from .plan_printing import add_plan_arguments, machine_from_options, print_plan
 
@@ -48,7 +49,8 @@ def _run(options: argparse.Namespace) -> int:
         ranks_per_node=options.ranks_per_node,
         ranks=options.rank,
         checkpoint=options.checkpoint,
+        saved_by=options.saved_by,
     )
     for line in lines:
         print(f"zero-plan run: {line} reads a value, which a dry run does not have; it got 1 or False", file=sys.stderr)
-    return print_plan(found, machine, as_json=options.json)
+    return print_plan(found, machine, options, f"plan of {options.target}")

@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from ..errors import PlanError
 from ..scripts import ScriptRank
-from .script import rehearse_script
+from .script import rehearse_script, rehearse_script_load
 
 
 def write_answer(asked: Path, answered: Path) -> None:
-    """Run the `ScriptRank` in the file ``asked``; write its plan to ``answered``, or the text of the `PlanError`."""
+    """Run the `ScriptRank` in the file ``asked``; write its plan, or that of its load, to ``answered``, or the text of
+    the `PlanError`.
+    """
+    given = ScriptRank.read(asked)
     try:
-        plan, lines = rehearse_script(ScriptRank.read(asked))
-        found = {"plan": plan.as_dict(), "lines": lines}
+        if given.manifest is not None:
+            found: dict[str, Any] = {"loaded": rehearse_script_load(given).as_dict()}
+        else:
+            plan, lines = rehearse_script(given)
+            found = {"plan": plan.as_dict(), "lines": lines}
     except PlanError as error:
         found = {"error": str(error)}
     answered.write_text(json.dumps(found), encoding="utf-8")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from zero_ckpt.manifest import Manifest, TensorEntry
 from zero_ckpt.rehearsal import rehearsed
 from zero_ckpt.rehearsed_reads import merge_manifests
+from zero_core.engine import Engine
 from zero_partition import Fragment
 
+from ..errors import PlanError
 from ..planned import LoadedPlan, RankPlan
+from .parts import SavedPart
 from .rank import DryRun, new_engine, rehearse_rank
 from .recorder import DryRunRecorder
-from .saving import SavedPart
 
 
 def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int) -> list[RankPlan]:
@@ -22,22 +25,32 @@ def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: 
     if not checkpoint:
         return [plan for plan, _ in found.values()]
     own = {rank: part for rank, (_, part) in found.items() if part is not None}
-    saved = SavedRun(run, saved_by, own if saved_by == world_size else {})
-    return [
-        replace(plan, loaded=rehearse_load(run, rank, world_size, saved, part))
-        for rank, (plan, part) in found.items()
-        if part is not None
-    ]
+    saved = SavedRun(saved_by, own if saved_by == world_size else {}, lambda rank: _saved_part(run, rank, saved_by))
+    loaded = {}
+    for rank, part in own.items():
+        recorder = DryRunRecorder()
+        manifest = saved.manifest(part)
+        with new_engine(run, rank, world_size, recorder) as (engine, folder):
+            loaded[rank] = rehearse_load(engine, recorder, folder, manifest, saved_by)
+    return [replace(plan, loaded=loaded[rank]) for rank, (plan, _) in found.items()]
+
+
+def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
+    """Return what rank ``rank`` of ``world_size`` saves after a step."""
+    _, part = rehearse_rank(run, rank, world_size, steps=1, checkpoint=True)
+    if part is None:
+        raise PlanError(f"rank {rank} of {world_size} saved no checkpoint")
+    return part
 
 
 class SavedRun:
-    """The checkpoint of a run of ``world_size`` ranks. Those that write what a load reads are rehearsed; ``parts``: of
-    ranks that were.
+    """The checkpoint of a run of ``world_size`` ranks. ``parts``: of the ranks that have saved already; ``save``:
+    returns the part of another rank, called for those that write what a load reads.
     """
 
-    def __init__(self, run: DryRun, world_size: int, parts: dict[int, SavedPart]) -> None:
+    def __init__(self, world_size: int, parts: dict[int, SavedPart], save: Callable[[int], SavedPart]) -> None:
         self.world_size = world_size
-        self._run = run
+        self._save = save
         self._parts = dict(parts)
 
     def manifest(self, loader: SavedPart) -> Manifest:
@@ -51,9 +64,7 @@ class SavedRun:
 
     def _part(self, rank: int) -> SavedPart:
         if rank not in self._parts:
-            _, part = rehearse_rank(self._run, rank, self.world_size, steps=1, checkpoint=True)
-            if part is not None:
-                self._parts[rank] = part
+            self._parts[rank] = self._save(rank)
         return self._parts[rank]
 
 
@@ -85,13 +96,15 @@ def _overlap(one: Fragment, other: Fragment) -> bool:
     return max(one.param_offset, other.param_offset) < end
 
 
-def rehearse_load(run: DryRun, rank: int, world_size: int, saved: SavedRun, part: SavedPart) -> LoadedPlan:
-    """Return what rank ``rank`` of ``world_size`` needs to load ``saved``; ``part``: its own part of a save."""
-    manifest, recorder = saved.manifest(part), DryRunRecorder()
-    with new_engine(run, rank, world_size, recorder) as (engine, folder):
-        recorder.watch.reset_peaks("load")
-        _, before = recorder.ends.bytes_moved()
-        with rehearsed(manifest) as rehearsal:
-            engine.load_checkpoint(folder)
-        peaks, (_, written) = recorder.watch.peaks(), recorder.ends.bytes_moved()
-    return LoadedPlan(saved.world_size, peaks, rehearsal.read_nbytes, written - before, rehearsal.scratch_nbytes)
+def rehearse_load(
+    engine: Engine, recorder: DryRunRecorder, folder: Path, manifest: Manifest, saved_by: int
+) -> LoadedPlan:
+    """Load the checkpoint of ``saved_by`` ranks that ``manifest`` describes into a new engine, which ``recorder``
+    follows; return what that needs. ``folder``: any folder.
+    """
+    recorder.watch.reset_peaks("load")
+    _, before = recorder.ends.bytes_moved()
+    with rehearsed(manifest) as rehearsal:
+        engine.load_checkpoint(folder)
+    peaks, (_, written) = recorder.watch.peaks(), recorder.ends.bytes_moved()
+    return LoadedPlan(saved_by, peaks, rehearsal.read_nbytes, written - before, rehearsal.scratch_nbytes)

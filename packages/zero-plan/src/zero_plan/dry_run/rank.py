@@ -28,9 +28,10 @@ from ..errors import PlanError
 from ..planned import RankPlan
 from .fakes import PlanMode
 from .lines import describe_error
+from .parts import SavedPart
 from .peak_watch import PeakWatch
 from .recorder import DryRunRecorder
-from .saving import SavedPart, rehearse_save
+from .saving import rehearse_save
 from .supervising import Rehearsal
 from .world import fake_world
 

@@ -49,4 +49,6 @@ class DryRunRecorder:
             read,
             written,
             dict(self.operations.flops_by_dtype),
+            stage=engine.zero_optimization_stage(),
+            accumulation=engine.gradient_accumulation_steps(),
         )

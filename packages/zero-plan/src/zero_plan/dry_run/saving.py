@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from zero_ckpt.manifest import Manifest
 from zero_ckpt.rehearsal import rehearsed
 from zero_core.engine import Engine
-from zero_partition import Layout
 
 from ..errors import PlanError
 from ..planned import FileRow, SavedPlan
+from .parts import SavedPart
 from .peak_watch import PeakWatch
 
 _TAG = "planned"
-
-
-@dataclass(frozen=True)
-class SavedPart:
-    """The save of one rank: ``manifest`` has its slices only. ``layout``: of its run, in which the rank holds shard
-    number ``shard`` of ``shards``, and the states of shards ``owned``; the first ranks, one per shard, write for all.
-    """
-
-    manifest: Manifest
-    layout: Layout
-    shard: int
-    shards: int
-    owned: range
 
 
 def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> tuple[SavedPlan, SavedPart]:

@@ -20,11 +20,13 @@ from zero_core.training import Observer, Unobserved
 from zero_partition import StepResult
 
 from ..errors import PlanError
-from ..planned import RankPlan
+from ..planned import LoadedPlan, RankPlan
 from ..scripts import Script, ScriptRank
 from .fakes import PlanMode
 from .guesses import Guesses, ScriptReads
 from .lines import describe_error
+from .loading import rehearse_load
+from .parts import decode_manifest
 from .rank import STEPS, dry_run_context, refuse_real_parameters, without_values
 from .recorder import DryRunRecorder
 from .saving import rehearse_save
@@ -42,12 +44,14 @@ class ScriptRehearsal(Rehearsal):
 
     Attributes:
         found: the plan; None until the last step has ended.
+        loaded: the plan of a load, if one was asked for; None until it has ended.
         steps: how many steps the engine has taken.
     """
 
     def __init__(self, folder: Path, asked: ScriptRank, recorder: DryRunRecorder) -> None:
         super().__init__(folder)
         self.found: RankPlan | None = None
+        self.loaded: LoadedPlan | None = None
         self.steps = 0
         self._asked = asked
         self._recorder = recorder
@@ -64,7 +68,8 @@ class ScriptRehearsal(Rehearsal):
         return super().config(found, world_size)
 
     def observer(self, engine: Engine) -> Observer:
-        """Start measuring ``engine`` and return its observer; an engine without an optimizer is not measured.
+        """Start measuring ``engine`` and return its observer; an engine without an optimizer is not measured. If a
+        load was asked for, measure that and raise `StepsTaken`.
 
         Raises `PlanError` for a second engine with an optimizer.
         """
@@ -76,6 +81,10 @@ class ScriptRehearsal(Rehearsal):
         self._followed = engine
         engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._recorder.watch.follow(engine)
+        if self._asked.manifest is not None:
+            manifest = decode_manifest(Path(self._asked.manifest).read_bytes())
+            self.loaded = rehearse_load(engine, self._recorder, self.folder, manifest, self._asked.saved_by)
+            raise StepsTaken
         self._recorder.begin_step(engine)
         return _PhaseObserver(engine, self)
 
@@ -89,8 +98,10 @@ class ScriptRehearsal(Rehearsal):
         if self.steps == STEPS:
             self.found = self._recorder.plan(engine)
             if self._asked.checkpoint:
-                saved, _ = rehearse_save(engine, self._recorder.watch, self.folder)
+                saved, part = rehearse_save(engine, self._recorder.watch, self.folder)
                 self.found = replace(self.found, saved=saved)
+                if self._asked.part is not None:
+                    Path(self._asked.part).write_bytes(part.encode())
             raise StepsTaken
         self._recorder.begin_step(engine)
 
@@ -131,6 +142,27 @@ def rehearse_script(given: ScriptRank) -> tuple[RankPlan, list[str]]:
 
     Raises `PlanError` for a script that fails, naming its line, and for one that ends before those steps.
     """
+    rehearsal, lines = _rehearse(given)
+    if rehearsal.found is None:
+        raise PlanError(_too_few(given.script.target, rehearsal.steps))
+    return rehearsal.found, lines
+
+
+def rehearse_script_load(given: ScriptRank) -> LoadedPlan:
+    """Run a script as one rank until it has made its engine; return what loading ``given.manifest`` into that needs.
+
+    Raises `PlanError` for a script that fails, naming its line, and for one that makes no engine that trains.
+    """
+    rehearsal, _ = _rehearse(given)
+    if rehearsal.loaded is None:
+        raise PlanError(_too_few(given.script.target, 0))
+    return rehearsal.loaded
+
+
+def _rehearse(given: ScriptRank) -> tuple[ScriptRehearsal, list[str]]:
+    """Run a script as one rank, until that is known which ``given`` asks for; return its rehearsal, and the lines of
+    code that read values.
+    """
     recorder = DryRunRecorder()
     guesses = Guesses(lambda: recorder.watch.computing)
     with TemporaryDirectory(prefix="zero-plan-") as folder:
@@ -148,9 +180,7 @@ def rehearse_script(given: ScriptRank) -> tuple[RankPlan, list[str]]:
                 pass
             finally:
                 rehearsal.close()
-    if rehearsal.found is None:
-        raise PlanError(_too_few(given.script.target, rehearsal.steps))
-    return rehearsal.found, list(guesses.lines)
+    return rehearsal, list(guesses.lines)
 
 
 def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:

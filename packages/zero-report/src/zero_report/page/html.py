@@ -16,7 +16,7 @@ _SCRIPTS = ("format", "theme", "data", "chart", "curves", "strip", "memory", "ra
 
 
 @cache
-def _asset_text(name: str) -> str:
+def asset_text(name: str) -> str:
     """Return the text of a file of this package; cached."""
     return (files("zero_report") / name).read_text(encoding="utf-8")
 
@@ -28,18 +28,18 @@ def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
     The data is compressed and in base64, so nothing in it can end a script or open a tag; the scripts set text, never
     HTML. The page's content security policy allows its own scripts, by their hashes, and no request.
     """
-    scripts = [_asset_text("vendor/uplot/uPlot.iife.min.js")]
-    own = "\n".join(_asset_text(f"page/assets/{name}.js") for name in _SCRIPTS)
+    scripts = [asset_text("vendor/uplot/uPlot.iife.min.js")]
+    own = "\n".join(asset_text(f"page/assets/{name}.js") for name in _SCRIPTS)
     scripts.append(f'(() => {{\n"use strict";\nconst page = {{}};\n{own}\n}})();')
     style = (
-        _asset_text("vendor/uplot/uPlot.min.css")
-        + _asset_text("page/assets/page.css")
-        + _asset_text("page/assets/charts.css")
+        asset_text("vendor/uplot/uPlot.min.css")
+        + asset_text("page/assets/page.css")
+        + asset_text("page/assets/charts.css")
     )
     hashes = " ".join(f"'sha256-{_sha256_base64(script)}'" for script in scripts)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).encode()
     packed = base64.b64encode(gzip.compress(text, 9, mtime=0)).decode()
-    license_text = escape(_asset_text("vendor/uplot/LICENSE").splitlines()[2])
+    license_text = escape(asset_text("vendor/uplot/LICENSE").splitlines()[2])
     reload = "" if refresh is None else f'<meta http-equiv="refresh" content="{refresh:g}">\n'
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -48,7 +48,7 @@ def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         f'script-src {hashes}; img-src data:">\n<link rel="icon" href="data:,">\n{reload}'
-        f"<style>{style}</style>\n</head>\n<body>\n{_asset_text('page/assets/page.html')}\n"
+        f"<style>{style}</style>\n</head>\n<body>\n{asset_text('page/assets/page.html')}\n"
         f'<script type="application/gzip" id="data">{packed}</script>\n'
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + f"<!-- Charts: uPlot, MIT License, {license_text} -->\n</body>\n</html>\n"
