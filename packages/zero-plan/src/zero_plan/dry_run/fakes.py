@@ -183,8 +183,9 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool:
     """Return whether a copy has no effect on shapes or memory, and nothing that torch would refuse."""
-    fakes = type(out) is FakeTensor and type(given) is FakeTensor
-    return fakes and out.shape == given.shape and out.fake_device == given.fake_device and out.is_contiguous()
+    if not isinstance(out, FakeTensor) or not isinstance(given, FakeTensor):
+        return False
+    return out.shape == given.shape and bool(out.fake_device == given.fake_device) and out.is_contiguous()
 
 
 def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:
