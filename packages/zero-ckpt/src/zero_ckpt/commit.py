@@ -270,14 +270,12 @@ def has_mark(path: Path) -> bool:
     """Return whether a directory's manifest begins as this format's do, in any version; False if it cannot be read."""
     try:
         fd = open_regular(path / MANIFEST_NAME)
+        try:
+            return os.pread(fd, len(MAGIC), 0)[:-1] == MAGIC[:-1]
+        finally:
+            os.close(fd)
     except OSError:
         return False
-    try:
-        return os.pread(fd, len(MAGIC), 0)[:-1] == MAGIC[:-1]
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
 
 
 def holds_checkpoint(path: Path) -> bool:

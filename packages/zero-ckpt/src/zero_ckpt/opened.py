@@ -145,19 +145,25 @@ class Folder:
     def read(self, relative: str, limit: int) -> bytes:
         """Return all bytes of a file; raises DamagedError, also for more than `limit` bytes, and ReplacedError."""
         where = str(self.path / relative)
-        fd = self.open_named(relative, where)
-        try:
+        with self.opened(relative, where) as fd:
             return read_bounded(fd, limit, where)
-        finally:
-            os.close(fd)
 
     def read_at(self, relative: str, position: int, out: memoryview, where: str) -> None:
         """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
+        with self.opened(relative, where) as fd:
+            read_fd(fd, position, out, where)
+
+    @contextmanager
+    def opened(self, relative: str, where: str) -> Iterator[int]:
+        """Yield a descriptor as `open_named` returns it, and close it; raises DamagedError when that fails, too."""
         fd = self.open_named(relative, where)
         try:
-            read_fd(fd, position, out, where)
+            yield fd
         finally:
-            os.close(fd)
+            try:
+                os.close(fd)
+            except OSError as error:
+                raise DamagedError(f"{where}: closing: {error.strerror or error}") from error
 
     def is_current(self) -> bool:
         """Return whether the path still leads to this directory."""

@@ -11,11 +11,10 @@ With `verify=False` only the requested bytes are read.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -186,8 +185,7 @@ class Checkpoint:
             opened: dict[int, Path] = {}
             for job in jobs:
                 if job.piece.file not in opened:
-                    fd = self._open(job)
-                    stack.callback(os.close, fd)
+                    fd = stack.enter_context(self._opened(job))
                     opened[job.piece.file] = Path(f"/proc/self/fd/{fd}")
             ranges = [(opened[job.piece.file], self._begin(job), job.view) for job in jobs]
             try:
@@ -230,8 +228,7 @@ class Checkpoint:
         """Do jobs that read from the same slice; to verify them it is read once."""
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
-        fd = self._open(first)
-        try:
+        with self._opened(first) as fd:
             if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
                 self._verify_large(first, fd, begin, where)
                 verify = False
@@ -241,8 +238,6 @@ class Checkpoint:
                 return
             whole = first.view if first.is_whole else memoryview(bytearray(first.slice_nbytes))
             read_fd(fd, begin, whole, where)
-        finally:
-            os.close(fd)
         self._require_checksum(first, checksum(whole))
         for job in jobs:
             if job.view is not whole:
@@ -256,9 +251,9 @@ class Checkpoint:
                 self._require_checksum(job, scan_fd(fd, begin, job.slice_nbytes, where))
                 self._large.add(place)
 
-    def _open(self, job: SliceCopy) -> int:
-        """Return a descriptor of the file that holds a job's slice."""
-        return self._folder.open_named(self._manifest.files[job.piece.file].path, self._where(job))
+    def _opened(self, job: SliceCopy) -> AbstractContextManager[int]:
+        """Open the file that holds a job's slice, for a `with` statement that gets the descriptor."""
+        return self._folder.opened(self._manifest.files[job.piece.file].path, self._where(job))
 
     def _require_checksum(self, job: SliceCopy, found: str) -> None:
         """Raise DamagedError unless `found` is the checksum of a job's slice."""
