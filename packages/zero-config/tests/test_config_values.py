@@ -185,3 +185,10 @@ def test_an_empty_text_is_not_corrected_to_an_empty_text():
     with pytest.raises(ConfigError) as caught:
         Config.load({"zero_optimization": {"offload_param": {"nvme_path": ""}}}, world_size=1)
     assert "did you mean" not in str(caught.value)
+
+
+def test_a_message_is_short_whatever_is_wrong():
+    with pytest.raises(ConfigError) as caught:
+        Config.load({f"{'k' * 20_000}{number}": 1 for number in range(200)}, world_size=1)
+    assert len(caught.value.problems) == 200 and "\nand 150 more" in str(caught.value)
+    assert len(str(caught.value)) < 100_000

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+_MOST_CHARACTERS, _MOST_LINES = 300, 50
+"""Of a path in a message, and of problems in one."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -20,14 +23,15 @@ class Problem:
     action: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.path}: {self.expected}, got {self.got}" if self.got else f"{self.path}: {self.expected}"]
+        path = self.path if len(self.path) <= _MOST_CHARACTERS else f"{self.path[: _MOST_CHARACTERS - 3]}..."
+        parts = [f"{path}: {self.expected}, got {self.got}" if self.got else f"{path}: {self.expected}"]
         if self.nearest is not None:
             parts.append(f"did you mean {self.nearest!r}?")
         return "; ".join((*parts, self.action) if self.action else parts)
 
 
 class ConfigError(ValueError):
-    """A configuration is not valid; the message lists every problem that was found.
+    """A configuration is not valid; the message lists the problems that were found, 50 at most.
 
     `problems` holds all of them; `path`, `expected`, `got`, `nearest` and `action` are those of the first. A path names
     keys as the user wrote them: `zero_optimization.stage`, `optimizer.params.betas[1]`.
@@ -38,8 +42,10 @@ class ConfigError(ValueError):
         first = problems[0]
         self.path, self.expected, self.got = first.path, first.expected, first.got
         self.nearest, self.action = first.nearest, first.action
-        lines = [str(problem) for problem in problems]
-        super().__init__(lines[0] if len(lines) == 1 else "\n".join((f"{len(lines)} problems:", *lines)))
+        lines = [str(problem) for problem in problems[:_MOST_LINES]]
+        if len(problems) > _MOST_LINES:
+            lines.append(f"and {len(problems) - _MOST_LINES} more")
+        super().__init__(lines[0] if len(lines) == 1 else "\n".join((f"{len(problems)} problems:", *lines)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Problem, ...]]:
         return type(self), self.problems
