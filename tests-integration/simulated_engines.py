@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,20 @@ def batch(step: int, device: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     tokens = torch.randint(0, TOKENS, (4, 6), generator=generator)
     return tokens if device == "cpu" else tokens.pin_memory().to(device, non_blocking=True)
+
+
+def races_by_seed(settings: dict[str, Any], seeds: range) -> list[str]:
+    """Return the races of an engine's steps, each step with the delays of another seed."""
+    import zero_core
+
+    torch.manual_seed(0)
+    engine = zero_core.initialize(model=Model(), config=settings)[0]
+    with watch() as report:
+        for seed in seeds:
+            configure(seed=seed + 1, longest_delay=100)
+            steps(engine, range(seed, seed + 1))
+    engine.destroy()
+    return [str(race) for race in report.races]
 
 
 def steps(engine: Any, numbers: range) -> list[float]:
@@ -188,6 +203,32 @@ def initialised_for_the_device_alone() -> list[float]:
     losses = steps(engine, range(2))
     engine.destroy()
     return losses
+
+
+def with_wait_left_out(collective: str) -> Report:
+    """Return what is seen of two steps in which the streams do not wait for one kind of collective."""
+    import zero_core
+    from zero_comm import CommError
+    from zero_partition import PartitionError
+
+    launch = getattr(dist, collective)
+
+    class Unordered:
+        def __init__(self, work: dist.Work) -> None:
+            self.work = work
+
+        def wait(self, *_: Any) -> bool:
+            return True
+
+    torch.manual_seed(0)
+    engine = zero_core.initialize(model=Model(), config=config(3, "bf16"))[0]
+    setattr(dist, collective, lambda *args, **keywords: Unordered(launch(*args, **keywords)))
+    try:
+        with watch() as report, contextlib.suppress(PartitionError, CommError):
+            steps(engine, range(2))  # ranks may notice the wrong values
+    finally:
+        setattr(dist, collective, launch)
+    return report
 
 
 def with_hook() -> str:

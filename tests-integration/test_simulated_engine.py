@@ -33,6 +33,24 @@ def test_model_from_the_cpu_trains_as_there_without_a_race(stage: int, world_siz
         torch.testing.assert_close(ranks[0].weights[name], weight, rtol=0, atol=2e-6, msg=name)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_delays_make_a_race(stage: int) -> None:
+    assert run_simulated(engines.races_by_seed, 2, engines.config(stage, "bf16"), range(100)) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("collective", "name"),
+    [
+        ("all_gather_into_tensor", "collective _ALLGATHER_BASE"),
+        pytest.param("all_to_all_single", "collective ALLTOALL_BASE", marks=pytest.mark.soak),
+    ],
+)
+def test_wait_that_the_engine_leaves_out_is_found(collective: str, name: str) -> None:
+    for report in run_simulated(engines.with_wait_left_out, 2, collective):
+        assert name in {race.first.operation for race in report.races}
+
+
 @pytest.mark.parametrize(
     ("stage", "dtype", "keyword"),
     [(1, "fp32", "capturable"), (3, "bf16", "fused"), pytest.param(0, "bf16", "fused", marks=pytest.mark.soak)],

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -61,7 +62,8 @@ def _compile(folder: Path) -> None:
     from torch.utils import cpp_extension
 
     building = folder / "build"
-    building.mkdir(exist_ok=True)
+    shutil.rmtree(building, ignore_errors=True)  # torch would wait for ever for a build that was killed there
+    building.mkdir()
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])  # has ninja
     cpp_extension.load(
         _NAME,
