@@ -17,6 +17,8 @@ from zero_partition.messages import (
     StepReport,
     TensorFacts,
     WrittenGradients,
+    decode_each,
+    distinct,
 )
 
 MESSAGES = [
@@ -50,3 +52,16 @@ def test_a_model_fact_reads_as_a_sentence_for_errors() -> None:
     assert (
         str(TensorFacts("a.b", [2, 3], "torch.float32", False)) == "'a.b' of shape [2, 3], torch.float32, not trained"
     )
+
+
+def test_what_several_ranks_said_alike_is_decoded_once_and_stands_for_each_of_them() -> None:
+    same, other = LockStep(3, 5, 2, False).encode(), LockStep(4, 5, 2, False).encode()
+    decoded: list[Any] = []
+
+    def decode(data: Any) -> LockStep:
+        decoded.append(data)
+        return LockStep.decode(data)
+
+    found = decode_each(decode, [same, other, same, same])
+    assert [one.gather for one in found] == [3, 4, 3, 3] and decoded == [same, other]
+    assert [one.gather for one in distinct(found)] == [3, 4]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from zero_comm import run_ranks
 from zero_plan import Machine, PlanError, Setup, configuration, estimate_step, load_machine, search
 from zero_plan.cli import main
 from zero_plan.fitting import judge_fit
-from zero_plan.planned import FileRow, Peak, Plan, RankPlan
+from zero_plan.planned import FileRow, LoadedPlan, Peak, Plan, RankPlan, SavedPlan
 from zero_plan.shapes import load_shape
 
 DEEPSPEED_KEYS = {
@@ -157,6 +158,19 @@ def test_the_verdict_is_of_the_rank_that_needs_most_and_of_all_ranks_of_a_node()
     assert unknown.unknown == ("nvme",) and not unknown
     with pytest.raises(PlanError, match="expected at least one"):
         judge_fit(Plan(16, ()), machine())
+
+
+def test_saves_and_loads_that_were_planned_have_to_fit_too() -> None:
+    def peaks(device: int, host: int) -> tuple[Peak, ...]:
+        return Peak("device", device, "", "", (), 0), Peak("pageable host", host, "", "", (), 0)
+
+    steps = RankPlan(0, (), (), peaks(10, 5))
+    assert steps.needs() == {"device": 10, "pageable host": 5}
+    saved = replace(steps, saved=SavedPlan(peaks(12, 4), (), message_nbytes=3, copied_nbytes=100))
+    assert saved.needs() == {"device": 12, "pageable host": 7 + 100}  # copies stay, also while steps run
+    loaded = replace(saved, loaded=LoadedPlan(2, peaks(11, 6), 0, scratch_nbytes=8))
+    assert loaded.needs() == {"device": 12, "pageable host": 14 + 100}
+    assert replace(steps, saved=SavedPlan((), ())).needs() == steps.needs()
 
 
 def _keys(section: object) -> list[str]:
