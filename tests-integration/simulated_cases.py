@@ -166,6 +166,7 @@ def every_stop() -> tuple[Report, dict[int, str]]:
         x.nonzero(), line("aten::nonzero")
         x.masked_select(x > 3), line("aten::masked_select")
         x[x > 3], line("aten::nonzero")
+        x[x > 99], line("aten::nonzero")
         x.unique(), line("aten::_unique2")
         torch.equal(x, x), line("aten::equal")
         x.cpu(), line("copy to the host, not pinned")
