@@ -34,6 +34,7 @@ def make_lone_write(rng: random.Random, number: int) -> Action:
     which, seed = rng.randrange(100), rng.randrange(1000)
 
     def step(run: Run) -> None:
+        run.weights()  # what all ranks wrote before counts from here on, or the refusal takes it back too
         if is_the_one(run):
             parameter = parameter_number(run.model, which)
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)).to(parameter)

@@ -99,9 +99,9 @@ SAVED_BETWEEN = Refusal(
 WRITTEN_ALONE = Refusal(
     "write on one rank",
     EditRefusedError,
-    "parameter '{name}' was changed outside the optimizer, and only rank {word} wrote it. Nothing was taken over. "
-    "Write the same values on every rank, or write inside `engine.gathered([parameter], modifier_rank=0)`, which gives "
-    "rank 0's to all; keep the dtype and the shape.",
+    "parameter '{name}' was changed outside the optimizer, and only rank {word} wrote it. It has its former value on "
+    "every rank. Write the same values on every rank, or write inside `engine.gathered([parameter], modifier_rank=0)`, "
+    "which gives rank 0's to all; keep the dtype and the shape.",
     "Write the same values on every rank",
     "All ranks have to write the same",
 )

@@ -139,11 +139,17 @@ class MemoryRank:
 
     def __init__(self, mailboxes: dict[str, Mailbox], rank: int) -> None:
         self.rank = rank
+        self._mailbox = mailboxes["gather"]
         self.gather = MemoryGroup(mailboxes["gather"], rank)
         self.reduce = MemoryGroup(mailboxes["reduce"], rank)
         self.control = MemoryControl(mailboxes["control"], rank)
         self.residency = DeviceResidency()
         self.live = LiveElements()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
+        """As `EngineGroups.broadcast`."""
+        number = self._mailbox.post(self.rank, f"{tag.phase} {tag.name}", tensor.clone())
+        tensor.copy_(self._mailbox.collect(number)[source])
 
     def unit(self, index: int, *, width: int = 4, releasable: bool = True, trainable: bool = True) -> Unit:
         """Unit ``index``: two parameters that hold ``100 * index`` and up, in float64."""

@@ -49,7 +49,7 @@ class Parts:
         self.user_gradients = UserGradients(self.gradients, FollowedLoop())
         self.liveness = Liveness(self.ended.append, sharded=True)
         self.calls = ModuleCalls()
-        edits = UserEdits(self.units, world_size)
+        edits = UserEdits(self.units, world_size, rank.broadcast)
         self.agreement = Agreement(
             rank.control, self.liveness, self.units, step, self.gathers, self.reductions, edits, self.user_gradients
         )

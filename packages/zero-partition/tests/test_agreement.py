@@ -34,7 +34,7 @@ class Made:
         self.user_gradients = UserGradients(gradients, FollowedLoop())
         self.failures: list[BaseException] = []
         self.liveness = Liveness(self.failures.append, sharded=True)
-        edits = UserEdits(self.units, rank.control.world_size)
+        edits = UserEdits(self.units, rank.control.world_size, rank.broadcast)
         self.agreement = Agreement(
             rank.control, self.liveness, self.units, step, self.gathers, reductions, edits, self.user_gradients
         )

@@ -42,7 +42,12 @@ class Made:
         units = [self._unit(index, layer) for index, layer in enumerate(self.model)]
         for name in ("record_call", "record_forward", "record_failed_call"):
             setattr(rank.control, name, lambda *_: None)
-        groups: Any = SimpleNamespace(control=rank.control, abort=lambda *_args, **_more: None, can_reopen=False)
+        groups: Any = SimpleNamespace(
+            control=rank.control,
+            broadcast=rank.broadcast,
+            abort=lambda *_args, **_more: None,
+            can_reopen=False,
+        )
         self.runtime = Runtime(
             self.model,
             units,

@@ -86,7 +86,7 @@ class Runtime:
             sharded=self._sharded,
             can_reopen=groups.can_reopen,
         )
-        self.edits = UserEdits(self.units, groups.control.world_size)
+        self.edits = UserEdits(self.units, groups.control.world_size, groups.broadcast)
         self.user_gradients = UserGradients(gradients, self.loop)
         self.gathers = OrderedGathers(self.units, step)
         reductions = OrderedReductions(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+from zero_comm import Tag
 
 from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
@@ -16,7 +18,12 @@ from .unit import Unit
 from .unit_edits import without_torch_function
 
 Found = dict[str, str]
-"""By ``"unit.number"`` of a parameter: a digest of its new values, or ``"!"`` and the reason of a refusal."""
+"""By ``"unit.number"`` of a parameter: a digest of its new values, after ``"="`` if they are in its own view already;
+or ``"!"`` and the reason of a refusal."""
+Answers = dict[str, list[str | None]]
+"""By ``"unit.number"``: the entry of each rank's `Found`, None for ranks that found nothing."""
+Broadcast = Callable[[torch.Tensor, int, Tag], None]
+"""Copies a contiguous tensor of a rank to every rank, and waits, as `zero_comm.EngineGroups.broadcast` does."""
 
 _PENDING, _REFUSED = operator.attrgetter("edits.pending"), operator.attrgetter("edits.refused")
 _LOOKS_AWAY = frozenset(["end", "backward", "norms", "flush", "learning"])
@@ -30,9 +37,10 @@ class UserEdits:
     messages that the ranks send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
     """
 
-    def __init__(self, units: Sequence[Unit], world_size: int) -> None:
+    def __init__(self, units: Sequence[Unit], world_size: int, broadcast: Broadcast) -> None:
         self._units = list(units)
         self._world_size = world_size
+        self._broadcast = broadcast
         self._staying = [unit for unit in units if not unit.releasable]
         self._releasable = [unit for unit in units if unit.releasable]
         self._kept = [
@@ -95,13 +103,13 @@ class UserEdits:
             for number, reason in unit.edits.refused.items():
                 found[f"{unit.index}.{number}"] = "!" + reason
             for number, values in unit.edits.pending.items():
-                given = unit.views[number] if values is None else values
-                found.setdefault(f"{unit.index}.{number}", self._digest(given))
+                given, mark = (unit.views[number], _IN_VIEW) if values is None else (values, "")
+                found.setdefault(f"{unit.index}.{number}", mark + self._digest(given))
         return found
 
     @without_torch_function
     def settle(self, found: Sequence[Found], kind: str) -> None:
-        """Apply the edits if every rank found the same ones. Raises `EditRefusedError` on every rank if not.
+        """Apply the edits of which every rank found the same; undo others and raise `EditRefusedError` on every rank.
 
         ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them.
         """
@@ -126,25 +134,66 @@ class UserEdits:
             unit.settle_masters()
 
     def _settle_found(self, found: Sequence[Found]) -> None:
-        """Apply all pending edits, or undo all and raise `EditRefusedError`; take checksums again where there were
-        any."""
-        refusal = self._refusal(found)
+        """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such; take
+        checksums again where there were any."""
+        keys = dict.fromkeys(key for answer in found for key in answer)
+        answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
+        refused = {key: why for key, by_rank in answers.items() if (why := _disagreement(by_rank))}
+        overwritten = self._restore_values({key: answers[key] for key in refused})
+        restored = {self._parameter(key)[0] for key in refused}
         for unit in self._units:
             edits = unit.edits
-            if not edits.pending and not edits.refused:
+            if not edits.pending and unit not in restored:
                 continue
             recorded = edits.has_checksums and unit.state is UnitState.GATHERED
-            if refusal:
-                unit.restore_views()
+            adopted = {n: v for n, v in edits.pending.items() if f"{unit.index}.{n}" not in refused}
+            adopted |= dict.fromkeys(number for owner, number in map(self._parameter, overwritten) if owner is unit)
+            if adopted:
+                unit.adopt_values(adopted)
             else:
-                unit.adopt_values(dict(edits.pending))
+                unit.restore_views()
             edits.mark_clean()
             if recorded:
                 edits.record_checksums(unit.views)
         self._note_versions()
-        if refusal:
+        if refused:
             self._cast_outside.clear()
-            raise EditRefusedError(refusal)
+            raise EditRefusedError(self._refusal_text(refused, overwritten))
+
+    def _restore_values(self, answers: Answers) -> list[str]:
+        """Give the refused parameters of ``answers`` that stay gathered the value of a rank that did not write into
+        their view, or rank 0's where all did; return the keys of the latter. Collective."""
+        overwritten: list[str] = []
+        for key, by_rank in answers.items():
+            unit, number = self._parameter(key)
+            intact = [rank for rank, text in enumerate(by_rank) if text is None or text[:1] != _IN_VIEW]
+            if unit.releasable or len(intact) == len(by_rank):
+                continue
+            if not intact:
+                overwritten.append(key)
+            view = unit.views[number]
+            sent = view.contiguous()
+            self._broadcast(sent, intact[0] if intact else 0, Tag("broadcast", unit.names[number]))
+            if sent is not view:
+                view.copy_(sent)
+        return overwritten
+
+    def _parameter(self, key: str) -> tuple[Unit, int]:
+        """Return the unit and the number in it of the parameter that a key of `Found` stands for."""
+        index, _, number = key.partition(".")
+        return self._units[int(index)], int(number)
+
+    def _refusal_text(self, refused: Mapping[str, str], overwritten: Sequence[str]) -> str:
+        """Return the error text for ``refused`` parameters: by key, the rest of a sentence about each."""
+        first, *others = refused
+        unit, number = self._parameter(first)
+        value = (
+            "All ranks wrote into its memory, so its former value is gone: every rank has rank 0's"
+            if first in overwritten
+            else "It has its former value on every rank"
+        )
+        more = f" ({len(others)} more parameters were refused with it)" if others else ""
+        return f"parameter '{unit.names[number]}' {refused[first]}{more}. {value}. {_ADVICE}"
 
     def _record_before_step(self) -> None:
         """Before steps 1, 2, 4, 8, … take checksums of weights with separate masters, to find writes without a trace;
@@ -222,34 +271,35 @@ class UserEdits:
         plain = values.detach().cpu().contiguous().flatten().view(torch.uint8)
         return hashlib.blake2b(plain.numpy().data, digest_size=8).hexdigest()
 
-    def _refusal(self, found: Sequence[Found]) -> str:
-        """Return the error text for the first edit that cannot be applied; empty if all can."""
-        for key in dict.fromkeys(key for answer in found for key in answer):
-            index, _, number = key.partition(".")
-            name = self._units[int(index)].names[int(number)]
-            by_rank = [answer.get(key) for answer in found]
-            refused = [(rank, text[1:]) for rank, text in enumerate(by_rank) if text is not None and text[:1] == "!"]
-            if refused:
-                rank, reason = refused[0]
-                return f"parameter '{name}' {reason} on rank {rank}. {_ADVICE}"
-            if len(set(by_rank)) > 1:
-                wrote = [rank for rank, digest in enumerate(by_rank) if digest is not None]
-                how = (
-                    "ranks wrote different values into it"
-                    if len(wrote) == len(by_rank)
-                    else f"only rank{'s' * (len(wrote) > 1)} {', '.join(map(str, wrote))} wrote it"
-                )
-                return f"parameter '{name}' was changed outside the optimizer, and {how}. {_ADVICE}"
+
+def _disagreement(by_rank: Sequence[str | None]) -> str:
+    """Return why an edit cannot be applied, as the rest of a sentence about the parameter; empty if it can.
+
+    ``by_rank``: its entry in each rank's `Found`.
+    """
+    refused = [(rank, text[1:]) for rank, text in enumerate(by_rank) if text is not None and text[:1] == "!"]
+    if refused:
+        rank, reason = refused[0]
+        return f"{reason} on rank {rank}"
+    if len({text if text is None else text.removeprefix(_IN_VIEW) for text in by_rank}) == 1:
         return ""
+    wrote = [rank for rank, text in enumerate(by_rank) if text is not None]
+    how = (
+        "ranks wrote different values into it"
+        if len(wrote) == len(by_rank)
+        else f"only rank{'s' * (len(wrote) > 1)} {', '.join(map(str, wrote))} wrote it"
+    )
+    return f"was changed outside the optimizer, and {how}"
 
 
+_IN_VIEW = "="
 _SWAPPED = (
     "was swapped for another tensor (torch.utils.swap_tensors, as module.to() does under "
     "torch.__future__.set_swap_module_params_on_conversion(True)), so the engine's hooks on it are gone: call "
     "engine.destroy() and initialize again. It was"
 )
 _ADVICE = (
-    "Nothing was taken over. Write the same values on every rank, or write inside "
+    "Write the same values on every rank, or write inside "
     "`engine.gathered([parameter], modifier_rank=0)`, which gives rank 0's to all; keep the dtype and the shape."
 )
 
