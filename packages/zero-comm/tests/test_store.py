@@ -1,4 +1,4 @@
-"""The store of ranks that mpirun started: where it listens, and what it says when it cannot."""
+"""The store of ranks that another launcher started: where it listens, and what it says when it cannot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,35 @@ def listening_addresses(port: int) -> list[str]:
     return found
 
 
+def meet(port: int, variables: Sequence[Mapping[str, str]]) -> list[str]:
+    """Start a rank for each of ``variables``, on top of this process's environment without torchrun's; return the
+    addresses on which the store listens at ``port`` while they run."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    common = {name: value for name, value in os.environ.items() if name not in names} | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", MEET],
+            env={**common, "MASTER_PORT": str(port), **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for own in variables
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None
+            assert any(line == b"met\n" for line in process.stdout), process.communicate(timeout=60)
+        found = listening_addresses(port)
+        assert [process.communicate(timeout=60)[0] for process in ranks] == [b"", b""]
+        assert [process.returncode for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return found
+
+
 @pytest.mark.parametrize(
     ("local_size", "master", "expected"),
     [(2, None, "127.0.0.1"), (2, "localhost", "127.0.0.1"), (1, "127.0.0.2", "127.0.0.2")],
@@ -50,28 +80,14 @@ def listening_addresses(port: int) -> list[str]:
 def test_the_store_of_ranks_of_mpirun_listens_on_the_address_that_the_ranks_use_alone(
     local_size: int, master: str | None, expected: str
 ) -> None:
-    port, ranks = free_port(), []
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for rank in range(2):
-        env = {name: value for name, value in os.environ.items() if name not in names}
-        env |= {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(port), "OMPI_COMM_WORLD_RANK": str(rank)}
-        env |= {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
-        env |= {} if master is None else {"MASTER_ADDR": master}
-        command = [sys.executable, "-c", MEET]
-        ranks.append(
-            subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    try:
-        for process in ranks:
-            assert process.stdout is not None
-            assert any(line == b"met\n" for line in process.stdout), process.communicate(timeout=60)
-        assert listening_addresses(port) == [expected]
-        assert [process.communicate(timeout=60)[0] for process in ranks] == [b"", b""]
-        assert [process.returncode for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    own = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
+    own |= {} if master is None else {"MASTER_ADDR": master}
+    assert meet(free_port(), [{**own, "OMPI_COMM_WORLD_RANK": str(rank)} for rank in range(2)]) == [expected]
+
+
+def test_a_store_with_torchruns_variables_at_the_loopback_interface_listens_there_alone() -> None:
+    own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    assert meet(free_port(), [{**own, "RANK": str(rank)} for rank in range(2)]) == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize(

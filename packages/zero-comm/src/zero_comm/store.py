@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
@@ -23,8 +24,9 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
     """Open the ranks' store and return it once all ranks have come; see `await_ranks` for what is logged meanwhile.
 
     Rank 0 keeps it, unless torchrun's agent does. Where all ranks are on this host it is at 127.0.0.1, else at
-    ``place.address``. It listens there alone; with torchrun's own variables on every address, as torch's does, since
-    rank 0 may have another name for itself than the others have. ``timeout``: of waits at the store, and of the
+    ``place.address``. It listens there alone; with torchrun's own variables and a ``place.address`` that other hosts
+    can reach on every address, as torch's does, since rank 0 may have another name for itself than the others have.
+    ``timeout``: of waits at the store, and of the
     connection; None is 30 minutes. Raises OSError, with what to do, when rank 0 cannot listen, and PeerError when the
     others do not come in time.
     """
@@ -38,7 +40,7 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
         store = TCPStore(address, place.port, is_master=False, wait_for_workers=False, timeout=wait)
     else:
         # torch binds to every interface by itself; the socket that it is handed is its own from here on.
-        server = None if own_variables else _listen(address, place.port).detach()
+        server = _own_server(address, place.port) if own_variables else _listen(address, place.port).detach()
         store = TCPStore(
             address,
             place.port,
@@ -50,6 +52,21 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
         )
     await_ranks(store, address, place, wait)
     return store
+
+
+def _own_server(address: str, port: int) -> int | None:
+    """Return the descriptor of a socket that listens on ``address``, if it is the loopback interface's; else None.
+
+    None too where ``port`` is taken: torch shares it with a store of this process, or raises.
+    """
+    if address != "localhost" and not _is_loopback(address):
+        return None
+    try:
+        return _listen(address, port).detach()
+    except OSError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
+            return None
+        raise
 
 
 def _listen(address: str, port: int) -> socket.socket:
