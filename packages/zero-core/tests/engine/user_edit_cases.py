@@ -162,6 +162,27 @@ def replaces_data_in_gathered_by_rank_0(t: Trainer, step: int) -> None:
         t.model.first.weight.data = t.model.first.weight.data * 0.5
 
 
+def swap(one: nn.Parameter, other: nn.Parameter) -> None:
+    one.data, other.data = other.data, one.data
+
+
+def swaps_data_in_gathered(t: Trainer, step: int) -> None:
+    with t.gathered([t.model.first.weight, t.model.second.weight, t.model.frozen.weight]):
+        swap(t.model.first.weight, t.model.second.weight)
+        t.model.frozen.weight.data = t.model.frozen.weight.data.t()
+
+
+def swaps_data_in_gathered_by_rank_0(t: Trainer, step: int) -> None:
+    with t.gathered([t.model.first.weight, t.model.second.weight, t.model.frozen.weight], modifier_rank=0):
+        swap(t.model.first.weight, t.model.second.weight)
+        t.model.frozen.weight.data = t.model.frozen.weight.data.t()
+
+
+def swaps_data(t: Trainer, step: int) -> None:
+    swap(t.model.first.weight, t.model.second.weight)
+    t.model.frozen.weight.data = t.model.frozen.weight.data.t()
+
+
 def clamps_data_in_gathered(t: Trainer, step: int) -> None:
     with t.gathered(list(t.model.parameters())):
         for p in t.model.parameters():
@@ -191,9 +212,11 @@ ANY_STAGE = [
     writes_a_vector,
     replaces_data_in_gathered,
     replaces_data_in_gathered_by_rank_0,
+    swaps_data_in_gathered,
+    swaps_data_in_gathered_by_rank_0,
     clamps_data_in_gathered,
 ]
-BELOW_3 = [clamps_data, clamps_under_no_grad, makes_a_round_trip]
+BELOW_3 = [swaps_data, clamps_data, clamps_under_no_grad, makes_a_round_trip]
 
 
 # -- inside forward --------------------------------------------------------------------------------------------------
@@ -248,9 +271,7 @@ def releases(stage: int, tier: str) -> bool:
 
 def together(stage: int, tier: str) -> list[Edit]:
     """One edit after each step; released parameters refuse those that write where nothing is."""
-    return [replaces_data, replaces_data_in_gathered, replaces_data_in_gathered_by_rank_0, clamps_data_in_gathered] + (
-        [] if releases(stage, tier) else BELOW_3
-    )
+    return [replaces_data, *ANY_STAGE[2:]] + ([] if releases(stage, tier) else BELOW_3)
 
 
 def nets(dtype: torch.dtype, stage: int, tier: str) -> Iterator[tuple[str, Callable[[], Net], Any]]:
@@ -295,7 +316,7 @@ def deviation_together(stage: int, tier: str, name: str, folder: str) -> float:
 def refusals(stage: int, tier: str, folder: str) -> dict[str, str]:
     """By case, what the engine says to edits that ranks do not share or that do not fit; the weights stay."""
     found = {}
-    for edit in (differs_by_rank, only_on_rank_0, another_shape, another_dtype, in_gathered_on_rank_0):
+    for edit in (differs_by_rank, only_on_rank_0, another_shape, another_dtype, ties, in_gathered_on_rank_0):
         t = Sharded(Net(), torch.float64, stage, tier, folder)
         t.step(0)
         before = t.weights()
@@ -328,6 +349,11 @@ def another_shape(t: Trainer) -> None:
 
 def another_dtype(t: Trainer) -> None:
     t.model.router.weight.data = t.model.router.weight.data.float()
+
+
+def ties(t: Trainer) -> None:
+    with t.gathered([t.model.first.weight, t.model.router.weight]):
+        t.model.router.weight.data = t.model.first.weight.data.t()
 
 
 def in_gathered_on_rank_0(t: Trainer) -> None:

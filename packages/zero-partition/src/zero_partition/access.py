@@ -15,6 +15,7 @@ from .live import UnitState
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of
 from .planning import update_dtype
+from .replaced_memory import copy_replaced, find_misfits
 from .sharded_parameter import sharded_record
 from .tier import StateTier
 from .unit import Unit
@@ -62,10 +63,13 @@ def gathered(
     try:
         yield
         if modifier_rank is not None:
-            _refuse_other_shapes(partition, units, modifier_rank)
+            _refuse_misfits(partition, units, modifier_rank)
             with runtime.writing("gathered"):
+                copy_replaced(units)
                 for unit in units:
                     _broadcast_changes(partition, unit, modifier_rank)
+        elif watched:
+            runtime.edits.note_ties()
     except EditRefusedError:  # every rank raises it
         raise
     except BaseException as failure:
@@ -353,25 +357,19 @@ def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
     return [found[index] for index in sorted(found)]
 
 
-def _refuse_other_shapes(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
-    """Raise `EditRefusedError` on every rank if ``modifier_rank`` has given a parameter another shape. Collective.
+def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
+    """Raise `EditRefusedError` on every rank if ``modifier_rank`` has given a parameter another shape, or another's
+    memory. Collective.
 
     Changes to all ``units`` are undone then.
     """
-    misfits = [
-        f"parameter '{name}' was given a tensor of shape {tuple(parameter.shape)}, expected {tuple(view.shape)}"
-        for unit in units
-        for name, parameter, view in zip(unit.names, unit.parameters, unit.views, strict=True)
-        if parameter.shape != view.shape
-    ]
-    if partition.data_rank != modifier_rank:
-        misfits = []
+    misfits = find_misfits(units) if partition.data_rank == modifier_rank else []
     misfit = partition.runtime.agree("changes in gathered", "", misfits[:1])[modifier_rank]
     if misfit:
         for unit in units:
             unit.restore_views()
             unit.edits.mark_clean()
-        raise EditRefusedError(f"{misfit[0]} on rank {modifier_rank}. Keep the shape.")
+        raise EditRefusedError(f"{misfit[0]}. It was on rank {modifier_rank}. Nothing was taken over.")
 
 
 def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:

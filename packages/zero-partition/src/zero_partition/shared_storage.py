@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,18 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
             for named in group:
                 held[int(named.name)] = True
     return held
+
+
+def first_sharing(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Return the names of the first two of ``tensors`` that have an element of memory in common; None without any."""
+    by_storage: dict[int, list[_NamedTensor]] = {}
+    for name, tensor in tensors.items():
+        for named in _byte_range("parameter", name, tensor):
+            by_storage.setdefault(named.storage, []).append(named)
+    for group in by_storage.values():
+        if pair := _overlapping(sorted(group, key=lambda named: named.first)):
+            return pair[0].name, pair[1].name
+    return None
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
 from .live import UnitState
 from .ownership import all_owned
+from .replaced_memory import copy_pending, find_tied
 from .unit import Unit
 from .unit_edits import without_torch_function
 
@@ -133,12 +134,19 @@ class UserEdits:
                 unit.write_back()
             unit.settle_masters()
 
+    def note_ties(self) -> None:
+        """Refuse a parameter that user code has put over the memory of another one."""
+        if (tied := find_tied(self._units)) is not None:
+            unit, number, problem = tied
+            unit.edits.refused[number] = f"{problem}. It was"
+
     def _settle_found(self, found: Sequence[Found]) -> None:
         """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such; take
         checksums again where there were any."""
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
         refused = {key: why for key, by_rank in answers.items() if (why := _disagreement(by_rank))}
+        copy_pending(self._units)
         overwritten = self._restore_values({key: answers[key] for key in refused})
         restored = {self._parameter(key)[0] for key in refused}
         for unit in self._units:
@@ -225,10 +233,13 @@ class UserEdits:
             self._refuse_swapped()
         released = are_set_to(self._may_go, self._placeholders)
         if not released or dtypes(self._may_go) != self._placeholder_dtypes:
+            self.note_ties()
             for unit in self._releasable:
                 self._look_at_releasable(unit)
         if kind == "forward" or self._are_as_left():
             return
+        if not are_set_to(self._parameters, self._views):
+            self.note_ties()
         for unit in self._staying:
             self._look_at_staying(unit, kind)
         self._note_versions()
