@@ -8,6 +8,7 @@ import socket
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -328,10 +329,17 @@ PRECISION: dict[str, Any] = {
 
 def on_nodes(root: str, stage: int, how: str) -> dict[str, Any]:
     """Each rank is a node with a file system of its own."""
-    rank = dist.get_rank()
-    Path(root, f"node{rank}").mkdir(exist_ok=True)
-    os.chdir(Path(root, f"node{rank}"))
-    socket.gethostname = lambda: f"node{rank}"  # type: ignore[assignment]
+    name, before = f"node{dist.get_rank()}", Path.cwd()
+    Path(root, name).mkdir(exist_ok=True)
+    os.chdir(Path(root, name))
+    try:  # later tests run in the same process
+        with mock.patch.object(socket, "gethostname", lambda: name):
+            return saves_and_loads(stage, how)
+    finally:
+        os.chdir(before)
+
+
+def saves_and_loads(stage: int, how: str) -> dict[str, Any]:
     settings = {**PRECISION[how](stage), "checkpoint": {"use_node_local_storage": True}}
     dtype = DTYPES[how]
 
