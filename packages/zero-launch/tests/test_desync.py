@@ -85,6 +85,16 @@ def test_a_long_transfer_is_no_deadlock_and_a_collective_that_one_did_not_ask_fo
     assert not deadlocked({0: other, 1: record("ab", waiting=2)})  # groups of their own
 
 
+def test_a_rank_that_asks_whether_the_others_failed_too_is_no_deadlock():
+    asked = RecordedCollective(2, 1, 5, 0, "2", "control", "failed", "")
+    gather = RecordedCollective(2, 1, 5, 64, "1", "gather", "a", "")
+    begun = [RecordedCollective(1, 0, 5, 0, group, "control", "begin", "") for group in "12"]
+    waits = FlightRecord((*begun, gather), 2, 0, 2)
+    assert not deadlocked({0: waits, 1: FlightRecord((*begun, asked), 2, 0, 2)})
+    other = RecordedCollective(2, 1, 5, 0, "2", "control", "step", "")
+    assert deadlocked({0: waits, 1: FlightRecord((*begun, other), 2, 0, 2)})
+
+
 def test_ranks_are_stalled_only_when_all_wait_and_nothing_moves(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: clock[0])

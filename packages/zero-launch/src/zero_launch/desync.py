@@ -40,6 +40,11 @@ class RecordedCollective:
         """Phase, name and bytes, which must be equal on every rank."""
         return self.phase, self.name, self.same_bytes
 
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether a rank that failed asks the others here whether they failed too, for which it waits a few seconds."""
+        return (self.phase, self.name) == ("control", "failed")
+
     def __str__(self) -> str:
         size = f", {self.same_bytes} bytes" if self.same_bytes else ""
         site = f" at {self.site}" if self.site else ""
@@ -126,7 +131,7 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
             asked.setdefault(entry.group, {})[rank] = entry.sequence
     for record in records.values():
         awaited = record.awaited
-        if awaited is None or min(asked[awaited.group].values()) >= awaited.sequence:
+        if awaited is None or awaited.ends_by_itself or min(asked[awaited.group].values()) >= awaited.sequence:
             return False
     return True
 
