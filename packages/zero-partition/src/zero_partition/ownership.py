@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
@@ -76,13 +75,15 @@ def find_owner(parameter: object) -> Owner | None:
     return None if reference is None else reference.owner()
 
 
-def all_owned(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether every parameter refers to an owner, even one that is gone."""
+def owner_references(parameters: Sequence[nn.Parameter]) -> list[object]:
+    """Return each parameter's reference to its owner, which is its own; None for a parameter without one.
+
+    References are attributes, so where two parameters are swapped, their references are too.
+    """
     try:
-        deque(map(_OWNER_OF, parameters), maxlen=0)
+        return list(map(_OWNER_OF, parameters))
     except AttributeError:
-        return False
-    return True
+        return [getattr(parameter, _OWNER, None) for parameter in parameters]
 
 
 def without_owner(parameter: nn.Parameter) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from zero_comm import Tag
 from .errors import EditRefusedError
 from .host_facts import are_set_to, dtypes, untouched
 from .live import UnitState
-from .ownership import all_owned
+from .ownership import owner_references
 from .replaced_memory import copy_pending, find_tied
 from .unit import Unit
 from .unit_edits import without_torch_function
@@ -57,7 +57,7 @@ class UserEdits:
         self._placeholders = [view for unit in self._releasable for view in unit.placeholder_views()]
         self._placeholder_dtypes = dtypes(self._placeholders)
         self._all = [parameter for unit in self._units for parameter in unit.parameters]
-        self._is_owned = False
+        self._references: list[object] = []
         self._compares = False
         self._cast_outside: set[tuple[int, int]] = set()
         self._cast_inside: set[tuple[int, int]] = set()
@@ -66,9 +66,9 @@ class UserEdits:
         self._record_before_step()
 
     def owned(self) -> None:
-        """Start refusing parameters without an owner: all have been given one, so such a parameter was swapped for
-        another tensor."""
-        self._is_owned = True
+        """Start refusing swapped parameters: all have been given a reference to their owner, by which such a one is
+        told."""
+        self._references = owner_references(self._all)
 
     def forward_begins(self, key: str) -> None:
         """Note casts made since the last pass, and choose whether gathers of this pass take checksums.
@@ -195,6 +195,8 @@ class UserEdits:
         """Return the error text for ``refused`` parameters: by key, the rest of a sentence about each."""
         first, *others = refused
         unit, number = self._parameter(first)
+        if refused[first].startswith(_SWAPPED):
+            return f"parameter '{unit.names[number]}' {refused[first]}. {_AFTER_SWAP}"
         value = (
             "All ranks wrote into its memory, so its former value is gone: every rank has rank 0's"
             if first in overwritten
@@ -229,7 +231,7 @@ class UserEdits:
         ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered. Without an
         edit this is one loop in C over the parameters.
         """
-        if self._is_owned and kind != "close" and not all_owned(self._all):
+        if self._references and kind != "close":
             self._refuse_swapped()
         released = are_set_to(self._may_go, self._placeholders)
         if not released or dtypes(self._may_go) != self._placeholder_dtypes:
@@ -247,10 +249,13 @@ class UserEdits:
     def _refuse_swapped(self) -> None:
         """Refuse parameters that were swapped: their hooks, and all else that torch keeps of them, moved to another
         tensor."""
-        for unit in self._units:
-            for number, parameter in enumerate(unit.parameters):
-                if not all_owned([parameter]):
-                    unit.edits.refused[number] = _SWAPPED
+        present = owner_references(self._all)
+        if present == self._references:
+            return
+        places = ((unit, number) for unit in self._units for number in range(len(unit.parameters)))
+        for (unit, number), now, own in zip(places, present, self._references, strict=True):
+            if now is not own:
+                unit.edits.refused[number] = _SWAPPED
 
     def _are_as_left(self) -> bool:
         """Return whether parameters that stay gathered are unchanged; False where that takes a comparison of values."""
@@ -306,8 +311,11 @@ def _disagreement(by_rank: Sequence[str | None]) -> str:
 _IN_VIEW = "="
 _SWAPPED = (
     "was swapped for another tensor (torch.utils.swap_tensors, as module.to() does under "
-    "torch.__future__.set_swap_module_params_on_conversion(True)), so the engine's hooks on it are gone: call "
-    "engine.destroy() and initialize again. It was"
+    "torch.__future__.set_swap_module_params_on_conversion(True))"
+)
+_AFTER_SWAP = (
+    "The engine's hooks on it went with it: call engine.destroy() and initialize again. To exchange values, write "
+    "them: `a.data, b.data = b.data.clone(), a.data.clone()`."
 )
 _ADVICE = (
     "Write the same values on every rank, or write inside "
