@@ -30,7 +30,7 @@ class RehearsedCheckpoint(Checkpoint):
         super().__init__(root, tag, rehearsal.manifest, OpenReport(tag, tag), Folder(root, follow=True))
         self._rehearsal = rehearsal
         self._counting = threading.Lock()
-        self._opened: set[int] = set()
+        self._begun_files: set[int] = set()
         self._scratch: list[int] = []
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
@@ -67,8 +67,8 @@ class RehearsedCheckpoint(Checkpoint):
     def _count(self, job: SliceCopy, nbytes: int, scratch: int = 0) -> None:
         """Count bytes that are read from a job's file, with its header at the first time, and bytes of scratch."""
         with self._counting:
-            if job.piece.begin is None and job.piece.file not in self._opened:
-                self._opened.add(job.piece.file)
+            if job.piece.begin is None and job.piece.file not in self._begun_files:
+                self._begun_files.add(job.piece.file)
                 nbytes += self.manifest.files[job.piece.file].header_nbytes
             self._rehearsal.read_nbytes += nbytes
             self._scratch.append(scratch)
