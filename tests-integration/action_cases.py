@@ -122,7 +122,7 @@ def build(case: Case) -> Model:
 
 
 def groups_of(case: Case, model: Model) -> list[dict[str, Any]]:
-    """What the optimizer lists: all but the parameter that joins later, or that one in a group of its own."""
+    """Return the param groups: without the parameter that joins later, or with it in a group of its own."""
     late = model.late.weight if case.late != "none" else None
     groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p is not late]}]
     if case.late == "listed":

@@ -1,4 +1,4 @@
-"""What an action of a random sequence is, and the steps that most are made of."""
+"""The actions of random sequences, and the steps that most are made of."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
 
 @dataclass(frozen=True)
 class Refusal:
-    """What the engine does not do though plain torch does.
+    """An action that the engine refuses though plain torch does it.
 
     ``text``: the whole message, where ``{name}`` is a parameter's name and ``{word}`` an identifier or a number.
     ``told``: the part of it that says what to write instead. ``documented``: words of docs/things-that-bite.md, line

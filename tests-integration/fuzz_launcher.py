@@ -1,4 +1,4 @@
-"""What the launcher is told over its sockets and by its ranks' files, as a target of fuzzing."""
+"""Messages to the launcher over its sockets and by its ranks' files, as a target of fuzzing."""
 
 from __future__ import annotations
 

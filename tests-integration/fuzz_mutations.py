@@ -15,7 +15,7 @@ ODD: tuple[Any, ...] = (
     *("xxh3_64:0000000000000000", [], [[]], {}, {"": []}, {"": 1}, [None] * 3, [2**40] * 70, {"0": ["x", 1]}),
     *({"enabled": True}, {"device": "nvme"}, {"999999999": 1}, [0, 0, 0, 0, "", ""]),
 )
-"""What may stand in the place of any value."""
+"""Values that may stand in the place of any other."""
 
 
 @dataclass(frozen=True)

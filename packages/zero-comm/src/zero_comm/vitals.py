@@ -1,4 +1,4 @@
-"""What the kernel says of a process: whether it runs, and how many bytes its connections have carried."""
+"""The kernel's facts about a process: whether it runs, and how many bytes its connections have carried."""
 
 from __future__ import annotations
 

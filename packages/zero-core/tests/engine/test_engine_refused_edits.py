@@ -20,7 +20,7 @@ DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16}
 
 @dataclass
 class Outcome:
-    """What one rank saw: the refusal, and weights and masters before it, after it, and after another step."""
+    """The outcome on one rank: the refusal, and weights and masters before it, after it, and after another step."""
 
     text: str
     before: dict[str, torch.Tensor]

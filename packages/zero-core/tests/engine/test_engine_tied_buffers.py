@@ -141,7 +141,7 @@ def in_engine(mode: str, stage: int, folder: str) -> dict[str, Any]:
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    """Whether buffers are the same; in 16 bits without the statistics' values, which depend on weights."""
+    """Return whether buffers are the same; in 16 bits without the statistics' values, which depend on weights."""
     dtypes = all(ours[name].dtype is theirs[name].dtype for name in ours)
     tied = torch.equal(ours["mean"], ours["norm.running_mean"])
     exact = [n for n in ours if n != "mean" and (ours["square"].dtype is torch.float64 or not n.startswith("norm."))]

@@ -42,7 +42,7 @@ class RecordedCollective:
 
     @property
     def ends_by_itself(self) -> bool:
-        """Whether a rank that failed asks the others here whether they failed too, for which it waits a few seconds."""
+        """True for the question of a failed rank whether the others failed too: it waits a few seconds for answers."""
         return (self.phase, self.name) == ("control", "failed")
 
     def __str__(self) -> str:

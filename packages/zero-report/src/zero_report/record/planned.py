@@ -25,7 +25,7 @@ class PlanFileError(ValueError):
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a plan says of one rank. `zero-plan estimate --json`, `zero-plan model --json` and `zero-plan run --json`
+    """A plan's figures for one rank. `zero-plan estimate --json`, `zero-plan model --json` and `zero-plan run --json`
     print plans.
 
     ``device_bytes``: the peak on its device; ``state_bytes``: its weights, masters and moments in memory;
