@@ -140,6 +140,11 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
+def bits(engine: zero_core.Engine) -> dict[str, bytes]:
+    """Every parameter's memory, whole. Collective."""
+    return {name: value.numpy().tobytes() for name, value in weights(engine).items()}
+
+
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The largest absolute difference over all tensors."""
     assert ours.keys() == theirs.keys()
