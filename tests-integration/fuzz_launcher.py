@@ -37,7 +37,13 @@ STATE = {
     "redundant": [],
     "heartbeats": [[NODE, 1.5e9], [["00001", 12, 1], 1.5e9]],
 }
-RECORD = {"entries": [[1, 1, 2, 3, "1", "gather", "w", "t.py:3"]], "started": 1, "finished": 0, "waiting": 1}
+RECORD = {
+    "entries": [[1, 1, 2, 3, "1", "gather", "w", "t.py:3"]],
+    "started": 1,
+    "finished": 0,
+    "waiting": 1,
+    "failed": 0,
+}
 FAILURE = {"rank": 0, "host": "a", "pid": 1, "exit_code": 1, "cause": "c", "detail": "d", "seconds": 1.0, "step": 3}
 FACTS = {
     **dict.fromkeys(["hostname", "address", "python", "executable", "io_engine"], "x"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from zero_comm.flight_recorder import FlightRecorder, call_site
+from zero_comm.flight_recorder import FlightRecorder, Ticket, call_site
 from zero_comm.tag import Tag
 
 HEADER = struct.Struct("<8sIIIIQQQ")
@@ -49,11 +50,33 @@ def test_waiting_is_seen_and_ends(tmp_path: Path) -> None:
     assert entries(tmp_path / "recorder")[0][3:] == (0, 1)
 
 
+def test_a_wait_that_failed_is_over_and_stays_the_first_cause_until_another_succeeds(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
+    for name in ("w", "failed"):
+        with suppress(RuntimeError), Ticket(recorder, recorder.record(b"", 1, Tag("gather", name), 0)):
+            raise RuntimeError("the peer is gone")
+
+    def words() -> tuple[int, ...]:
+        return struct.unpack_from("<QQQQ", (tmp_path / "recorder").read_bytes(), 24)
+
+    assert words() == (2, 0, 0, 1)
+    with Ticket(recorder, recorder.record(b"", 1, Tag("gather", "w"), 0)):
+        assert words() == (3, 3, 0, 1)
+    assert words() == (3, 0, 1, 0)
+
+
 def test_the_call_site_is_the_users_line() -> None:
     def library() -> bytes:
         return call_site()
 
     assert library().startswith(b"test_flight_recorder.py:")
+
+
+def test_a_call_through_contextlib_has_the_line_of_the_with_block() -> None:
+    found: list[bytes] = []
+    with ExitStack() as stack:
+        stack.callback(lambda: found.append(call_site()))
+    assert found[0].startswith(b"test_flight_recorder.py:"), found
 
 
 def test_a_group_name_that_comes_again_is_another_group(tmp_path: Path) -> None:

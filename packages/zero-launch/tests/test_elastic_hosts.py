@@ -79,8 +79,20 @@ def test_a_host_that_cannot_run_the_job_says_why_in_the_error(cluster):
         cluster._conclude()
 
 
-RECORD = {"entries": [[1, 1, 2, 3, "1", "gather", "w", "t.py:3"]], "started": 1, "finished": 0, "waiting": 1}
-NO_RECORD = {"entries": [[1, 0, 2, 3, "1", "gather", "v", "t.py:2"]], "started": 1, "finished": 1, "waiting": 0}
+RECORD = {
+    "entries": [[1, 1, 2, 3, "1", "gather", "w", "t.py:3"]],
+    "started": 1,
+    "finished": 0,
+    "waiting": 1,
+    "failed": 0,
+}
+NO_RECORD = {
+    "entries": [[1, 0, 2, 3, "1", "gather", "v", "t.py:2"]],
+    "started": 1,
+    "finished": 1,
+    "waiting": 0,
+    "failed": 0,
+}
 
 
 @pytest.mark.parametrize(("at", "hopeless"), [(1.0, True), (3.0, False)], ids=["before it failed", "after"])

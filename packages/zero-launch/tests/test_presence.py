@@ -56,14 +56,27 @@ def test_whoever_waits_for_a_rank_that_has_ended_is_found_in_the_rings():
         RecordedCollective(n, n, 5, 64, "1", "gather", name, "train.py:3") for n, name in enumerate("abc", start=1)
     )
     records = {0: FlightRecord(entries, 3, 2, 3), 1: FlightRecord(entries[:2], 2, 2, 0)}
-    text = abandoned(records, [1])
+    text = abandoned(records, [1], is_over=False)
     assert text == (
         "rank 1 ended with exit status 0 while others wait for it:\n"
         "  rank 0 waits in gather of 'c' in step 5, 64 bytes at train.py:3"
     )
-    assert abandoned(records, []) is None
-    assert abandoned({0: records[0], 1: FlightRecord(entries, 3, 3, 0)}, [1]) is None  # it asked for that too
-    assert abandoned({0: FlightRecord(entries, 3, 3, 0), 1: records[1]}, [1]) is None  # nobody waits
+    assert abandoned(records, [], is_over=False) is None
+    assert (
+        abandoned({0: records[0], 1: FlightRecord(entries, 3, 3, 0)}, [1], is_over=False) is None
+    )  # it asked for that too
+    assert abandoned({0: FlightRecord(entries, 3, 3, 0), 1: records[1]}, [1], is_over=False) is None  # nobody waits
+
+
+def test_whoever_waits_no_longer_counts_only_once_the_job_has_failed():
+    group = [RecordedCollective(n, n, 5, 64, "1", "gather", name, "") for n, name in enumerate("abc", start=1)]
+    question = RecordedCollective(4, 1, 5, 0, "2", "control", "failed", "")
+    ended = FlightRecord((*group[:2], RecordedCollective(3, 0, 5, 0, "2", "control", "begin", "")), 3, 3, 0)
+    gave_up = FlightRecord((*group, question), 4, 2, 0, failed=3)
+    assert abandoned({0: gave_up, 1: ended}, [1], is_over=False) is None  # it may sleep, clean up or end
+    assert "rank 0 waited in gather of 'c'" in abandoned({0: gave_up, 1: ended}, [1], is_over=True)
+    asks = FlightRecord((*group, question), 4, 3, 4)
+    assert abandoned({0: asks, 1: ended}, [1], is_over=False) is None  # that wait ends by itself
 
 
 def test_each_thing_is_said_once_and_nothing_of_a_job_that_goes_on(monkeypatch):

@@ -2,7 +2,8 @@
 
 [Note: flight recorder format 1] All numbers are little-endian. A header of 64 bytes: magic `ZCRING01`, slots (u32),
 bytes per slot (u32), rank (u32), world size (u32), entries written so far (u64), the entry that this rank waits for or
-0 (u64), entries finished so far (u64), padding. Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its
+0 (u64), entries finished so far (u64), the first entry whose wait failed since one succeeded or 0 (u64), padding.
+Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its
 number (u64), its sequence in its group (u64), step (i64), bytes that must be equal on every rank or 0 (u64), seconds
 since the epoch (f64), and four zero-padded UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its
 end), call site (64). A reader takes entries up to the header's count, which is written after the slot.
@@ -10,6 +11,7 @@ end), call site (64). A reader takes entries up to the header's count, which is 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -28,10 +30,15 @@ RECORDER_VARIABLE = "ZERO_COMM_RING"
 """The environment variable that names the file; a launcher sets it. Without it nothing is recorded."""
 _SLOTS = 1024
 _HEADER = struct.Struct("<8sIIIIQQQ")
-_COUNT, _WAITING, _FINISHED = 3, 4, 5  # of the header's 8-byte words
+_COUNT, _WAITING, _FINISHED, _FAILED = 3, 4, 5, 6  # of the header's 8-byte words
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
 _HEADER_BYTES = 64
-_LIBRARIES = ("<", os.path.dirname(os.path.dirname(torch.__file__)), os.path.dirname(__file__))
+_LIBRARIES = (
+    "<",
+    os.path.dirname(os.path.dirname(torch.__file__)),
+    os.path.dirname(__file__),
+    contextlib.__file__,  # torch's and our own calls pass through its decorators
+)
 _FAMILY = tuple(f"{os.sep}zero_{name}{os.sep}" for name in ("core", "offload", "partition", "precision", "launch"))
 
 
@@ -86,9 +93,14 @@ class FlightRecorder:
         """Record that this rank now blocks until entry ``number`` is complete."""
         self._words[_WAITING] = number
 
+    def fail_wait(self, number: int) -> None:
+        """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it."""
+        self._words[_FAILED] = self._words[_FAILED] or number
+        self._words[_WAITING] = 0
+
     def end_wait(self) -> None:
         """Record that the entry for which this rank waited is complete."""
-        self._words[_WAITING] = 0
+        self._words[_WAITING] = self._words[_FAILED] = 0
         self._words[_FINISHED] += 1
 
 
@@ -129,6 +141,8 @@ class Ticket:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._recorder.end_wait()
+        else:
+            self._recorder.fail_wait(self._number)
 
 
 @functools.cache

@@ -201,17 +201,17 @@ class Agent(LocalElasticAgent):
         if not all(left.values()) or self._stuck_after_exception():
             self._note_ends()
             records = self._watcher.records
-            self._set_divergence(self._explain(records, stalled=False) or abandoned(records, self._left_first()))
+            why = self._explain(records, stalled=False) or abandoned(records, self._left_first(), is_over=True)
+            self._set_divergence(why)
             self._fail()
         elif any(record.status is None for record in self._records):
             ended = [record.rank for record in self._records if record.status == 0]
             if self._watcher.read_if_due():
                 self._notice(ended)
                 self._prepare_restart()
-                stalled = self._watcher.stalled
-                self._set_divergence(
-                    abandoned(self._watcher.records, ended) or self._explain(self._watcher.records, stalled=stalled)
-                )
+                records, stalled = self._watcher.records, self._watcher.stalled
+                why = abandoned(records, ended, is_over=False) or self._explain(records, stalled=stalled)
+                self._set_divergence(why)
                 if self.divergence is not None:
                     self._announce(self.divergence)
                     self._fail()

@@ -16,10 +16,11 @@ from typing import Any
 STALL_SECONDS = 2.0
 """Ranks that all wait, and among which nothing has moved for so long, may be deadlocked."""
 _LOOK_SECONDS = 0.5
-_HEADER = struct.Struct("<8sIIIIQQQ")
+_HEADER = struct.Struct("<8sIIIIQQQQ")
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
 _HEADER_BYTES = 64
 _RECENT = 256
+_COUNTS = ("started", "finished", "waiting", "failed")
 
 
 @dataclass(frozen=True)
@@ -53,28 +54,37 @@ class RecordedCollective:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of a rank's flight recorder: the newest entries in order, how many began and finished, and the one
-    waited for (0: none)."""
+    """The content of a rank's flight recorder: the newest entries in order, how many began and finished, the one waited
+    for, and the first whose wait failed since another's succeeded (0: none)."""
 
     entries: tuple[RecordedCollective, ...]
     started: int
     finished: int
     waiting: int
+    failed: int = 0
 
     @property
     def awaited(self) -> RecordedCollective | None:
         """The collective in which the rank waits; None if it waits in none of the recent ones."""
-        return next((entry for entry in self.entries if entry.number == self.waiting), None)
+        return self._entry(self.waiting)
+
+    @property
+    def last_awaited(self) -> RecordedCollective | None:
+        """The collective whose wait ended with an error, unless a later one succeeded; else `awaited`."""
+        return self._entry(self.failed) or self.awaited
+
+    def _entry(self, number: int) -> RecordedCollective | None:
+        return next((entry for entry in self.entries if entry.number == number), None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain data for a message; `from_json` is the inverse."""
         rows = [list(vars(entry).values()) for entry in self.entries]
-        return {"entries": rows, "started": self.started, "finished": self.finished, "waiting": self.waiting}
+        return {"entries": rows, **{name: getattr(self, name) for name in _COUNTS}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FlightRecord:
         entries = tuple(RecordedCollective(*row) for row in data["entries"])
-        return cls(entries, data["started"], data["finished"], data["waiting"])
+        return cls(entries, **{name: data[name] for name in _COUNTS})
 
 
 def read_flight_record(path: Path) -> FlightRecord | None:
@@ -86,7 +96,7 @@ def read_flight_record(path: Path) -> FlightRecord | None:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
-    magic, slots, slot_bytes, _, _, started, waiting, finished = _HEADER.unpack_from(data)
+    magic, slots, slot_bytes, _, _, started, waiting, finished, failed = _HEADER.unpack_from(data)
     if magic != b"ZCRING01" or slot_bytes != _SLOT.size:
         raise ValueError(f"{path}: not a flight recorder in format 1")
     entries = []
@@ -96,7 +106,7 @@ def read_flight_record(path: Path) -> FlightRecord | None:
             sequence, step, same_bytes, _, *texts = row[1:]
             group, phase, name, site = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
             entries.append(RecordedCollective(number, sequence, step, same_bytes, group, phase, name, site))
-    return FlightRecord(tuple(entries), started, finished, waiting)
+    return FlightRecord(tuple(entries), started, finished, waiting, failed)
 
 
 def difference(records: Mapping[int, FlightRecord]) -> str | None:
@@ -151,23 +161,24 @@ def stall(records: Mapping[int, FlightRecord]) -> str:
     return "\n".join(lines)
 
 
-def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int]) -> str | None:
+def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int], *, is_over: bool) -> str | None:
     """Return a text about ranks that wait in a collective which ranks that ended with status 0 never started; None if
     there are none.
 
-    ``ended``: the ranks with status 0. The ranks of a group are taken to be the ranks that have used it.
+    ``ended``: the ranks with status 0. ``is_over``: the job has failed, so that a rank counts whose wait ended with an
+    error; while the job runs, such a rank may go on. The ranks of a group are taken to be the ranks that have used it.
     """
     left: set[int] = set()
     lines = []
     for rank, record in sorted(records.items()):
-        entry = record.awaited
-        if rank in ended or entry is None:
+        entry = record.last_awaited if is_over else record.awaited
+        if rank in ended or entry is None or entry.ends_by_itself:
             continue
         used = [r for r in ended if r in records and any(e.group == entry.group for e in records[r].entries)]
         gone = [r for r in used if not _has_started(entry, records[r])]
         if gone:
             left.update(gone)
-            lines.append(f"  rank {rank} waits in {entry}")
+            lines.append(f"  rank {rank} {'waits' if entry is record.awaited else 'waited'} in {entry}")
     if not lines:
         return None
     return "\n".join([f"{ranks_text(sorted(left))} ended with exit status 0 while others wait for it:", *lines])

@@ -103,7 +103,7 @@ def _rank_key(key: Any) -> bool:
 
 _flag, _texts = _of_type(bool), _list_of(_text)
 _entry = _row(_natural, _natural, _integer, _integer, _text, _text, _text, _text)
-_record = _fields(entries=_list_of(_entry), started=_natural, finished=_natural, waiting=_natural)
+_record = _fields(entries=_list_of(_entry), started=_natural, finished=_natural, waiting=_natural, failed=_natural)
 _records = _object_of(_record, key=_rank_key)
 _port = _within(0, 65535)
 _failure = _fields(

@@ -35,7 +35,7 @@ def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at:
     failed = began_at + min((failure.seconds for failure in failures), default=0.0)
     ended = [rank for peer in peers for rank, at in peer.ended if at + peer.clock_offset < failed]
     records = {rank: record for peer in peers for rank, record in peer.records.items()}
-    return abandoned(records, sorted(ended))
+    return abandoned(records, sorted(ended), is_over=True)
 
 
 def notes(peers: Sequence[Peer]) -> list[str]:

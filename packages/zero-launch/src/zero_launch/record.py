@@ -70,8 +70,8 @@ def _record(
 
 
 def _flight(rank: int, record: FlightRecord) -> dict[str, Any]:
-    """Return the last collectives of one rank, the newest last, and the one in which it waits."""
-    awaited = record.awaited
+    """Return the last collectives of one rank, the newest last, and the one in which it waits or waited last."""
+    awaited = record.last_awaited
     return {
         "rank": rank,
         "waits": None if awaited is None else f"{awaited.sequence}: {awaited}",
