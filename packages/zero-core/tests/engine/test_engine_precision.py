@@ -150,10 +150,10 @@ class WithBuffers(nn.Module):
         return nn.functional.mse_loss(self.head(torch.tanh(self.block(h))).float(), y)
 
 
-def buffers(mode: str, stage: int, statistics: bool) -> dict[str, Any]:
+def buffers(mode: str, stage: int, statistics: bool, held: torch.dtype = torch.float32) -> dict[str, Any]:
     torch.manual_seed(torch.distributed.get_rank())  # ranks differ before initialize, and not after
     settings = {**without(config(stage), "data_types"), mode: {"enabled": True}}
-    engine = zero_core.initialize(model=WithBuffers(statistics), config=settings)[0]
+    engine = zero_core.initialize(model=WithBuffers(statistics).to(held), config=settings)[0]
     for number in range(2):
         one_step(engine, number, HALF[mode])
     module = engine.module
@@ -182,10 +182,13 @@ def test_floating_buffers_follow_the_parameters_and_others_stay(mode: str, stage
         assert seen["parameter"] == str(HALF[mode])
 
 
+@pytest.mark.parametrize("held", (torch.float64, torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("mode", ("bf16", "fp16"))
-def test_batch_norm_trains_in_half_precision_with_wide_statistics(mode: str, stage: int) -> None:
-    for seen in run_ranks(buffers, RANKS, mode, stage, True):
+def test_batch_norm_trains_in_half_precision_with_statistics_in_float32(
+    mode: str, stage: int, held: torch.dtype
+) -> None:
+    for seen in run_ranks(buffers, RANKS, mode, stage, True, held):
         assert seen["dtypes"]["norm.running_mean"] == seen["dtypes"]["norm.running_var"] == "float32"
         assert seen["values"]["norm.num_batches_tracked"] == 3 and min(seen["values"]["norm.running_var"]) > 0
         assert seen["finite"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero_comm import EngineGroups, Tag
 from zero_precision import PrecisionPolicy
@@ -42,7 +43,8 @@ def share_buffers(
     """Move buffers and the ``replicated`` parameters to ``device``, with rank 0's values. Collective.
 
     In half precision buffers get the parameters' dtype, as in ``model.to(dtype)``, unless ``policy`` has another for
-    them; those in ``kept_fp32`` keep theirs. Names are the model's. One buffer under several names stays one, and
+    them. In ``kept_fp32``, running statistics become float32, as their layers' parameters do, and others keep their
+    dtype. Names are the model's. One buffer under several names stays one, and
     buffers that share memory share it afterwards; if one of them is kept, all are. Raises `PartitionError`, naming
     two, for buffers of different dtypes that share memory and cannot stay where they are.
     """
@@ -52,7 +54,7 @@ def share_buffers(
     for numbers in overlapping([buffer.tensor for buffer in buffers]):
         together = [buffers[number] for number in numbers]
         kept = any(name in kept_fp32 for buffer in together for name in buffer.places)
-        dtypes = [b.tensor.dtype if kept else _buffer_dtype(b.tensor, policy) for b in together]
+        dtypes = _kept_dtypes(together) if kept else [_buffer_dtype(buffer.tensor, policy) for buffer in together]
         moved.update(zip(numbers, _moved(together, device, dtypes), strict=True))
         tied.update(numbers if len(numbers) > 1 else ())
     for number, buffer in enumerate(buffers):
@@ -128,6 +130,13 @@ def _refuse_other_kind(one: _RegisteredBuffer, other: _RegisteredBuffer, dtype: 
             f"as {dtype} would not have the bits that both show. Give one a memory of its own (`.clone()`), compute "
             "one from the other in forward, or list one of them in data_types.keep_in_fp32_modules."
         )
+
+
+def _kept_dtypes(buffers: Sequence[_RegisteredBuffer]) -> list[torch.dtype]:
+    """Return the dtypes of buffers that share memory and stay in float32: their own, but float32 where one of them is a
+    running statistic."""
+    statistics = any(isinstance(module, _NormBase) for b in buffers for module, _ in b.places.values())
+    return [torch.float32 if statistics and b.tensor.is_floating_point() else b.tensor.dtype for b in buffers]
 
 
 def _buffer_dtype(buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
