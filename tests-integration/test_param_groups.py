@@ -14,6 +14,7 @@ from training import DTYPES, LR, Run, deviation
 
 import zero_core
 from zero_comm import run_ranks
+from zero_partition import PartitionError
 
 STAGES = (0, 1, 2, 3)
 SOAK = pytest.mark.soak
@@ -147,3 +148,68 @@ def test_hooks_find_gradients_and_weights_by_place(world: int) -> None:
     expected, _ = plain(3, hooked=True)
     for result in run_ranks(hooked, world, STAGES):
         assert max(deviation(weights, expected) for weights in result) < 1e-12
+
+
+def changes_groups(stages: tuple[int, ...], zero: dict[str, Any]) -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+    """By stage: what the step says about each change of the param groups, and the weights after it was put back."""
+    found = []
+    for stage in stages:
+        model = zoo.build("plain")
+        settings = training.config(Run(), stage, torch.distributed.get_world_size(), **(zero if stage else {}))
+        optimizer = torch.optim.AdamW(groups_of(model), lr=LR)
+        engine = zero_core.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        training.train(engine, Run(), 0, 1)
+        texts = []
+        for change in CHANGES:
+            groups = engine.optimizer.param_groups
+            present = [list(group["params"]) for group in groups]
+            change(groups)
+            with pytest.raises(PartitionError) as refused:
+                training.train(engine, Run(), 1, 2)
+            texts.append(str(refused.value))
+            del groups[2:]
+            for group, tensors in zip(groups, present, strict=True):
+                group["params"] = tensors
+            engine.zero_grad()
+        training.train(engine, Run(), 1, 2)
+        found.append((texts, training.weights(engine)))
+        engine.destroy(unshard=False)
+    return found
+
+
+def move(groups: Any) -> None:
+    """The last of the first group becomes the first of the second, so that the order of all stays."""
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
+CHANGES = (
+    move,
+    lambda groups: groups[1]["params"].append(groups[0]["params"].pop(0)),
+    lambda groups: groups[1]["params"].append(groups[0]["params"][0]),
+    lambda groups: groups[0]["params"].pop(0),
+    lambda groups: groups[0]["params"].reverse(),
+    lambda groups: groups[0]["params"].append(torch.nn.Parameter(torch.ones(2))),
+    lambda groups: groups.append({**groups[0], "params": []}),
+)
+
+
+@pytest.mark.parametrize("zero", [{}, {"offload_optimizer": {"device": "cpu"}}], ids=["device", "cpu"])
+def test_a_parameter_moved_between_groups_is_refused_by_name_and_both_groups(zero: dict[str, Any]) -> None:
+    model = zoo.build("plain")
+    names = {id(p): name for name, p in model.named_parameters()}
+    listed = [[names[id(p)] for p in group["params"]] for group in groups_of(model)]
+    last, first = listed[0][-1], listed[0][0]
+    expected = (
+        f"parameter '{last}' is in param_groups[1], expected in param_groups[0]",
+        f"parameter '{first}' is in param_groups[1], expected in param_groups[0]",
+        f"parameter '{first}' is in param_groups[0] and again in param_groups[1]",
+        f"parameter '{first}' is no longer in param_groups[0]",
+        "the parameters of param_groups[0] are in another order",
+        "param_groups[0] has a tensor of shape (2,) that initialize did not put there",
+        "there are 3 groups, expected 2",
+    )
+    weights, _ = plain(2, hooked=False)
+    for found in run_ranks(changes_groups, 2, STAGES, zero):
+        for texts, trained in found:
+            assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
+            assert deviation(trained, weights) <= 1e-12

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from .errors import PartitionError
+from .optimizer_states import ListedParameter
 from .partition import Partition
 
 
@@ -56,15 +56,50 @@ class AddParamGroup:
         return f"a parameter of shape {tuple(getattr(parameter, 'shape', ()))} that is not of the engine's model"
 
 
-def check_groups(optimizer: Optimizer, expected: Sequence[nn.Parameter]) -> None:
-    """Raise `PartitionError` unless the optimizer's groups hold the ``expected`` tensors, in their order."""
-    held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    if len(held) != len(expected) or any(map(operator.is_not, held, expected)):
-        raise PartitionError(
-            f"optimizer.param_groups was changed after initialize: it holds {len(held)} tensors, expected the "
-            f"{len(expected)} that initialize put there, in their order. "
-            "Change hyperparameters only; the weights were not changed."
-        )
+def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParameter]]) -> None:
+    """Raise `PartitionError`, naming what was moved, removed or added, unless each of the optimizer's groups holds the
+    ``expected`` tensors, in their order."""
+    groups = optimizer.param_groups
+    if len(groups) == len(expected) and all(map(_holds, groups, expected)):
+        return
+    raise PartitionError(
+        f"optimizer.param_groups was changed after initialize: {_change(groups, expected)}. Gradients and states are "
+        "kept by these places. Put it back and change hyperparameters instead, or give the parameter a group of its "
+        "own before initialize. The weights were not changed, and the gradients of this step are dropped: call "
+        "engine.zero_grad() on every rank and go on with the next batch."
+    )
+
+
+def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> bool:
+    """Return whether ``group`` holds the tensors of the ``expected`` parameters, in their order."""
+    held = group["params"]
+    return len(held) == len(expected) and all(map(operator.is_, held, (listed.tensor for listed in expected)))
+
+
+def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
+    """Return words for the first difference between ``groups`` and what they are ``expected`` to hold."""
+    homes = {id(p.tensor): (number, p.name) for number, listed in enumerate(expected) for p in listed}
+    seen: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for tensor in group["params"]:
+            if id(tensor) not in homes:
+                shape = tuple(tensor.shape)
+                return f"param_groups[{number}] has a tensor of shape {shape} that initialize did not put there"
+            home, name = homes[id(tensor)]
+            if id(tensor) in seen:
+                return f"parameter '{name}' is in param_groups[{seen[id(tensor)]}] and again in param_groups[{number}]"
+            seen[id(tensor)] = number
+            if number != home:
+                return f"parameter '{name}' is in param_groups[{number}], expected in param_groups[{home}]"
+    if missing := [place for tensor, place in homes.items() if tensor not in seen]:
+        home, name = missing[0]
+        return f"parameter '{name}' is no longer in param_groups[{home}]"
+    if len(groups) != len(expected):
+        return f"there are {len(groups)} groups, expected {len(expected)}"
+    number = next(
+        n for n, (group, listed) in enumerate(zip(groups, expected, strict=True)) if not _holds(group, listed)
+    )
+    return f"the parameters of param_groups[{number}] are in another order"
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, str], str]]:

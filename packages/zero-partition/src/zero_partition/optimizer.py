@@ -149,7 +149,7 @@ class ShardedOptimizer:
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
-        check_groups(self.inner, [parameter.tensor for parameter in chain.from_iterable(self._listed)])
+        check_groups(self.inner, self._listed)
         self._states.install_mapping()
         self._tensors.check_states()
         runtime.end_backward()
