@@ -18,6 +18,7 @@ from .needs import AveragingOptimizer
 from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums
 from .optimizer_tensors import OptimizerTensors
 from .partition import Partition
+from .placeholder import Placeholders, any_written
 from .updates import start_in_reduced
 
 
@@ -63,6 +64,9 @@ class GradientAgreement:
             for name, (index, number) in places.items()
             if index not in partition.runtime.gradients
         ]
+        self._placeholders: list[Placeholders] = []  # whose values no gather reads
+        if partition.device.type != "cpu":
+            self._placeholders = [placeholders for unit in partition.units for placeholders in unit.placeholders]
         exact = partition.options.virtual_ranks > 0
         self._sums: NormSums = ExactSums() if exact else RankOrderSums()
         self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
@@ -78,9 +82,10 @@ class GradientAgreement:
 
         One message, unless late or edited gradients have to be reduced first. Raises `PartitionError` on every rank
         when hyperparameters differ between ranks, or gradients were written on some ranks only; and on the rank where
-        a frozen parameter has one.
+        a frozen parameter has one. Raises `ReleasedParameterError` where code wrote into a released parameter.
         """
         self._refuse_frozen()
+        self._refuse_written()
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
         full = self._partition.options.stage == 0 and not apart
@@ -146,6 +151,13 @@ class GradientAgreement:
                     "optimizer would update it. Set it to None, or make the engine while the parameter requires "
                     "gradients. The weights were not changed."
                 )
+
+    def _refuse_written(self) -> None:
+        """Raise `ReleasedParameterError` if code wrote into a released parameter and no gather has read its values."""
+        memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
+        if memory and bool(any_written(memory)):
+            for placeholders in self._placeholders:
+                placeholders.verify_values()
 
     def refuse_incomplete(self) -> None:
         """Raise `PartitionError` if some micro-batches of a step under virtual ranks are missing.

@@ -232,7 +232,7 @@ class Partition:
         secondary = sum(nbytes(u.route.secondary_shard) for u in self.units)
         masters = sum(nbytes(u.master) for u in self.units)
         gradients = sum(nbytes(t) for g in self.runtime.gradients.values() for t in g.tensors())
-        placeholders = sum(nbytes(t) for u in self.units for t in u.placeholder_tensors())
+        placeholders = sum(nbytes(t) for u in self.units for p in u.placeholders for t in p.tensors())
         return {
             "gathered parameters": gathered,
             "parameter shards": shards,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
-from .host_facts import are_set_to, dtypes, install
+from .host_facts import are_set_to, dtypes, install, versions
 from .released import mark_released
 
 
@@ -49,16 +49,31 @@ class Placeholders:
         with torch._C.DisableTorchFunctionSubclass():
             return are_set_to(self._parameters, self._views) and dtypes(self._parameters) == self._dtypes
 
-    def verify(self) -> None:
-        """Raise `ReleasedParameterError`, naming the first one, if a released parameter was replaced or written."""
+    def verify(self, known_versions: Sequence[int] | None = None) -> None:
+        """Raise `ReleasedParameterError`, naming the first one, if a released parameter was replaced or written.
+
+        ``known_versions``: the parameters' version counters when they were last looked at. With these, values on an
+        accelerator, for which the host would have to wait, are read only if a counter has changed; `any_written` finds
+        other writes later. None: they are always read.
+        """
         if not self.installed():
             raise self._replaced()
+        if known_versions is None or self._nans.device.type == "cpu" or not self._have(known_versions):
+            self.verify_values()
+
+    def verify_values(self) -> None:
+        """Raise `ReleasedParameterError`, naming the first one, if a value is not NaN any more. Reads the device."""
         if not bool(torch.isnan(self._nans).all()):
             index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])
             raise ReleasedParameterError(
                 f"parameter '{self._names[index]}' was written while it was released; the value is lost. "
                 "Change it inside `gathered([...], modifier_rank=0)`."
             )
+
+    def _have(self, known_versions: Sequence[int]) -> bool:
+        """Return whether the parameters' version counters are ``known_versions``; True for inference tensors."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._parameters[0].is_inference() or versions(self._parameters) == known_versions
 
     def _replaced(self) -> ReleasedParameterError:
         """Return the error for the first parameter that is not its placeholder."""
@@ -71,3 +86,15 @@ class Placeholders:
                 f"shape {tuple(view.shape)} and dtype {view.dtype}, got a tensor of shape {tuple(parameter.shape)} and "
                 f"dtype {parameter.dtype}. Change it inside `gathered([...], modifier_rank=0)`."
             )
+
+
+def any_written(memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return whether any value in ``memory`` (1-D, from `Placeholders.tensors`; not empty) is not NaN.
+
+    The result is a bool of 0 dimensions on their device; nothing waits for it.
+    """
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for nans in memory:
+        by_dtype.setdefault(nans.dtype, []).append(nans)
+    written = [torch.cat(alike).isnan().logical_not_().any() for alike in by_dtype.values()]
+    return written[0] if len(written) == 1 else torch.stack(written).any()

@@ -82,7 +82,7 @@ def copy_pending(units: Sequence[Unit]) -> None:
 
 def _is_replaced(unit: Unit, number: int) -> bool:
     """Return whether a parameter has other memory than the engine gave it."""
-    kept = unit.placeholder_views() if unit.state is UnitState.RELEASED else unit.views
+    kept = unit.placeholders[0].views if unit.state is UnitState.RELEASED else unit.views
     return not unit.parameters[number].is_set_to(kept[number])
 
 

@@ -123,14 +123,14 @@ class Unit:
 
         ``exact``: gather without the codec that passes may use; always so for a pinned unit. ``step``: number for the
         collective's tag. Collective: every rank issues gathers in the same order. Raises `ReleasedParameterError` if
-        user code wrote a released parameter.
+        user code wrote a released parameter and that shows on the host (see `Placeholders.verify`).
         """
         exact = exact or self.pinned
         self.wait_gather()
         if self.state is UnitState.GATHERED and self.releasable:
             self.edits.collect_written(self.views, exact=self._is_exact)
         if self.state is UnitState.RELEASED:
-            self._placeholders.verify()
+            self._placeholders.verify(None if exact else self.edits.versions)
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         tag = Tag("gather", self.name, step)
         if self.route.can_use_secondary(exact=exact):
@@ -360,13 +360,10 @@ class Unit:
         """End `borrow_shard`: the shard, which holds new weights, goes back to its store."""
         self._residency.release(self.name, dirty=True)
 
-    def placeholder_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that back the placeholders of released parameters; empty if the unit is never released."""
-        return self._placeholders.tensors() if self.releasable else []
-
-    def placeholder_views(self) -> list[torch.Tensor]:
-        """Return the placeholder of each parameter, in order; empty if the unit is never released."""
-        return self._placeholders.views if self.releasable else []
+    @property
+    def placeholders(self) -> list[Placeholders]:
+        """Return the placeholders of the released parameters in a list; empty if the unit is never released."""
+        return [self._placeholders] if self.releasable else []
 
     def holds_storage(self, address: int) -> bool:
         """Return whether ``address`` (from `host_facts.storage_address`) is that of the flat buffer while gathered."""

@@ -54,7 +54,7 @@ class UserEdits:
         self._views = [view for unit in self._staying for view in unit.views]
         self._note_versions()
         self._may_go = [parameter for unit in self._releasable for parameter in unit.parameters]
-        self._placeholders = [view for unit in self._releasable for view in unit.placeholder_views()]
+        self._placeholders = [view for unit in self._releasable for p in unit.placeholders for view in p.views]
         self._placeholder_dtypes = dtypes(self._placeholders)
         self._all = [parameter for unit in self._units for parameter in unit.parameters]
         self._references: list[object] = []

@@ -58,7 +58,8 @@ def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[
         rows += count.rows(unit.name, "secondary shards", [] if secondary is None else [secondary])
         rows += count.rows(unit.name, "masters", [] if unit.master is None else [unit.master])
         rows += count.rows(unit.name, "gradients", [] if gradients is None else gradients.tensors())
-        rows += count.rows(unit.name, "placeholders", unit.placeholder_tensors())
+        placeholders = [values for one in unit.placeholders for values in one.tensors()]
+        rows += count.rows(unit.name, "placeholders", placeholders)
     if isinstance(partition.residency, OnDisk):
         rows.append(MemoryRow("(the store)", "parameter shards", "host", partition.residency.resident_bytes))
     return [*rows, *_tier_rows(partition), *_state_rows(sharded, count)]
