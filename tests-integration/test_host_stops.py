@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import simulated_engines as engines
 import simulated_stops as stops
+import torch
 from simulated_accelerator.ranks import run_simulated
 
 pytestmark = pytest.mark.timeout(600)  # the first one compiles
@@ -26,3 +27,73 @@ def test_gathers_do_not_read_placeholders() -> None:
 def test_write_into_a_placeholder_is_refused_by_name(write: object) -> None:
     for message in run_simulated(stops.written_placeholder, 2, write):
         assert "parameter 'blocks.1.up.weight' was written while it was released" in message
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_step_with_clipping_has_no_stop(stage: int, dtype: str, ahead: bool) -> None:
+    for reports in run_simulated(stops.by_step, 2, engines.config(stage, dtype), range(9, 12), ahead):
+        assert places(reports) == Counter()
+        assert [str(race) for report in reports for race in report.races] == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_accumulation_has_no_stop(stage: int) -> None:
+    settings = {**engines.config(stage, "bf16"), "gradient_accumulation_steps": 2}
+    for reports in run_simulated(stops.by_step, 2, settings, range(9, 12)):
+        assert places(reports) == Counter()
+
+
+@pytest.mark.parametrize(("optimizer", "count"), [(stops.fused_sgd, 0), (stops.looped_sgd, 1)])
+def test_optimizer_that_cannot_skip_by_itself_waits_once_a_step(optimizer: object, count: int) -> None:
+    settings = engines.own_optimizer(3, "bf16")
+    for reports in run_simulated(stops.by_step, 2, settings, range(9, 12), False, 1, optimizer):
+        assert max(len(report.stops) for report in reports) <= count
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_next_step_raises_for_gradients_that_are_not_finite(stage: int, world_size: int) -> None:
+    for found in run_simulated(stops.overflow, world_size, engines.config(stage, "bf16")):
+        assert found.left_alone
+        assert found.raised == [4]
+        assert "the gradient norm of step 3 is nan" in found.message or "step 3 is inf" in found.message
+        assert "belongs to unit 'root" in found.message
+
+
+def test_save_raises_for_gradients_of_the_step_before_it_that_are_not_finite(tmp_path: object) -> None:
+    for found in run_simulated(_saving_overflow, 2, engines.config(1, "bf16"), str(tmp_path)):
+        assert found.raised == [3] and found.left_alone
+
+
+def _saving_overflow(settings: dict[str, object], folder: str) -> stops.Overflow:
+    return stops.overflow(settings, saves_in=folder)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_steps_that_are_skipped_where_they_are_not_finite_wait_once(stage: int) -> None:
+    settings = engines.config(stage, "bf16")
+    settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    for found in run_simulated(stops.overflow, 2, settings):
+        assert (found.raised, found.skipped, found.left_alone) == ([], 1, True)
+        assert found.stops[-1] <= 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_weights_are_the_cpus_bit_by_bit_where_the_optimizer_is_the_same(stage: int, dtype: str) -> None:
+    settings = engines.config(stage, dtype)
+    settings["optimizer"]["params"]["torch_adam"] = True
+    here = run_simulated(engines.trained, 2, settings, "sim", 1, 6)
+    there = run_simulated(engines.trained, 2, settings, "cpu", 0, 6)
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours.losses == theirs.losses
+        assert [n for n, weight in theirs.weights.items() if not torch.equal(weight, ours.weights[n])] == []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_norm_can_be_read_after_each_step(stage: int) -> None:
+    here = run_simulated(stops.norms, 2, engines.config(stage, "fp32"), "sim")
+    there = run_simulated(stops.norms, 2, engines.config(stage, "fp32"), "cpu")[0]
+    assert here[0] == here[1] == pytest.approx(there, rel=1e-6)

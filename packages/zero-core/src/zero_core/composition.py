@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from .training import Training
 if TYPE_CHECKING:
     from .recording.record import RunRecord
 
+logger = logging.getLogger("zero_core")
+
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -45,6 +48,7 @@ class EngineParts:
 
     def close(self, state: TrainingState, unshard: bool) -> None:
         """Finish checkpoints, remove hooks, ``unshard`` or not, close the groups, then monitor and instruments."""
+        _warn_of_last_step(state)
         try:
             self.checkpoints.close()
         finally:
@@ -54,6 +58,15 @@ class EngineParts:
             state.model_part.close()
             self.monitor.close()
             self.instruments.close()
+
+
+def _warn_of_last_step(state: TrainingState) -> None:
+    """Log a warning if the last step did not count, as only the device has known until now."""
+    last = state.counters.last
+    if not state.reports or last is None or last.skipped or state.partition.runtime.failed:
+        return
+    if not last.taken:
+        logger.warning("the gradient norm of the last step is %s: the step left the weights as they were", last.norm)
 
 
 def compose(

@@ -134,7 +134,7 @@ class Training:
             self._checkpoints.step_taken()
         self._accumulation.scaled = False
         raised = result.raised
-        if result.taken:
+        if not result.skipped:
             counters.last_taken = result
             if state.attached.scheduler is not None and raised is None:
                 raised = _raised_by(schedule, state.attached.scheduler)

@@ -27,11 +27,12 @@ from .live import UnitState
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
 from .needs import AveragingOptimizer, NormOptimizer
 from .norm import GRID, GridSquares, NormSquared, grid_squares, norm_squared
-from .optimizer import ShardedOptimizer, StepResult
+from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of, partition
 from .planning import PartitionOptions
 from .residency import DeviceResidency, Residency
 from .sharded_parameter import NewShard, ShardedParameter, sharded_record
+from .step_result import StepResult
 from .tier import MakeStates, ShardNeeds, StateTier
 from .tiling import TiledLinear
 from .unit import Unit

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
-from .errors import PartitionError
+from .device_norm import DeviceNorm, DeviceSquare
+from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
 from .messages import StepReport, decode_each, distinct
-from .model_parts import ModelParts
+from .model_parts import ModelParts, UnsplitModel
 from .needs import AveragingOptimizer
 from .norm import ExactSums, GridNorm, GridSquares, NormSquared, NormSums, RankOrderSums
 from .optimizer_tensors import OptimizerTensors
 from .partition import Partition
 from .placeholder import Placeholders, any_written
-from .updates import start_in_reduced
+from .step_result import norm_of
+from .updates import Factor, Touched, start_in_reduced
+
+_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 
 class AgreedGradients(NamedTuple):
     """What all ranks know of a step's gradients after `GradientAgreement.agree`.
 
     ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``square``: the global sum of
-    squares. ``culprit``: name of the first parameter whose gradient is not finite, empty for none. ``hooked``: some
-    rank has step pre-hooks of the user's.
+    squares; None while only the device knows it. ``culprit``: name of the first parameter whose gradient is not finite,
+    empty for none. ``hooked``: some rank has step pre-hooks of the user's. ``on_device``: the sum of squares there,
+    where the gradients are on an accelerator.
     """
 
     touched: dict[int, list[bool]]
-    square: float
+    square: float | None
     culprit: str
     hooked: bool
+    on_device: DeviceSquare | None = None
+
+    def factor(self, clip: float, scale: float) -> Factor:
+        """Return the factor that removes the loss ``scale`` from the gradients and clips to a global norm of ``clip``
+        (0: does not)."""
+        if clip > 0 and self.square is None and self.on_device is not None:
+            return self.on_device.factor(clip, _CLIP_EPSILON, scale)
+        factor = 1.0 / scale
+        if clip > 0 and self.square is not None:
+            factor *= min(1.0, clip / (norm_of(self.square, scale) + _CLIP_EPSILON))
+        return factor
 
 
 class GradientAgreement:
@@ -42,6 +58,12 @@ class GradientAgreement:
     ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact.
     ``tensors``: the optimizer's, which know whether user code has registered step pre-hooks. ``places``: of the
     parameters in its param groups, by name, the unit's index and the position in it.
+
+    [Note: norms on accelerators] There the sum of squares is added up and reduced over the ranks on the device. Where
+    the optimizer can skip a step by itself (`DeviceGuard`) and a norm that is not finite is an error, the host does not
+    wait for it: it continues with the next forward, and learns the sum with the message of the next step, from the
+    first rank that has it by then. If it is not finite, that step raises on every rank; the weights are those from
+    before both.
     """
 
     def __init__(
@@ -64,11 +86,15 @@ class GradientAgreement:
             for name, (index, number) in places.items()
             if index not in partition.runtime.gradients
         ]
-        self._placeholders: list[Placeholders] = []  # whose values no gather reads
-        if partition.device.type != "cpu":
-            self._placeholders = [placeholders for unit in partition.units for placeholders in unit.placeholders]
         exact = partition.options.virtual_ranks > 0
         self._sums: NormSums = ExactSums() if exact else RankOrderSums()
+        is_plain = not exact and isinstance(parts, UnsplitModel) and not isinstance(optimizer, AveragingOptimizer)
+        on_device = partition.device.type != "cpu"
+        self._device = DeviceNorm(partition) if on_device and is_plain and partition.states is None else None
+        self._deferred: DeviceSquare | None = None
+        self._unread: list[Placeholders] = []  # whose values nothing else reads
+        if on_device and self._device is None:
+            self._unread = [placeholders for unit in partition.units for placeholders in unit.placeholders]
         self._norms: dict[tuple[int, int], Callable[[torch.Tensor], Any]] = {
             (index, rank): GridNorm(squares) if exact else parts.norm_of(gradients.unit, rank, norm)
             for index, gradients in partition.runtime.gradients.items()
@@ -77,54 +103,127 @@ class GradientAgreement:
         for index, gradients in partition.runtime.gradients.items():
             gradients.norm = self._norms[index, partition.rank]
 
-    def agree(self) -> AgreedGradients:
+    def agree(self, *, defers: bool = False, covers: Callable[[Touched], bool] = bool) -> AgreedGradients:
         """Take over gradients that user code wrote, and return the facts that all ranks agree on. Collective.
 
-        One message, unless late or edited gradients have to be reduced first. Raises `PartitionError` on every rank
-        when hyperparameters differ between ranks, or gradients were written on some ranks only; and on the rank where
-        a frozen parameter has one. Raises `ReleasedParameterError` where code wrote into a released parameter.
+        One message, unless late or edited gradients have to be reduced first. ``defers``: this rank can go on without
+        the norm (see [Note: norms on accelerators]), if it ``covers`` the parameters that any rank touched. Raises
+        `PartitionError` on every rank when hyperparameters differ between ranks, or gradients were written on some
+        ranks only; and on the rank where a frozen parameter has one. Raises `ReleasedParameterError` where code wrote
+        into a released parameter, and `NonFiniteGradientError` on every rank for a norm that was deferred.
         """
         self._refuse_frozen()
         self._refuse_written()
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
-        full = self._partition.options.stage == 0 and not apart
         user = runtime.user_gradients
         user.take(stepping=True)
         while True:
             squares = self._squares()
             mine = sum(squares) if apart else squares[self._partition.rank]
-            culprit = "" if math.isfinite(mine) else self._first_non_finite()
-            report = StepReport(
-                runtime.reducer.unreduced(),
-                self._sums.pack(mine),
-                self._untouched(),
-                culprit,
-                user.report(),
-                self._tensors.is_hooked,
-                hyperparameters_digest(self._optimizer.param_groups),
-            )
-            reports = decode_each(StepReport.decode, runtime.agree("step", "", report.encode()))
-            if len({one.hyperparameters for one in reports}) > 1:
-                self._refuse_hyperparameters()
+            reports = self._exchange(mine, defers=defers)
             if user.settle([one.written for one in reports]):
                 continue
             if not any(one.late for one in reports):
                 break
             runtime.held_gradients.reduce_late({unit for one in reports for unit in one.late})
         user.check([one.written for one in reports], [one.untouched for one in reports])
-        shards = reports[: self._partition.world_size]  # other replicas have the same shards
-        if full:
-            total = self._sums.total([self._sums.pack(square) for square in squares])
-        else:
-            total = self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
         touched = {i: [True] * len(g.touched) for i, g in runtime.gradients.items() if g.is_reduced}
         for index, flags in touched.items():
             for number in set.intersection(*(set(one.untouched.get(index, ())) for one in distinct(reports))):
                 flags[number] = False
-        culprit = next((one.culprit for one in reports if one.culprit), "")
         hooked = any(one.hooked for one in reports)
+        if self._device is not None:
+            may_defer = all(one.defers for one in distinct(reports)) and covers(touched)
+            return self._agree_on_device(self._device, touched, hooked, may_defer=may_defer)
+        total = self._total(squares, reports, apart=apart)
+        culprit = next((one.culprit for one in reports if one.culprit), "")
         return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
+
+    def _exchange(self, mine: Any, *, defers: bool) -> list[StepReport]:
+        """Exchange the facts of this step, ``mine`` this rank's sum of squares; learn the norm of a deferred one."""
+        runtime = self._partition.runtime
+        deferred = self._deferred
+        report = StepReport(
+            runtime.reducer.unreduced(),
+            self._sums.pack(mine),
+            self._untouched(),
+            "" if self._device is not None or math.isfinite(mine) else self._first_non_finite(),
+            runtime.user_gradients.report(),
+            self._tensors.is_hooked,
+            hyperparameters_digest(self._optimizer.param_groups),
+            defers,
+            deferred.read() if deferred is not None and deferred.is_here else None,
+        )
+        reports = decode_each(StepReport.decode, runtime.agree("step", "", report.encode()))
+        if len({one.hyperparameters for one in reports}) > 1:
+            self._refuse_hyperparameters()
+        self._learn_deferred(next((one.earlier for one in reports if one.earlier is not None), None))
+        return reports
+
+    def _total(self, squares: list[Any], reports: Sequence[StepReport], *, apart: bool) -> float:
+        """Return the sum of squares over all ranks; ``apart``: each rank's gradients are its own."""
+        if self._partition.options.stage == 0 and not apart:
+            return self._sums.total([self._sums.pack(square) for square in squares])
+        shards = reports[: self._partition.world_size]  # other replicas have the same shards
+        return self._sums.total([one.square / len(reports) if apart else one.square for one in shards])
+
+    def _agree_on_device(
+        self, norm: DeviceNorm, touched: dict[int, list[bool]], hooked: bool, *, may_defer: bool
+    ) -> AgreedGradients:
+        """Return the agreed facts with the norm on the device, and unless the host ``may_defer`` it, on the host too.
+        Collective."""
+        square = norm.square()
+        if may_defer:
+            self._deferred = square
+            return AgreedGradients(touched, None, "", hooked, square)
+        total = square.read()
+        culprit = ""
+        if not math.isfinite(total):
+            culprit = self._why_not_finite(norm, self._first_non_finite)
+        return AgreedGradients(touched, total, culprit, hooked, square)
+
+    def _why_not_finite(self, norm: DeviceNorm, first: Callable[[], str]) -> str:
+        """Return ``first`` of the first rank that has one. Collective. Raises `ReleasedParameterError`, on every rank,
+        if code wrote into a released parameter on any."""
+        written = ""
+        try:
+            norm.refuse_written()
+        except ReleasedParameterError as error:
+            written = str(error)
+        told = self._partition.runtime.agree("not finite", "", [written, first()])
+        problem = next((problem for problem, _ in told if problem), "")
+        if problem:
+            raise ReleasedParameterError(problem)
+        return next((name for _, name in told if name), "")
+
+    def learn_deferred(self) -> None:
+        """Wait until the host knows the norm of the last step. Every rank calls it at the same point.
+
+        Raises `NonFiniteGradientError` on every rank if it is not finite.
+        """
+        self._learn_deferred(None)
+
+    def _learn_deferred(self, square: float | None) -> None:
+        """Take ``square`` for the deferred sum of squares, None to wait for it; nothing if there is none. Raises as
+        `learn_deferred`."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is None or self._device is None:
+            return
+        if square is None:
+            square = deferred.read()
+        deferred.settle(square)
+        if math.isfinite(square):
+            return
+        unit = self._why_not_finite(self._device, deferred.first_unit)
+        self._partition.runtime.held_gradients.forget()
+        found = f"the first gradient that is not finite belongs to unit '{unit}'"
+        raise NonFiniteGradientError(
+            f"the gradient norm of step {deferred.step} is {square}: "
+            f"{found if unit else 'every gradient is finite, but the sum of their squares is not'}. The device left "
+            "the weights as they were, and what came after that step was discarded. Check the loss and the data of "
+            "that step, lower the learning rate, or set bf16.check_grad_overflow to true to skip such steps."
+        )
 
     def _refuse_hyperparameters(self) -> NoReturn:
         """Raise `PartitionError` that names the first hyperparameter that differs between ranks. Collective."""
@@ -153,10 +252,10 @@ class GradientAgreement:
                 )
 
     def _refuse_written(self) -> None:
-        """Raise `ReleasedParameterError` if code wrote into a released parameter and no gather has read its values."""
-        memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
+        """Raise `ReleasedParameterError` if code wrote into a released parameter and nothing else reads its values."""
+        memory = [values for placeholders in self._unread for values in placeholders.tensors()]
         if memory and bool(any_written(memory)):
-            for placeholders in self._placeholders:
+            for placeholders in self._unread:
                 placeholders.verify_values()
 
     def refuse_incomplete(self) -> None:
@@ -175,9 +274,11 @@ class GradientAgreement:
 
     def _squares(self) -> list[Any]:
         """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's,
-        and zeros for the others."""
+        and zeros for the others; zeros where the device adds them."""
         partition = self._partition
         squares = [self._sums.zero()] * partition.world_size
+        if self._device is not None:
+            return squares
         for index, gradients in partition.runtime.gradients.items():
             if not gradients.is_reduced:
                 continue

@@ -187,7 +187,9 @@ class StepReport:
     as `NormSums.pack` returns it. ``untouched``: by unit, the numbers of the parameters that had no gradient.
     ``culprit``: name of the first parameter with a gradient that is not finite; "" if all are finite. ``written``:
     gradients that user code has written. ``hooked``: the user has optimizer hooks that run before the arithmetic, and
-    may fail. ``hyperparameters``: a digest of the param groups' hyperparameters.
+    may fail. ``hyperparameters``: a digest of the param groups' hyperparameters. ``defers``: this rank can take the
+    step before its host knows the norm. ``earlier``: the sum of squares over all ranks of the step before, if that was
+    taken so and the sum has arrived here; else None.
     """
 
     late: Sequence[int]
@@ -197,12 +199,15 @@ class StepReport:
     written: WrittenGradients
     hooked: bool
     hyperparameters: int
+    defers: bool = False
+    earlier: float | None = None
 
     def encode(self) -> list[Any]:
         """Return plain data, for `decode`."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
-        return [*told, self.hooked, self.hyperparameters]
+        rest = [self.defers, self.earlier] if self.defers or self.earlier is not None else []
+        return [*told, self.hooked, self.hyperparameters, *rest]
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> StepReport:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from zero_precision import LossScale, NoLossScale
 
 from .agreed_gradients import AgreedGradients, GradientAgreement
+from .device_guard import DeviceGuard
 from .errors import NonFiniteGradientError, PartitionError
 from .groups import AddParamGroup, check_groups
 from .model_parts import ModelParts, UnsplitModel
@@ -26,26 +26,13 @@ from .optimizer_states import ListedParameter, OptimizerStates, moved_state, num
 from .optimizer_tensors import OptimizerTensors, left_by_an_engine
 from .partition import Partition
 from .planning import update_dtype
-from .updates import FragmentUpdate, OwnedFragment, Touched, connect_norms, connect_positions, update_for
+from .step_result import StepResult, norm_of
+from .updates import Factor, FragmentUpdate, OwnedFragment, Touched, connect_norms, connect_positions, update_for
 
 _ANEW = (
     "Build a new optimizer over the model's parameters. To keep its states, save a checkpoint before engine.destroy() "
     "and load it into the new engine."
 )
-_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step.
-
-    ``norm``: global norm of the unscaled gradients before clipping. ``taken``: the weights were updated, not the step
-    skipped. ``raised``: exception of a step post-hook of the user's on this rank, after the update.
-    """
-
-    norm: float
-    taken: bool
-    raised: Exception | None = None
 
 
 class ShardedOptimizer:
@@ -109,6 +96,7 @@ class ShardedOptimizer:
             partition.groups.control.leave_note,
         )
         self._tensors = self._guard_tensors(own_hook)
+        self._guard = DeviceGuard(optimizer, self._tensors, self._update, partition.device)
         self._gradients = GradientAgreement(
             optimizer, self._tensors, self._places, partition, self._parts, norm=norm, squares=squares
         )
@@ -135,6 +123,7 @@ class ShardedOptimizer:
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
         """Set the state of a fragment that the wrapped optimizer itself holds; None removes it."""
         self._states.replace_state(owned, state)
+        self._guard.forget()
 
     def number_devices(self) -> dict[str, torch.device]:
         """Return the device for numbers in the states (``step``), by the name of the parameter; see `number_device`."""
@@ -145,7 +134,8 @@ class ShardedOptimizer:
         """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them. Collective.
 
         The step is skipped if the norm is not finite and there is a loss scale or ``skip_non_finite``. Else raises
-        `NonFiniteGradientError` on every rank then, naming the first parameter.
+        `NonFiniteGradientError` on every rank then, naming the first parameter; on an accelerator the next step may be
+        the one that raises (see [Note: norms on accelerators]).
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
@@ -156,26 +146,39 @@ class ShardedOptimizer:
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
         self._gradients.refuse_incomplete()
-        agreed = self._gradients.agree()
+        is_fatal = isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite
+        agreed = self._gradients.agree(defers=is_fatal and self._guard.is_able, covers=self._guard.covers)
         runtime.held_gradients.hide()
-        norm = math.sqrt(agreed.square) / self.loss_scale.scale if agreed.square >= 0 else math.nan
-        finite = math.isfinite(agreed.square)
-        if not finite and isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite:
+        scale = self.loss_scale.scale
+        if agreed.square is None and agreed.on_device is not None:
+            raised = self._update_weights(agreed, agreed.factor(self.clip, scale))
+            runtime.held_gradients.forget()
+            return StepResult(agreed.on_device, scale, raised)
+        square = math.nan if agreed.square is None else agreed.square
+        finite = math.isfinite(square)
+        if not finite and is_fatal:
             runtime.held_gradients.forget()
             found = f"the first gradient that is not finite belongs to parameter '{agreed.culprit}'"
             if not agreed.culprit:
                 found = "every gradient is finite, but the sum of their squares is not, in float64"
             raise NonFiniteGradientError(
-                f"the gradient norm of step {runtime.step} is {norm}: {found}. The weights were not changed. Check the "
-                "loss and the data of this step, lower the learning rate, or set bf16.check_grad_overflow to true to "
-                "skip such steps."
+                f"the gradient norm of step {runtime.step} is {norm_of(square, scale)}: {found}. The weights were not "
+                "changed. Check the loss and the data of this step, lower the learning rate, or set "
+                "bf16.check_grad_overflow to true to skip such steps."
             )
-        raised = self._update_weights(agreed, self._gradient_factor(norm)) if finite else None
+        raised = self._update_weights(agreed, agreed.factor(self.clip, scale)) if finite else None
         self.loss_scale.update(not finite)  # after the update, whose gradients have the scale from before
         runtime.held_gradients.forget()
-        return StepResult(norm, finite, raised)
+        return StepResult(square, scale, raised)
 
-    def _update_weights(self, agreed: AgreedGradients, factor: float) -> Exception | None:
+    def learn_deferred(self) -> None:
+        """Wait until the host knows the norm of the last step, as something is about to depend on it.
+
+        Every rank calls it at the same point. Raises `NonFiniteGradientError` on every rank if it is not finite.
+        """
+        self._gradients.learn_deferred()
+
+    def _update_weights(self, agreed: AgreedGradients, factor: Factor) -> Exception | None:
         """Update the weights with gradients times ``factor`` and publish them; return an exception of a post-hook.
 
         A pre-hook that raises on any rank ends the step on all ranks, before anything is written.
@@ -195,9 +198,11 @@ class ShardedOptimizer:
 
                 raised.append(self._step_inner(written, agreed.touched))
 
-            with self._tensors.unguarded():
+            deferred = agreed.on_device if agreed.square is None else None
+            with self._tensors.unguarded(), self._guard.skipping(deferred):
                 self._update.run(agreed.touched, factor, step)
             self._partition.publish()
+        self._guard.note_step(agreed.touched)
         for index, flags in agreed.touched.items():
             self._partition.units[index].edits.bump_versions(flags)
         return raised[0]
@@ -216,7 +221,8 @@ class ShardedOptimizer:
         If ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of the norm of
         their average.
         """
-        return math.sqrt(self._gradients.agree().square) / self.loss_scale.scale
+        square = self._gradients.agree().square
+        return math.nan if square is None else norm_of(square, self.loss_scale.scale)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients by ``factor`` in place, for clipping outside the step."""
@@ -225,13 +231,6 @@ class ShardedOptimizer:
                 with gradients.averaged(dirty=True) as averaged:
                     averaged.mul_(factor)
         self._partition.runtime.user_gradients.refresh()
-
-    def _gradient_factor(self, norm: float) -> float:
-        """Return the factor for the gradients of a step: unscales them, and clips to a global norm of ``clip``."""
-        factor = 1.0 / self.loss_scale.scale
-        if self.clip > 0:
-            factor *= min(1.0, self.clip / (norm + _CLIP_EPSILON))
-        return factor
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
         """Run the wrapped optimizer's step, ``begin`` before its arithmetic; return an exception of a post-hook."""

@@ -149,6 +149,12 @@ class OptimizerTensors:
         hooks = self._own_hook.hooks_dict_ref()
         return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 2)
 
+    @property
+    def is_hooked_after(self) -> bool:
+        """Whether the user has registered step post-hooks, on this optimizer or for all optimizers."""
+        hooks = self._own_hooks[1].hooks_dict_ref()
+        return bool(optimizers._global_optimizer_post_hooks) or (hooks is not None and len(hooks) > 1)
+
     def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
         """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks.
 
@@ -207,9 +213,7 @@ class OptimizerTensors:
         """Record that the arithmetic is done, and guard the tensors for the user's post-hooks; the first post-hook."""
         self._updated = True
         self._depth -= 1
-        hooks = self._own_hooks[1].hooks_dict_ref()
-        others = hooks is not None and len(hooks) > 1
-        if self._depth == 0 and self._phase is Phase.STEP and (others or optimizers._global_optimizer_post_hooks):
+        if self._depth == 0 and self._phase is Phase.STEP and self.is_hooked_after:
             for tensor in self._elsewhere:
                 tensor.grad = torch.empty_like(tensor)
             self._guard(Phase.HOOKS)

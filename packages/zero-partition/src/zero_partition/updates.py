@@ -22,6 +22,8 @@ from .unit import Unit
 
 Touched = Mapping[int, Sequence[bool]]
 """By index of a unit, for each of its parameters, whether any rank had a gradient."""
+Factor = float | torch.Tensor
+"""A factor for gradients; a 0-D tensor on their device where only that knows it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Update(Protocol):
         Called once for each parameter in the param groups, before the first `run`.
         """
 
-    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
+    def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
         """Update the units' masters. Collective; called after all ranks have agreed that the step is taken.
 
         Gives the fragments' tensors their gradients times ``factor`` (no gradient to parameters that no rank touched),
@@ -106,7 +108,7 @@ class FragmentUpdate:
         return owned
 
     @torch.no_grad()
-    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
+    def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
         """Give the tensors views of the reduced gradients and step; the masters are updated in place."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
@@ -170,7 +172,7 @@ class ParameterUpdate:
         return owned
 
     @torch.no_grad()
-    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
+    def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
         """Gather the masters and gradients of touched units, step, and broadcast the new parameters."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
@@ -243,14 +245,14 @@ class TierUpdate:
         self.fragments.append(owned)
         return owned
 
-    def run(self, touched: Touched, factor: float, step: OptimizerStep) -> None:
+    def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
         """Step on the tier, which writes the new weights into the shards."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments
             if owned.unit.index in touched and not touched[owned.unit.index][owned.number]
         }
-        step(lambda: self._states.step(grad_scale=factor, absent=absent))
+        step(lambda: self._states.step(grad_scale=float(factor), absent=absent))
 
 
 class NormReduction:
@@ -273,10 +275,14 @@ class NormReduction:
         return [totals[self._key[id(tensor)]] for tensor, _ in partial]
 
 
-def scale_and_step(fragments: Sequence[OwnedFragment], factor: float, step: OptimizerStep) -> None:
+def scale_and_step(fragments: Sequence[OwnedFragment], factor: Factor, step: OptimizerStep) -> None:
     """Multiply the gradients of the fragments' tensors by ``factor``, call ``step``, and set them to None."""
     gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
-    if factor != 1.0 and gradients:
+    if isinstance(factor, torch.Tensor):
+        for dtype in {gradient.dtype for gradient in gradients}:
+            alike = [gradient for gradient in gradients if gradient.dtype is dtype]
+            torch._foreach_mul_(alike, factor.to(dtype))
+    elif factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
     try:
         step()

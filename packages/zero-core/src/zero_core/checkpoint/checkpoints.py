@@ -79,6 +79,8 @@ class Checkpoints:
             state.model_part.together("save_checkpoint"),
             self._instruments.during("save"),
         ):
+            if state.optimizer is not None:
+                state.optimizer.learn_deferred()
             self._saver.save(root, name, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
         self._instruments.saved(root / name)
         self._departure.root = self._departure.root or os.path.abspath(save_dir)

@@ -1,0 +1,137 @@
+"""The norm of a step's gradients on an accelerator: added there, and read by the host once it has come over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zero_comm import Tag
+
+from .partition import Partition
+from .placeholder import Placeholders, any_written
+
+
+class Arriving:
+    """A copy of a small tensor of an accelerator, on its way to the host behind the work that is queued now."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = _pinned(values)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.Event(values.device)
+        self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._event.query()
+
+    def read(self) -> list[float]:
+        """Return the values; wait for the device where they are not here yet."""
+        if not self.is_here:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class DeviceSquare:
+    """The global sum of squares of a step's gradients, on an accelerator and on its way to the host.
+
+    ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: this rank's sums, of
+    ``units`` (names).
+
+    Attributes:
+        step: number of the step.
+        found_inf: 1.0 on the device if the sum is not finite, else 0.0 (float32, 0-D), as torch's fused optimizers take
+            it.
+    """
+
+    def __init__(self, step: int, total: torch.Tensor, by_unit: torch.Tensor, units: Sequence[str]) -> None:
+        self.step = step
+        self.found_inf = torch.isfinite(total).logical_not_().float()
+        self._total = total
+        self._by_unit: torch.Tensor | None = by_unit
+        self._units = units
+        self._arriving: Arriving | None = Arriving(total.view(1))
+        self._value = math.nan
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._arriving is None or self._arriving.is_here
+
+    def read(self) -> float:
+        """Return the sum; wait for the device where it is not here yet."""
+        if self._arriving is not None:
+            self.settle(self._arriving.read()[0])
+        return self._value
+
+    def settle(self, value: float) -> None:
+        """Take ``value``, which another rank has read, for the sum."""
+        self._arriving, self._value = None, value
+
+    def factor(self, clip: float, epsilon: float, scale: float) -> torch.Tensor:
+        """Return on the device what the gradients have to be multiplied by, to have no scale and a norm of ``clip``.
+
+        ``epsilon``: added to the norm. ``scale``: the loss scale.
+        """
+        norm = self._total.sqrt().div_(scale).add_(epsilon)
+        return torch.full_like(norm, clip).div_(norm).clamp_(max=1.0).mul_(1.0 / scale)
+
+    def first_unit(self) -> str:
+        """Return the name of the first unit with a gradient of this rank's that is not finite; "" for none. Waits for
+        the device."""
+        squares = [] if self._by_unit is None else self._by_unit.tolist()
+        return next((name for name, square in zip(self._units, squares, strict=True) if not math.isfinite(square)), "")
+
+
+class DeviceNorm:
+    """Adds up the squares of a step's gradients on an accelerator and over the ranks; the host waits for nothing.
+
+    Every rank's shard is added by itself, in float64 (float32 on MPS, which lacks it), then the ranks' sums, in the
+    same way at every stage.
+    """
+
+    def __init__(self, partition: Partition) -> None:
+        self._partition = partition
+        self._wide = torch.float32 if partition.device.type == "mps" else torch.float64
+        self._placeholders: list[Placeholders] = [p for unit in partition.units for p in unit.placeholders]
+        self._memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
+
+    def square(self) -> DeviceSquare:
+        """Return the sum of squares of all averaged gradients. Collective."""
+        partition, step = self._partition, self._partition.runtime.step
+        reduced = [g for g in partition.runtime.gradients.values() if g.is_reduced and g.reduced is not None]
+        names = [gradients.unit.name for gradients in reduced]
+        flats = [gradients.reduced for gradients in reduced if gradients.reduced is not None]
+        if partition.options.stage == 0:
+            chunks = [flat.chunk(partition.world_size) for flat in flats]
+            squares = [self._squares([each[rank] for each in chunks]) for rank in range(partition.world_size)]
+            total = torch.stack([one.sum() for one in squares]).sum()
+            return DeviceSquare(step, total, torch.stack(squares).sum(0), names)
+        mine = self._squares(flats)
+        own = mine.sum()
+        if self._memory:
+            own = own.masked_fill_(any_written(self._memory), math.nan)
+        everyones = own.new_empty(partition.world_size)
+        partition.groups.gather.all_gather(everyones, own.view(1), Tag("control", "norm", step)).wait()
+        return DeviceSquare(step, everyones.sum(), mine, names)
+
+    def refuse_written(self) -> None:
+        """Raise `ReleasedParameterError`, by name, if code wrote into a released parameter. Waits for the device."""
+        for placeholders in self._placeholders:
+            placeholders.verify_values()
+
+    def _squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of squares of each shard, 1-D."""
+        if not shards:
+            return torch.zeros(1, dtype=self._wide, device=self._partition.device)
+        return torch.stack(torch._foreach_norm(shards, 2, self._wide)).square_()
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Return host memory for ``values``, pinned where the accelerator can."""
+    try:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    except RuntimeError:  # the copy then waits for the device
+        return torch.empty(values.shape, dtype=values.dtype)

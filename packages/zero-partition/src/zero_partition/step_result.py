@@ -1,0 +1,47 @@
+"""The result of an optimizer step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .device_norm import DeviceSquare
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step.
+
+    ``square``: sum of squares of the gradients over all ranks, a `DeviceSquare` while only the device knows it; then
+    reading `norm` or `taken` waits for the device. ``scale``: the loss scale in the gradients. ``raised``: exception of
+    a step post-hook of the user's on this rank, after the update.
+    """
+
+    square: float | DeviceSquare
+    scale: float = 1.0
+    raised: Exception | None = None
+
+    @property
+    def norm(self) -> float:
+        """The global norm of the unscaled gradients before clipping."""
+        return norm_of(self._value, self.scale)
+
+    @property
+    def taken(self) -> bool:
+        """Return whether the weights were updated, not the step skipped."""
+        return math.isfinite(self._value)
+
+    @property
+    def skipped(self) -> bool:
+        """Return whether the host knows that the step was skipped. Never waits: a step of which only the device knows
+        the norm is an error later if it was."""
+        return not isinstance(self.square, DeviceSquare) and not self.taken
+
+    @property
+    def _value(self) -> float:
+        return self.square.read() if isinstance(self.square, DeviceSquare) else self.square
+
+
+def norm_of(square: float, scale: float) -> float:
+    """Return the norm without ``scale`` of gradients whose squares have the sum ``square``."""
+    return math.sqrt(square) / scale if square >= 0 else math.nan
