@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from ._memory import pin_memory
+from ._memory import pin_memory, pinned_by_torch
 from ._protocols import ExtentStore
 from .ends import HostUse, current_ends
 from .errors import MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
@@ -96,6 +96,9 @@ def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
     ends = current_ends()
     if ends is not None:
         return ends.host_memory(nbytes, use)
+    own = pinned_by_torch(nbytes) if use.pin else None
+    if own is not None:
+        return own
     memory = torch.frombuffer(_library().AlignedBuffer(nbytes), dtype=torch.uint8)
     if use.pin:
         pin_memory(memory)

@@ -11,7 +11,7 @@ import torch
 
 from .ends import HostUse, current_ends
 
-__all__ = ["HostBlock", "PAGE", "anonymous_memory", "nbytes_of", "page_rounded", "pin_memory"]
+__all__ = ["HostBlock", "PAGE", "anonymous_memory", "nbytes_of", "page_rounded", "pin_memory", "pinned_by_torch"]
 
 PAGE = mmap.PAGESIZE
 
@@ -29,7 +29,7 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 class HostBlock:
     """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
 
-    Pinned if ``use.pin`` (see `pin_memory`).
+    Pinned if ``use.pin`` (see `pinned_by_torch` and `pin_memory`).
     """
 
     def __init__(self, nbytes: int, use: HostUse) -> None:
@@ -38,8 +38,9 @@ class HostBlock:
         if ends is not None and nbytes:
             self.tensor = ends.host_memory(nbytes, use)
             return
-        self.tensor = anonymous_memory(nbytes)
-        if use.pin and nbytes:
+        own = pinned_by_torch(nbytes) if use.pin and nbytes else None
+        self.tensor = anonymous_memory(nbytes) if own is None else own
+        if use.pin and nbytes and own is None:
             pin_memory(self.tensor)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -59,6 +60,26 @@ def anonymous_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def pinned_by_torch(nbytes: int) -> torch.Tensor | None:
+    """Return ``nbytes`` of zeroed, page-aligned memory that torch has pinned for the accelerator, as uint8.
+
+    None without an accelerator, for CUDA and ROCm, where `pin_memory` registers memory of an exact size, and where
+    torch cannot pin. torch may round the size up to a power of two.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "cuda":
+        return None
+    for more in (0, PAGE):
+        try:
+            memory = torch.zeros(nbytes + more, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return None
+        start = -memory.data_ptr() % PAGE
+        if start <= more:
+            return memory[start : start + nbytes]
+    return None
+
+
 def pin_memory(memory: torch.Tensor) -> bool:
     """Register host memory with CUDA for as long as this tensor lives, so that copies run beside compute. Return
     whether it is registered.
@@ -66,7 +87,7 @@ def pin_memory(memory: torch.Tensor) -> bool:
     If it cannot be registered the memory stays pageable, and a warning says why.
     """
     if not torch.cuda.is_available():
-        reason = "only CUDA and ROCm can register memory of an exact size"
+        reason = "there is no accelerator for which it can be pinned"
     else:
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         code = int(cudart.cudaHostRegister(memory.data_ptr(), nbytes_of(memory), 0))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from .device_norm import DeviceNorm, DeviceSquare
+from .device_norm import Arriving, DeviceNorm, DeviceSquare
 from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
@@ -113,13 +113,14 @@ class GradientAgreement:
         into a released parameter, and `NonFiniteGradientError` on every rank for a norm that was deferred.
         """
         self._refuse_frozen()
-        self._refuse_written()
+        looking = self._start_looking()
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
         user = runtime.user_gradients
         user.take(stepping=True)
         while True:
             squares = self._squares()
+            self._refuse_written(looking)
             mine = sum(squares) if apart else squares[self._partition.rank]
             reports = self._exchange(mine, defers=defers)
             if user.settle([one.written for one in reports]):
@@ -251,10 +252,16 @@ class GradientAgreement:
                     "gradients. The weights were not changed."
                 )
 
-    def _refuse_written(self) -> None:
-        """Raise `ReleasedParameterError` if code wrote into a released parameter and nothing else reads its values."""
+    def _start_looking(self) -> Arriving | None:
+        """Look on the device whether code wrote into a released parameter where nothing else reads its values; None
+        where there is nothing to look at."""
         memory = [values for placeholders in self._unread for values in placeholders.tensors()]
-        if memory and bool(any_written(memory)):
+        return Arriving(any_written(memory).view(1)) if memory else None
+
+    def _refuse_written(self, looking: Arriving | None) -> None:
+        """Raise `ReleasedParameterError`, by name, if `_start_looking` has found that code wrote into a released
+        parameter."""
+        if looking is not None and any(looking.read()):
             for placeholders in self._unread:
                 placeholders.verify_values()
 

@@ -28,7 +28,9 @@ def norm_squared(x: torch.Tensor) -> float:
     """Return the sum of squares of ``x`` by plain torch (a `NormSquared`): on the CPU blocks of 65,536 elements, added
     in order."""
     if x.device.type != "cpu":
-        return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
+        wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS lacks float64
+        norm = float(torch.linalg.vector_norm(x, dtype=wide))
+        return norm * norm
     total = 0.0
     for start in range(0, x.numel(), _BLOCK):
         block = x[start : start + _BLOCK].double()

@@ -218,10 +218,14 @@ class HostGradients:
         self._block = HostBlock(0, HostUse("nothing"))
 
     def _wait_for(self, shard: str) -> None:
-        """Wait until a shard's gradient has arrived from the device."""
+        """Wait until a shard's gradient has arrived from the device, and with it those that are on their way: they
+        follow each other in one stream, so the host waits once for all."""
         event = self._arriving.pop(shard, None)
-        if event is not None:
-            event.synchronize()
+        if event is None:
+            return
+        for awaited in (next(reversed(self._arriving.values()), event), event):
+            if not event.query():
+                awaited.synchronize()
 
 
 def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
