@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from .device_norm import Arriving, DeviceNorm, DeviceSquare
-from .errors import NonFiniteGradientError, PartitionError, ReleasedParameterError
+from .errors import STEP_DROPPED, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
 from .messages import StepReport, decode_each, distinct
@@ -237,9 +237,9 @@ class GradientAgreement:
                 raise PartitionError(
                     f"param_groups[{group}]['{key}']: expected the same on every rank, got {value} on rank 0 and "
                     f"{found[apart]} on rank {apart}. Set it alike: give a schedule that follows the loss the mean "
-                    "over the ranks (torch.distributed.all_reduce). The weights were not changed."
+                    f"over the ranks (torch.distributed.all_reduce). {STEP_DROPPED}"
                 )
-        raise PartitionError("param_groups: expected the same keys on every rank. The weights were not changed.")
+        raise PartitionError(f"param_groups: expected the same keys on every rank. {STEP_DROPPED}")
 
     def _refuse_frozen(self) -> None:
         """Raise `PartitionError` if a parameter of the param groups that the engine does not train has a ``.grad``."""

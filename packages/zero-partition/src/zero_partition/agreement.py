@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from zero_comm import CommError, Message
 
-from .errors import EditRefusedError, PartitionError
+from .errors import STEP_DROPPED, EditRefusedError, PartitionError
 from .gatherer import OrderedGathers
 from .messages import LockStep, Observations, StepNumber, decode_each, distinct
 from .reducer import OrderedReductions
@@ -267,6 +267,5 @@ def _different_discards(discards: Sequence[int]) -> PartitionError:
     how = "discarded others, or at another point" if discards[did_not] else "did not"
     return PartitionError(
         f"rank {did} discarded gradients that were averaged already (zero_grad) and rank {did_not} {how}: "
-        "each rank would be left with a part. Call zero_grad on every rank at the same point. The weights were "
-        "not changed."
+        f"each rank would be left with a part. Call zero_grad on every rank at the same point. {STEP_DROPPED}"
     )

@@ -17,3 +17,10 @@ class EditRefusedError(PartitionError):
 
 class NonFiniteGradientError(PartitionError):
     """The gradient norm is not finite, and there is no loss scaling that would skip the step."""
+
+
+STEP_DROPPED = (
+    "The weights were not changed, and the gradients of this step are dropped: call engine.zero_grad() on every rank "
+    "and go on with the next batch."
+)
+"""Rest of a message about a step that every rank refuses because ranks, or param groups, are not as they must be."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .errors import PartitionError
+from .errors import STEP_DROPPED, PartitionError
 from .optimizer_states import ListedParameter
 from .partition import Partition
 
@@ -65,8 +65,7 @@ def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParamet
     raise PartitionError(
         f"optimizer.param_groups was changed after initialize: {_change(groups, expected)}. Gradients and states are "
         "kept by these places. Put it back and change hyperparameters instead, or give the parameter a group of its "
-        "own before initialize. The weights were not changed, and the gradients of this step are dropped: call "
-        "engine.zero_grad() on every rank and go on with the next batch."
+        f"own before initialize. {STEP_DROPPED}"
     )
 
 

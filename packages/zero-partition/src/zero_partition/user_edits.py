@@ -115,7 +115,7 @@ class UserEdits:
         ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them.
         """
         if any(found):
-            self._settle_found(found)
+            self._settle_found(found, kind)
         if kind == "step":
             for unit in self._staying:
                 if unit.edits.writes_unseen and unit.keeps_masters:
@@ -140,7 +140,7 @@ class UserEdits:
             unit, number, problem = tied
             unit.edits.refused[number] = f"{problem}. It was"
 
-    def _settle_found(self, found: Sequence[Found]) -> None:
+    def _settle_found(self, found: Sequence[Found], kind: str) -> None:
         """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such; take
         checksums again where there were any."""
         keys = dict.fromkeys(key for answer in found for key in answer)
@@ -166,7 +166,7 @@ class UserEdits:
         self._note_versions()
         if refused:
             self._cast_outside.clear()
-            raise EditRefusedError(self._refusal_text(refused, overwritten))
+            raise EditRefusedError(self._refusal_text(refused, overwritten, kind))
 
     def _restore_values(self, answers: Answers) -> list[str]:
         """Give the refused parameters of ``answers`` that stay gathered the value of a rank that did not write into
@@ -191,8 +191,9 @@ class UserEdits:
         index, _, number = key.partition(".")
         return self._units[int(index)], int(number)
 
-    def _refusal_text(self, refused: Mapping[str, str], overwritten: Sequence[str]) -> str:
-        """Return the error text for ``refused`` parameters: by key, the rest of a sentence about each."""
+    def _refusal_text(self, refused: Mapping[str, str], overwritten: Sequence[str], kind: str) -> str:
+        """Return the error text for ``refused`` parameters: by key, the rest of a sentence about each. ``kind``: of the
+        message."""
         first, *others = refused
         unit, number = self._parameter(first)
         if refused[first].startswith(_SWAPPED):
@@ -203,7 +204,8 @@ class UserEdits:
             else "It has its former value on every rank"
         )
         more = f" ({len(others)} more parameters were refused with it)" if others else ""
-        return f"parameter '{unit.names[number]}' {refused[first]}{more}. {value}. {_ADVICE}"
+        advice = _ADVICE + _STEP_KEPT if kind == "step" else _ADVICE
+        return f"parameter '{unit.names[number]}' {refused[first]}{more}. {value}. {advice}"
 
     def _record_before_step(self) -> None:
         """Before steps 1, 2, 4, 8, … take checksums of weights with separate masters, to find writes without a trace;
@@ -320,6 +322,10 @@ _AFTER_SWAP = (
 _ADVICE = (
     "Write the same values on every rank, or write inside "
     "`engine.gathered([parameter], modifier_rank=0)`, which gives rank 0's to all; keep the dtype and the shape."
+)
+_STEP_KEPT = (
+    " The gradients of this step are kept: call engine.zero_grad() on every rank and go on with the next batch, or, "
+    "without gradient accumulation, engine.step() again."
 )
 
 

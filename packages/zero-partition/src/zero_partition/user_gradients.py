@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from .errors import PartitionError
+from .errors import STEP_DROPPED, PartitionError
 from .gradients import UnitGradients
 from .host_facts import any_gradient, gradients_are
 from .messages import WrittenGradients
@@ -133,7 +133,7 @@ class UserGradients:
                 editor = next(rank for rank in range(len(reports)) if rank not in without)
                 raise PartitionError(
                     f"gradients of the unit of parameter '{unit.names[0]}' were changed in place on rank {editor} and "
-                    f"not on rank {without[0]}. Change p.grad on every rank or on none. The weights were not changed."
+                    f"not on rank {without[0]}. Change p.grad on every rank or on none. {STEP_DROPPED}"
                 )
         apart = {index for index in edited if len({report.edited.get(index) for report in reports}) > 1}
         self._resend(apart)
@@ -159,7 +159,7 @@ class UserGradients:
                     raise PartitionError(
                         f"the gradient of parameter '{self._gradients[index].unit.names[number]}' was written on "
                         f"rank {writers[0]}, but rank {others[0]} has one from backward: the average of both is no "
-                        "gradient of either. Write p.grad on every rank or on none. The weights were not changed."
+                        f"gradient of either. Write p.grad on every rank or on none. {STEP_DROPPED}"
                     )
 
     @without_torch_function
