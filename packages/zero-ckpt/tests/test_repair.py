@@ -165,6 +165,36 @@ def test_convert_overwrites_only_when_it_is_told_to(
         convert(tmp_path / "run", tmp_path / target, to=to[-1] if to else None, dtype="keep")
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
+@pytest.mark.parametrize("to", ["safetensors", "pytorch", "zero-ckpt"])
+@pytest.mark.parametrize("target", ["notes", "notes/out"])
+def test_convert_names_a_file_where_a_folder_has_to_be(
+    tmp_path: Path, to: str, target: str, overwrite: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if to == "pytorch":
+        pytest.importorskip("torch")
+    save(tmp_path / "run", 1)
+    (tmp_path / "notes").write_text("mine")
+    before = tree(tmp_path)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / target), "--to", to, *overwrite]) == 2
+    assert f"{tmp_path / 'notes'} is no folder, and {tmp_path / target}" in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("target", ["out.safetensors", "out.bin"])
+def test_convert_names_a_folder_where_a_file_has_to_be(
+    tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if target == "out.bin":
+        pytest.importorskip("torch")
+    save(tmp_path / "run", 1)
+    (tmp_path / target).mkdir()
+    before = tree(tmp_path)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / target), "--overwrite"]) == 2
+    assert f"{tmp_path / target} is a folder and is not overwritten" in capsys.readouterr().err
+    assert tree(tmp_path) == before
+
+
 def test_convert_overwrites_no_file_of_a_checkpoint(tmp_path: Path) -> None:
     path = save(tmp_path / "run", 1)
     with pytest.raises(CheckpointError, match="safetensors is a file of the checkpoint .*; name another target"):

@@ -9,7 +9,7 @@ from typing import Any
 from ..latest import check_tag
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
-from .checks import refuse_existing
+from .checks import refuse_existing, require_folder
 from .sources import Progress, Source, pieces
 
 
@@ -19,6 +19,7 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
     Raises CheckpointError when that exists and `overwrite` is not given.
     """
     refuse_existing(root / f"step{source.step}", overwrite)
+    require_folder(root / f"step{source.step}")
     return save_sharded(
         root,
         check_tag(f"step{source.step}"),

@@ -19,6 +19,22 @@ def require_torch(what: str) -> None:
         )
 
 
+def require_folder(path: Path) -> None:
+    """Raise CheckpointError when `path` or one of its parents is there and is no folder."""
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not nearest.is_dir():
+        raise CheckpointError(
+            f"{nearest} is no folder, and {path} has to be one; name another target, or one that ends in "
+            ".safetensors, .bin, .pt or .pth to write a model into one file"
+        )
+
+
+def refuse_folder(path: Path) -> None:
+    """Raise CheckpointError when `path` is a folder; only files are overwritten by a file."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder and is not overwritten by a file; name another target")
+
+
 def refuse_existing(path: Path, overwrite: bool) -> None:
     """Raise CheckpointError when `path` exists, unless `overwrite`, and for a checkpoint's own file in any case."""
     if is_data_file(path.name) and has_mark(path.parent):

@@ -9,7 +9,7 @@ from typing import Any
 from ..checksum import checksum
 from ..durable import make_directories
 from ..types import ITEMSIZE
-from .checks import refuse_existing, require_torch
+from .checks import refuse_existing, refuse_folder, require_folder, require_torch
 from .dtypes import convert_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
@@ -38,6 +38,7 @@ def write_pytorch(
     aliases = model_aliases(source, tensors)
     is_file = target.suffix in (".bin", ".pt", ".pth")
     folder = target.parent if is_file else target
+    require_folder(folder)
     make_directories(folder)
     files: Mapping[str, list[ModelTensor]] = {target.name: tensors}
     if not is_file:
@@ -49,6 +50,7 @@ def write_pytorch(
         for name in files:
             if not record.is_complete(name):
                 refuse_existing(folder / name, overwrite)
+                refuse_folder(folder / name)
         for name, members in files.items():
             write_filled(source, _frame(folder / name, members, aliases), record, workers=workers, progress=progress)
         if len(files) > 1:

@@ -13,7 +13,7 @@ from ..durable import make_directories, replace_durably
 from ..errors import DamagedError
 from ..safetensors_file import encode_header, read_header
 from ..types import ITEMSIZE
-from .checks import refuse_existing
+from .checks import refuse_existing, refuse_folder, require_folder
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
 from .partial_file import PartialFile
@@ -42,10 +42,13 @@ def write_safetensors(
     """
     aliases = model_aliases(source, tensors)
     if target.suffix == ".safetensors":
+        require_folder(target.parent)
         refuse_existing(target, overwrite)
+        refuse_folder(target)
         make_directories(target.parent)
         _write_file(source, tensors, target, aliases, workers, progress)
         return [target]
+    require_folder(target)
     files = split_files(tensors, limit, "model", ".safetensors")
     index = target / "model.safetensors.index.json"
     notes: dict[str, dict[str, str]] = {}
@@ -55,6 +58,7 @@ def write_safetensors(
         notes[name] = {**own, **({_SOURCE: source.fingerprint} if len(files) > 1 else {})}
         if not _is_complete(target / name, members, notes[name]):
             refuse_existing(target / name, overwrite)
+            refuse_folder(target / name)
     make_directories(target)
     for name, members in files.items():
         _write_file(source, members, target / name, notes[name], workers, progress)

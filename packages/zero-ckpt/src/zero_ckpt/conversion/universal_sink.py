@@ -23,7 +23,7 @@ from ..errors import CheckpointError
 from ..filing import share_file, sync_file
 from ..locking import root_lock
 from ..types import is_optimizer_kind, numel, state_key
-from .checks import refuse_existing
+from .checks import refuse_existing, require_folder
 from .dtypes import output_dtype
 from .filled import Frame, empty_tensor, write_filled
 from .model import ModelTensor
@@ -49,6 +49,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
     tag, names = f"global_step{source.step}", _trainable(source)
     staging = staging_path(root, tag, "conversion")
     refuse_existing(root / tag, overwrite)
+    require_folder(root / tag)
     make_directories(staging)
     record = ConversionRecord(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
     try:
