@@ -62,6 +62,22 @@ def test_a_missing_swap_folder_is_refused_with_the_nearest_that_exists(tmp_path:
     assert run_ranks(every, world_size, str(path), True) == [["opened"] * 4] * world_size
 
 
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_swap_folder_that_cannot_be_reached_is_refused_with_the_reason(
+    tmp_path: Path, world_size: int, create: bool
+) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    (tmp_path / "loop").symlink_to("loop")
+    reasons = {"x" * 300: "File name too long", "y/" * 3000: "File name too long", "loop": "Too many levels of symbolic"}
+    for name, reason in reasons.items():
+        for messages in run_ranks(every, world_size, str(tmp_path / name), create):
+            for message in messages:
+                assert "nvme_path: cannot use the folder" in message and reason in message
+                assert len(message) < 400
+    assert reasons["loop"] in run_ranks(built, 1, str(tmp_path / "loop"))[0]
+
+
 def dies(path: str) -> None:
     """Train and seal, and leave the files that a killed process would."""
     place = {"device": "nvme", "nvme_path": path}
