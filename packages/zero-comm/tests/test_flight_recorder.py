@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
+import sys
 from contextlib import ExitStack, suppress
 from pathlib import Path
+
+import pytest
 
 from zero_comm.flight_recorder import FlightRecorder, Ticket, call_site
 from zero_comm.tag import Tag
@@ -77,6 +81,28 @@ def test_a_call_through_contextlib_has_the_line_of_the_with_block() -> None:
     with ExitStack() as stack:
         stack.callback(lambda: found.append(call_site()))
     assert found[0].startswith(b"test_flight_recorder.py:"), found
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_call_site_is_in_no_installed_zero_package(
+    installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"zero_sample_{installed}".lower()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("def called(then):\n    value = then()\n    return value\n")
+    if installed:
+        (tmp_path / f"{name}-1.0.dist-info").mkdir()
+        (tmp_path / f"{name}-1.0.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def library() -> bytes:
+        return call_site()
+
+    site = importlib.import_module(name).called(library)
+    assert site.startswith(b"test_flight_recorder.py:" if installed else b"__init__.py:2")
 
 
 def test_a_group_name_that_comes_again_is_another_group(tmp_path: Path) -> None:

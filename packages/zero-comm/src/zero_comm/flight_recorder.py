@@ -19,6 +19,7 @@ import struct
 import sys
 import time
 from collections import Counter
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import FrameType
 
@@ -39,7 +40,6 @@ _LIBRARIES = (
     os.path.dirname(__file__),
     contextlib.__file__,  # torch's and our own calls pass through its decorators
 )
-_FAMILY = tuple(f"{os.sep}zero_{name}{os.sep}" for name in ("core", "offload", "partition", "precision", "launch"))
 
 
 class FlightRecorder:
@@ -174,8 +174,29 @@ def call_site() -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(path: str) -> bool:
-    """Return whether a source file belongs to torch, to the zero packages or to the interpreter's frozen modules."""
-    return path.startswith(_LIBRARIES) or any(name in path for name in _FAMILY)
+    """Return whether a source file belongs to torch, to the zero packages or to the interpreter's frozen modules.
+
+    A zero package is imported by a name that begins with `zero_`, and a distribution of that name is installed.
+    """
+    if path.startswith(_LIBRARIES):
+        return True
+    names = {part for part in path.split(os.sep) if part.startswith("zero_")}
+    return any(_is_in_package(path, name) and _is_distribution(name) for name in names)
+
+
+def _is_in_package(path: str, name: str) -> bool:
+    """Return whether a source file lies in the folder of the imported package ``name``."""
+    origin = getattr(sys.modules.get(name), "__file__", None)
+    return origin is not None and path.startswith(os.path.dirname(origin) + os.sep)
+
+
+@functools.cache
+def _is_distribution(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -69,7 +69,11 @@ def test_a_swap_folder_that_cannot_be_reached_is_refused_with_the_reason(
 ) -> None:
     pytest.importorskip("zero_nvme_aio")
     (tmp_path / "loop").symlink_to("loop")
-    reasons = {"x" * 300: "File name too long", "y/" * 3000: "File name too long", "loop": "Too many levels of symbolic"}
+    reasons = {
+        "x" * 300: "File name too long",
+        "y/" * 3000: "File name too long",
+        "loop": "Too many levels of symbolic",
+    }
     for name, reason in reasons.items():
         for messages in run_ranks(every, world_size, str(tmp_path / name), create):
             for message in messages:
