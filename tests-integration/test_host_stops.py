@@ -108,3 +108,9 @@ def test_offloaded_states_wait_for_gradients_once_a_step_and_copy_pinned_memory(
         assert not [place for place in places(reports) if "not pinned" in place]
         assert max(len(report.stops) for report in reports) <= 3
         assert [str(race) for report in reports for race in report.races] == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_values_that_are_compared_are_waited_for_once(stage: int) -> None:
+    for reports in run_simulated(stops.by_step, 2, engines.config(stage, "bf16"), range(6, 9)):
+        assert max(len(report.stops) for report in reports) == 1

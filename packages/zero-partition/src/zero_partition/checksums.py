@@ -16,9 +16,13 @@ _MULTIPLIER = 0x9E3779B97F4A7C1
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def checksums(views: Sequence[torch.Tensor]) -> list[int]:
+Checksums = list[int] | torch.Tensor
+"""Checksums of some tensors: numbers, or on an accelerator a 1-D int64 tensor there."""
+
+
+def checksums(views: Sequence[torch.Tensor]) -> Checksums:
     """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order, computed on their
-    device; 0 for fake tensors on the CPU."""
+    device, for which the host does not wait; 0 for fake tensors on the CPU."""
     if views[0].device.type == "cpu":
         return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
     size = min(_CHUNK, max(view.numel() for view in views))
@@ -32,7 +36,23 @@ def checksums(views: Sequence[torch.Tensor]) -> list[int]:
                 here = product[: chunk.numel()]
                 total = total * _ODD + torch.mul(chunk, weights[: chunk.numel()], out=here).sum()
         found.append(total)
-    return [int(number) for number in torch.stack(found).tolist()]
+    return torch.stack(found)
+
+
+def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
+    """Return for each pair of checksums of the same tensors the numbers of those that differ.
+
+    Where they are on an accelerator, the host waits for it, once for all pairs.
+    """
+    away = [torch.ne(b, n) for b, n in pairs if isinstance(b, torch.Tensor) and isinstance(n, torch.Tensor)]
+    told = iter(torch.cat(away).tolist() if away else [])
+    found = []
+    for before, now in pairs:
+        if isinstance(before, torch.Tensor):
+            found.append([number for number in range(before.numel()) if next(told)])
+        else:
+            found.append([number for number, (old, new) in enumerate(zip(before, now, strict=True)) if old != new])
+    return found
 
 
 def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:

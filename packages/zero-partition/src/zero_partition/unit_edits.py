@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from .checksums import checksums
+from .checksums import Checksums, checksums, differing
 from .host_facts import untouched
 
 _UNKNOWN = -1  # no version counter says this
@@ -62,7 +62,8 @@ class UnitEdits:
         self._dtype = dtype
         self._dtypes = [dtype] * len(parameters)
         self._versions = [_version(p, 0) for p in parameters]
-        self._checksums: list[int] | None = None
+        self._checksums: Checksums | None = None
+        self._compared: list[int] | None = None
         self._lent: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
@@ -135,8 +136,8 @@ class UnitEdits:
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
         numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
         if self._checksums is not None:
-            before, self._checksums = self._checksums, checksums(views)
-            written = [n for n, (old, new) in enumerate(zip(before, self._checksums, strict=True)) if old != new]
+            compare_checksums([(self, views)])
+            written, self._compared = self._compared or [], None
             self.writes_unseen |= bool(set(written) - set(numbers))
             numbers = sorted({*numbers, *written})
         return numbers
@@ -176,14 +177,14 @@ class UnitEdits:
     @without_torch_function
     def record_checksums(self, views: Sequence[torch.Tensor]) -> None:
         """Take checksums of the present values, for `find_changed` to compare with. Reads every element."""
-        self._checksums = checksums(views)
+        self._checksums, self._compared = checksums(views), None
 
     @without_torch_function
     def mark_clean(self) -> None:
         """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged."""
         self.pending.clear()
         self.refused.clear()
-        self._checksums = None
+        self._checksums = self._compared = None
         for number in range(len(self._parameters)):
             self._note_seen(number)
 
@@ -197,11 +198,11 @@ class UnitEdits:
 
     def forget_checksums(self) -> None:
         """Drop the checksums: the engine itself is changing the values."""
-        self._checksums = None
+        self._checksums = self._compared = None
 
     def forget_lent(self) -> None:
         """Drop checksums and lent aliases, which a release of the parameters makes useless."""
-        self._checksums = None
+        self._checksums = self._compared = None
         self._lent.clear()
 
     def _note_seen(self, number: int) -> None:
@@ -251,6 +252,17 @@ class UnitEdits:
         if given.dtype is not self._dtype:
             return f"was cast to {given.dtype}, but this engine keeps it in {self._dtype},"
         return ""
+
+
+def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]]) -> None:
+    """Compare the checksums of units that have some with the present values of their views, and renew them.
+
+    The next `UnitEdits.find_changed` of each uses what was found. An accelerator is waited for once, not once per unit.
+    """
+    due = [(edits, views) for edits, views in units if edits._checksums is not None and edits._compared is None]
+    pairs = [(before, checksums(views)) for edits, views in due if (before := edits._checksums) is not None]
+    for (edits, _), (_, now), written in zip(due, pairs, differing(pairs), strict=True):
+        edits._checksums, edits._compared = now, written
 
 
 def _nan_in(values: torch.Tensor) -> str:

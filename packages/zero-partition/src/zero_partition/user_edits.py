@@ -16,7 +16,7 @@ from .live import UnitState
 from .ownership import owner_references
 from .replaced_memory import copy_pending, find_tied
 from .unit import Unit
-from .unit_edits import without_torch_function
+from .unit_edits import compare_checksums, without_torch_function
 
 Found = dict[str, str]
 """By ``"unit.number"`` of a parameter: a digest of its new values, after ``"="`` if they are in its own view already;
@@ -244,6 +244,7 @@ class UserEdits:
             return
         if not are_set_to(self._parameters, self._views):
             self.note_ties()
+        compare_checksums([(unit.edits, unit.views) for unit in self._staying if not unit.hidden])
         for unit in self._staying:
             self._look_at_staying(unit, kind)
         self._note_versions()
