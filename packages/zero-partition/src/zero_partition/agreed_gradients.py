@@ -218,6 +218,7 @@ class GradientAgreement:
             return
         unit = self._why_not_finite(self._device, deferred.first_unit)
         self._partition.runtime.held_gradients.forget()
+        self._partition.refuse_placeholder_buffers()
         found = f"the first gradient that is not finite belongs to unit '{unit}'"
         raise NonFiniteGradientError(
             f"the gradient norm of step {deferred.step} is {square}: "

@@ -156,6 +156,8 @@ class ShardedOptimizer:
             return StepResult(agreed.on_device, scale, raised)
         square = math.nan if agreed.square is None else agreed.square
         finite = math.isfinite(square)
+        if not finite:
+            self._partition.refuse_placeholder_buffers()
         if not finite and is_fatal:
             runtime.held_gradients.forget()
             found = f"the first gradient that is not finite belongs to parameter '{agreed.culprit}'"

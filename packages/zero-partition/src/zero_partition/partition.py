@@ -24,6 +24,7 @@ from .live import LiveElements
 from .model_buffers import share_buffers
 from .moving import set_data
 from .ownership import GradientAccess, detach_record, disown, find_owner, own
+from .placeholder_buffers import refuse_placeholder_buffers
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
@@ -116,11 +117,17 @@ class Partition:
                 own(parameter, self)
                 watch_data(parameter)
         self.runtime.edits.owned()
+        self._model = weakref.ref(model)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
         for module in model.modules():
             for parameter in external_parameters(module):
                 self.add_use(module, parameter)
+
+    def refuse_placeholder_buffers(self) -> None:
+        """Raise `ReleasedParameterError` for a buffer over a released parameter's memory, a cause of NaN."""
+        if (model := self._model()) is not None:
+            refuse_placeholder_buffers(model, self.units)
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
         """Return the unit that holds ``parameter`` and the parameter's number there; None if no unit does."""
