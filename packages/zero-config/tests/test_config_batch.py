@@ -124,3 +124,11 @@ def test_an_elastic_batch_that_its_rule_cannot_keep_is_refused_by_name(rule, giv
     with pytest.raises(ConfigError) as caught:
         Config.load({**written(*given_sizes), "elastic": {"batch_size": rule}}, world_size=3)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("rule", [None, "scale"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_derived_batch_of_more_than_64_bits_is_refused(world_size, rule):
+    given = written(None, 2**61, 4) | ({} if rule is None else {"elastic": {"batch_size": rule}})
+    with pytest.raises(ConfigError, match=f"train_batch_size: .* at most 64 bits, got {2**63 * world_size}"):
+        Config.load(given, world_size=world_size)

@@ -26,7 +26,7 @@ ALL_KEYS: frozenset[str] = frozenset({"*"})
 """A value for `Section.auto_keys`: every key of the section may be "auto"."""
 
 
-_LARGEST_INTEGER = 2**63 - 1
+LARGEST_INTEGER = 2**63 - 1
 
 
 def _to_integer(value: Any) -> Any:
@@ -34,7 +34,7 @@ def _to_integer(value: Any) -> Any:
     integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
-    if abs(value) > _LARGEST_INTEGER:
+    if abs(value) > LARGEST_INTEGER:
         raise PydanticCustomError("integer", "an integer of at most 64 bits")
     return int(value)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from zero_config._base import LARGEST_INTEGER
 from zero_config.errors import ConfigError, Problem
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -37,7 +38,11 @@ def resolve(
             raise ConfigError(Problem(MICRO, f"expected {MICRO} or {TRAIN}", got, action=action))
         micro = 1 if micro is None else micro
         steps = 1 if steps is None else steps
-        return ResolvedBatch(micro * steps * world_size, micro, steps)
+        train = micro * steps * world_size
+        if train > LARGEST_INTEGER:
+            expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} of at most 64 bits"
+            raise ConfigError(Problem(TRAIN, expected, str(train), action=f"lower {MICRO} or {STEPS}"))
+        return ResolvedBatch(train, micro, steps)
     if micro is None:
         steps = 1 if steps is None else steps
         micro = train // (steps * world_size)
