@@ -213,3 +213,27 @@ def test_a_parameter_moved_between_groups_is_refused_by_name_and_both_groups(zer
         for texts, trained in found:
             assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
             assert deviation(trained, weights) <= 1e-12
+
+
+def gradients_in_a_step_hook(zero: dict[str, Any]) -> list[str]:
+    """By stage: what became of a step whose pre-hook reads the gradients of the param groups' tensors."""
+    found = []
+    for stage in STAGES[1:]:
+        engine = training.start(Run(), stage, **zero)
+        handle = engine.optimizer.register_step_pre_hook(
+            lambda optimizer, *_: [t.grad for group in optimizer.param_groups for t in group["params"]]
+        )
+        with pytest.raises(PartitionError) as refused:
+            training.train(engine, Run(), 0, 1)
+        handle.remove()
+        found.append(str(refused.value))
+        engine.destroy(unshard=False)
+    return found
+
+
+def test_a_step_hook_that_reads_gradients_is_refused_by_the_tier_that_updates() -> None:
+    for texts in run_ranks(gradients_in_a_step_hook, 2, {"offload_optimizer": {"device": "cpu"}}):
+        for text in texts:
+            assert "belongs to parameter 'embedding.weight'" in text, text
+            assert "was read in a step hook. Where a tier updates the weights, step hooks have no gradients." in text
+            assert "engine.full_grad(p)" in text

@@ -288,12 +288,16 @@ class OptimizerTensors:
             self._refuse_gradient(name, "read")
 
     def _refuse_gradient(self, name: str, how: str) -> NoReturn:
+        where = ""
+        if self._phase is Phase.HOOKS:
+            where = " in a step hook. Where a tier updates the weights, step hooks have no gradients. Do it before "
+            where += "engine.step()"
         raise PartitionError(
-            f".grad of a tensor of optimizer.param_groups that belongs to parameter '{name}' was {how}: the engine "
-            "holds the gradients, averaged and sharded, and what is done to a fragment's would be lost or differ "
-            "between ranks. Read engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value of the "
-            "model's parameter p, clip with engine.clip_grad_norm_, zero with engine.zero_grad. The weights were not "
-            "changed."
+            f".grad of a tensor of optimizer.param_groups that belongs to parameter '{name}' was {how}{where}: the "
+            "engine holds the gradients, averaged and sharded, and what is done to a fragment's would be lost or "
+            "differ between ranks. Read engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value of "
+            "the model's parameter p, clip with engine.clip_grad_norm_, zero with engine.zero_grad. The weights were "
+            "not changed."
         )
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
