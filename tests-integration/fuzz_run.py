@@ -1,13 +1,14 @@
 """Fuzz one target with Atheris: `python fuzz_run.py TARGET [libFuzzer's options]`, for `nox -s fuzz`.
 
 Coverage of the packages' code chooses which changed copies of the seeds are changed further. An error that is not the
-reader's own, a case of more than 10 s and a process beyond its memory end the run; the case is then written to the
-working directory.
+reader's own, a case of more than 10 s and a process beyond its memory end the run; the case is then in the working
+directory, as `fuzz-TARGET-…` or under libFuzzer's name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import random
@@ -54,7 +55,10 @@ def main() -> None:
             try:
                 target.check(data)
             except BaseException:
+                case = Path(f"fuzz-{name}-{hashlib.sha256(data).hexdigest()[:16]}")
+                case.write_bytes(data)  # after an error Atheris writes none
                 traceback.print_exc(file=sys.__stderr__)
+                print(f"the case is in {case.resolve()}", file=sys.__stderr__)
                 raise
 
         bounds = [f"-rss_limit_mb={MOST_MEMORY[name] >> 20}", f"-timeout={MOST_SECONDS}", f"-max_len={MOST_BYTES}"]
