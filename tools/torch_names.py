@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch-names.md"
 BASES = {
+    "Adam": "torch.optim.adam",
     "DynamicRendezvousHandler": "torch.distributed.elastic.rendezvous.dynamic_rendezvous",
     "LocalElasticAgent": "torch.distributed.elastic.agent.server.local_elastic_agent",
     "SubprocessContext": "torch.distributed.elastic.multiprocessing.api",
