@@ -15,6 +15,8 @@ from .errors import STEP_DROPPED, PartitionError
 from .optimizer_states import ListedParameter
 from .partition import Partition
 
+_TENSOR = operator.attrgetter("tensor")
+
 
 class AddParamGroup:
     """Replaces `add_param_group` of an optimizer whose groups hold fragments: every call raises.
@@ -72,7 +74,7 @@ def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParamet
 def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> bool:
     """Return whether ``group`` holds the tensors of the ``expected`` parameters, in their order."""
     held = group["params"]
-    return len(held) == len(expected) and all(map(operator.is_, held, (listed.tensor for listed in expected)))
+    return len(held) == len(expected) and all(map(operator.is_, held, map(_TENSOR, expected)))
 
 
 def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
