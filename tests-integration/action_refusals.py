@@ -16,6 +16,11 @@ from zero_partition import EditRefusedError, PartitionError, ReleasedParameterEr
 
 PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
 
+DROPPED = (
+    "The weights were not changed, and the gradients of this step are dropped: call engine.zero_grad() on every rank "
+    "and go on with the next batch."
+)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -85,7 +90,7 @@ GROUP_ADDED = Refusal(
     "require gradients, and call requires_grad_(False) on those whose turn comes later: until requires_grad_(True) "
     "they have no decay and no change of state, as in torch. Nothing was changed.",
     "Give all parameters that will be trained to the optimizer before initialize",
-    "`optimizer.add_param_group` after `initialize` is refused by name",
+    "`optimizer.add_param_group` after `initialize`, and a parameter moved",
 )
 SAVED_BETWEEN = Refusal(
     "save in the middle of an accumulation",
@@ -105,12 +110,16 @@ WRITTEN_ALONE = Refusal(
     "Write the same values on every rank",
     "All ranks have to write the same",
 )
+WRITTEN_ALONE_AT_STEP = replace(
+    WRITTEN_ALONE,
+    text=WRITTEN_ALONE.text + " The gradients of this step are kept: call engine.zero_grad() on every rank and go on "
+    "with the next batch, or, without gradient accumulation, engine.step() again.",
+)
 GROUPS_APART = Refusal(
     "hyperparameter on one rank",
     PartitionError,
     "param_groups[0]['lr']: expected the same on every rank, got {word} on rank 0 and {word} on rank {word}. Set it "
-    "alike: give a schedule that follows the loss the mean over the ranks (torch.distributed.all_reduce). The weights "
-    "were not changed.",
+    f"alike: give a schedule that follows the loss the mean over the ranks (torch.distributed.all_reduce). {DROPPED}",
     "Set it alike",
     "The step refuses that and names the group, the key and the ranks.",
 )
@@ -118,7 +127,7 @@ ZEROED_ALONE = Refusal(
     "zero_grad on one rank",
     PartitionError,
     "rank {word} discarded gradients that were averaged already (zero_grad) and rank {word} did not: each rank would "
-    "be left with a part. Call zero_grad on every rank at the same point. The weights were not changed.",
+    f"be left with a part. Call zero_grad on every rank at the same point. {DROPPED}",
     "Call zero_grad on every rank at the same point",
     "`zero_grad` and `p.grad = value` are for all ranks or none",
 )
@@ -126,14 +135,14 @@ GRADIENT_ALONE = Refusal(
     ".grad written on one rank",
     PartitionError,
     "the gradient of parameter '{name}' was written on rank {word}, but rank {word} has one from backward: the average "
-    "of both is no gradient of either. Write p.grad on every rank or on none. The weights were not changed.",
+    f"of both is no gradient of either. Write p.grad on every rank or on none. {DROPPED}",
     "Write p.grad on every rank or on none",
     "`zero_grad` and `p.grad = value` are for all ranks or none",
 )
 ZEROED_APART = replace(
     ZEROED_ALONE, text=ZEROED_ALONE.text.replace("did not:", "discarded others, or at another point:")
 )
-ALONE = (ZEROED_APART, WRITTEN_ALONE, GROUPS_APART, ZEROED_ALONE, GRADIENT_ALONE)
+ALONE = (ZEROED_APART, WRITTEN_ALONE, WRITTEN_ALONE_AT_STEP, GROUPS_APART, ZEROED_ALONE, GRADIENT_ALONE)
 REFUSALS = (*ALONE, SAVED_BETWEEN, CLIPPED, CLIPPED_ALONE, GRADIENT_READ, WRITTEN_RELEASED, GROUP_ADDED)
 
 

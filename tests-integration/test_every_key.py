@@ -273,7 +273,7 @@ SHOWN += [
     ),
     Shown(
         "checkpoint.writer.decoupled",
-        f"{ENGINE}/test_engine_checkpoint.py",
+        f"{ENGINE}/test_engine_saves_behind.py",
         "test_a_save_behind_training_holds_the_state_at_its_call",
     ),
     Shown("comm.stopped_after", "tests-integration/test_left_alone.py", "test_a_stopped_rank_is_named"),

@@ -34,7 +34,9 @@ def test_write_into_a_placeholder_is_refused_by_name(write: object) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_step_with_clipping_has_no_stop(stage: int, dtype: str, ahead: bool) -> None:
     for reports in run_simulated(stops.by_step, 2, engines.config(stage, dtype), range(9, 12), ahead):
-        assert places(reports) == Counter()
+        # a host that is a whole step ahead of its device waits for the norm of the step before
+        others = [place for place in places(reports) if not (ahead and "(_learn_deferred)" in place)]
+        assert others == []
         assert [str(race) for report in reports for race in report.races] == []
 
 
