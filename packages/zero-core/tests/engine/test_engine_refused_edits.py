@@ -135,3 +135,43 @@ def test_what_all_ranks_wrote_beside_a_refused_write_counts(stage: int, dtype: s
         assert "parameter '1.weight'" in found.text
         assert bool((found.after["0.weight"] == 0.5).all()) and bool((found.after["2.bias"] == 0.125).all())
         assert torch.equal(found.after["1.weight"], found.before["1.weight"])
+
+
+def accumulate(stage: int, refused: bool) -> tuple[dict[str, torch.Tensor], list[int], list[float]]:
+    """Train for two steps of two micro-batches; with ``refused``, one rank writes before the first step, and the step
+    is called again after the refusal. Returns the weights, the counters and the learning rates."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)).double()
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 0,
+    }
+    engine = zero_core.initialize(model=model, config=config)[0]
+    rates = []
+    for number in range(4):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number)).double()
+        engine.backward(engine(x).square().mean())
+        if refused and number == 1:
+            alone_in_place(model)
+            with pytest.raises(EditRefusedError, match=r"parameter '1\.weight'"):
+                engine.step()
+            assert engine.is_gradient_accumulation_boundary()
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    counters = [engine.global_steps, engine.micro_steps, engine.global_samples]
+    with engine.gathered(list(model.parameters())):
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    engine.destroy()
+    return weights, counters, rates
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=SOAK), pytest.param(2, marks=SOAK)])
+def test_a_step_after_a_refused_edit_takes_the_same_accumulation(stage: int) -> None:
+    undisturbed = run_ranks(accumulate, 2, stage, False)
+    for (weights, counters, rates), expected in zip(run_ranks(accumulate, 2, stage, True), undisturbed, strict=True):
+        assert (counters, rates) == expected[1:]
+        assert all(torch.equal(weights[name], value) for name, value in expected[0].items())
