@@ -64,8 +64,8 @@ def test_an_alias_from_before_is_said_once_with_the_first_name_and_their_number(
     kept = keep(model)
     with warnings() as said:
         cut(model, 2)
-    first = "2.bias" if number == 1 else "0.weight"
-    assert len(said) == 1 and said[0].startswith(f"parameter '{first}' and {number - 1} more: ")
+    named = "parameter '2.bias'" if number == 1 else f"parameter '0.weight' and {number - 1} more"
+    assert len(said) == 1 and said[0].startswith(f"{named}: ")
     assert "after initialize" in said[0] and "engine.full_param(p)" in said[0]
     del kept
 

@@ -24,3 +24,8 @@ STEP_DROPPED = (
     "and go on with the next batch."
 )
 """Rest of a message about a step that every rank refuses because ranks, or param groups, are not as they must be."""
+
+
+def name_first(first: str, count: int) -> str:
+    """Return "parameter '``first``'", followed by how many of ``count`` parameters there are besides it."""
+    return f"parameter '{first}'" if count == 1 else f"parameter '{first}' and {count - 1} more"

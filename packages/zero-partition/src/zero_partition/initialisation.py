@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_comm import Control, Group, Message, Tag
 
-from .errors import PartitionError
+from .errors import PartitionError, name_first
 from .init_meetings import END, EVICT, GATHER, SHARD, USE, InitMeetings
 from .sharded_parameter import (
     NewShard,
@@ -251,11 +251,9 @@ class Init:
     def _warn_differed(self) -> None:
         """Warn on rank 0 of the parameters whose values differed between ranks, and forget them."""
         if self._differed and self._group.rank == 0:
-            first = self._differed[min(self._differed)]
             logger.warning(
-                "Init: parameter '%s' and %d more were initialised differently on the ranks; all have rank 0's values",
-                first,
-                len(self._differed) - 1,
+                "Init: initialised differently on the ranks: %s; all ranks have rank 0's values",
+                name_first(self._differed[min(self._differed)], len(self._differed)),
             )
         self._differed.clear()
 
@@ -263,10 +261,9 @@ class Init:
         """Warn on rank 0 of the parameters that stay full because other code holds their memory."""
         if self._kept and self._group.rank == 0:
             logger.warning(
-                "Init: parameter '%s' and %d more stay full on every rank until initialize: other code holds a tensor "
-                "or an array in their memory (what `.data`, `.detach()`, `.numpy()` or an index gave)",
-                next(iter(self._kept.values())).name,
-                len(self._kept) - 1,
+                "Init: full on every rank until initialize: %s; other code holds a tensor or an array in that memory "
+                "(what `.data`, `.detach()`, `.numpy()` or an index gave)",
+                name_first(next(iter(self._kept.values())).name, len(self._kept)),
             )
 
     def _new_blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

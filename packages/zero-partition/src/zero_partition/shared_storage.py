@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .errors import PartitionError
+from .errors import PartitionError, name_first
 from .flat_memory import is_left_memory
 from .host_facts import is_fake, is_plain, sharers, storage_address
 
@@ -116,13 +116,12 @@ def warn_of_aliases(model: nn.Module) -> None:
         names = _aliased(model)
     if names:
         logger.warning(
-            "parameter '%s' and %d more: other code holds a tensor or an array in their memory (what `.data`, "
-            "`.detach()`, `.numpy()` or `state_dict()` gave, or the graph of an earlier forward), so that it stays "
-            "allocated. The engine's weights have memory of their own: what is written there from now on changes no "
-            "weight, and what is read there does not follow the training. Take it after initialize (writes through "
-            "`p.data` count), or read `engine.full_param(p)`",
-            names[0],
-            len(names) - 1,
+            "%s: other code holds a tensor or an array in this memory (what `.data`, `.detach()`, `.numpy()` or "
+            "`state_dict()` gave, or the graph of an earlier forward), so that it stays allocated. The engine's "
+            "weights have memory of their own: what is written there from now on changes no weight, and what is read "
+            "there does not follow the training. Take it after initialize (writes through `p.data` count), or read "
+            "`engine.full_param(p)`",
+            name_first(names[0], len(names)),
         )
 
 
