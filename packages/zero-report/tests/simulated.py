@@ -16,6 +16,8 @@ CONFIGURATION = [
     ["train_batch_size", 64, "user", ""],
     ["zero_optimization.stage", 3, "user", ""],
     ["zero_optimization.overlap_comm", True, "user", "accepted, no effect: communication always overlaps"],
+    ["zero_optimization.offload_param.nvme_path", "/mnt/nvme", "user", ""],
+    ["zero_optimization.offload_optimizer.nvme_path", None, "default", ""],
     ["optimizer.params.lr", 0.0003, "user", ""],
     ["gradient_accumulation_steps", 1, "derived", ""],
     ["gradient_clipping", 1.0, "default", ""],
@@ -145,7 +147,7 @@ def _unit(
             begin = clock.now
             clock.now += read * chance.uniform(0.9, 1.1)
             if what.spans:
-                writer.span(SpanKind.TIER_READ, f"nvme in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES)
+                writer.span(SpanKind.TIER_READ, f"drive, shards in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES)
         starts.append(clock.now)
     met = max(starts) + 0.0002
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):

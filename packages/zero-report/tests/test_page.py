@@ -193,7 +193,7 @@ def test_what_was_done_for_each_unit_adds_up(tmp_path: Path) -> None:
         assert row["read"] == 50 << 20  # twice, by one rank of two
         assert row["computed"] == pytest.approx(0.010, rel=0.05)
         assert 0.009 < row["waited"] < 0.025
-        assert re.match(r"\d+ %: nvme in: layers.\d on rank 0$", row["cause"])
+        assert re.match(r"\d+ %: drive, shards in: layers.\d on rank 0$", row["cause"])
 
 
 def test_a_noted_peak_of_drives_is_that_of_every_drive_in_its_direction(tmp_path: Path) -> None:

@@ -40,13 +40,13 @@ def test_slow_data_loaders_of_all_ranks_are_one_cause(tmp_path: Path) -> None:
 
 def test_a_slow_disk_is_named_with_its_units_and_speed(tmp_path: Path) -> None:
     found = judged(tmp_path, ranks=2, units=12, disk={0: 0.01, 1: 0.01})
-    assert found.verdict.sentence.startswith("The ranks wait for layers.0 to layers.11 (nvme in): ")
+    assert found.verdict.sentence.startswith("The ranks wait for layers.0 to layers.11 (drive /mnt/nvme, shards in): ")
     assert "of its peak, 5.2 GB/s (fastest step of this run)" in found.verdict.sentence
 
 
 def test_a_slow_disk_of_one_rank_is_named_with_the_rank(tmp_path: Path) -> None:
     found = judged(tmp_path, ranks=2, disk={1: 0.01})
-    assert found.verdict.sentence.startswith("Rank 1 waits for layers.0 to layers.5 (nvme in): ")
+    assert found.verdict.sentence.startswith("Rank 1 waits for layers.0 to layers.5 (drive /mnt/nvme, shards in): ")
     assert {loss.cause.rank for loss in found.causes.longest} == {1}
 
 

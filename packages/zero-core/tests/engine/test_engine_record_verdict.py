@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -100,4 +101,5 @@ def test_a_slow_disk_is_named(slow: int) -> None:
         run_ranks(_train_from_a_slow_disk, RANKS, path, slow)
         sentence = analyse(read_run(Path(path) / "record")).verdict.sentence
     print(sentence)
-    assert sentence.startswith(f"Rank {slow} waits for ") and "drive" in sentence, sentence
+    assert sentence.startswith(f"Rank {slow} waits for "), sentence
+    assert re.search(rf"\(drive {re.escape(path)}/?\w*, \w+ \w+\)", sentence), sentence

@@ -75,4 +75,7 @@ def _accelerator(device: torch.device) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    """Return ``value`` if it is a number, a text, a bool or None, else as text: a list's items joined by commas."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..record.reader import Run
+from ..record.reader import Attempt, Run
 from .causes import Causes, CauseSums, chosen_steps
 from .links import Link, LinkSums
 from .units import AllUnits, UnitSums
@@ -30,5 +30,12 @@ def analyse(run: Run) -> Analysis:
         links.add(blocks)
         units.add(blocks)
     notes = [note for record in run.last.ranks.values() for note in record.notes]
-    found, speeds = causes.result(), links.result(notes)
+    found, speeds = causes.result(), links.result(notes, _drive_folders(run.last))
     return Analysis(judge_run(run, found, speeds), found, speeds, units.result())
+
+
+def _drive_folders(attempt: Attempt) -> str:
+    """Return the folders of swap files that the configuration names, joined by commas; empty without any."""
+    rows = attempt.facts.get("configuration", [])
+    pairs = [(str(row[0]), row[1]) for row in rows if isinstance(row, list) and len(row) > 1]
+    return ", ".join(dict.fromkeys(str(value) for path, value in pairs if path.endswith(".nvme_path") and value))

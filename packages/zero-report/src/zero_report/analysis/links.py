@@ -9,12 +9,14 @@ from typing import Any
 from ..record.reader import Block
 from ..record.schema import COLLECTIVES, TIERS, SpanKind
 
+_DRIVE = "drive, "
+
 
 @dataclass
 class Link:
     """One kind of transfer over all ranks. ``busy``: seconds in which a rank had one under way, summed over ranks;
     ``waited``: seconds in which it only waited; ``peak``: bytes per second of one rank; ``source``: where the peak is
-    from.
+    from; ``folder``: of a drive's files, as configured, else empty.
     """
 
     name: str
@@ -23,6 +25,12 @@ class Link:
     waited: float
     peak: float
     source: str
+    folder: str = ""
+
+    @property
+    def full_name(self) -> str:
+        """Return the name, for a drive with the folder of its files: ``drive /mnt/nvme, shards in``."""
+        return self.name.replace(_DRIVE, f"drive {self.folder}, ", 1) if self.folder else self.name
 
     @property
     def rate(self) -> float:
@@ -46,8 +54,8 @@ class LinkSums:
         for block in blocks.values():
             _add_transfers(self._links, block)
 
-    def result(self, notes: Iterable[Mapping[str, Any]]) -> list[Link]:
-        """Return the links, the busiest first.
+    def result(self, notes: Iterable[Mapping[str, Any]], folder: str) -> list[Link]:
+        """Return the links, the busiest first. ``folder``: of the drives' files, as text.
 
         The peak is that of a note (``"note": "peak"`` with ``link`` and ``bytes_per_second``), else that of the fastest
         rank and step.
@@ -56,6 +64,9 @@ class LinkSums:
             for link in self._links.values():
                 if note["note"] == "peak" and is_named_by(link.name, str(note.get("link"))):
                     link.peak, link.source = float(note["bytes_per_second"]), str(note.get("source", "measured"))
+        for link in self._links.values():
+            if link.name.startswith(_DRIVE):
+                link.folder = folder
         return sorted(self._links.values(), key=lambda link: -link.busy)
 
 
@@ -86,7 +97,7 @@ def is_named_by(name: str, named: str) -> bool:
     """Return whether ``named``, the ``link`` of a note about a peak, means the link ``name``; ``drive in`` and
     ``drive out`` mean all drives.
     """
-    return name == named or (name.startswith("drive, ") and named == f"drive {name.rpartition(' ')[2]}")
+    return name == named or (name.startswith(_DRIVE) and named == f"drive {name.rpartition(' ')[2]}")
 
 
 def union_length(intervals: Iterable[tuple[int, int]]) -> float:

@@ -97,7 +97,8 @@ def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
         if link is not None and link.peak
         else ""
     )
-    return f"{who} for {_range_text(things) or 'transfers'} ({worst}): {_percent(chosen.share)} of the step{speed}."
+    source = worst if link is None else link.full_name
+    return f"{who} for {_range_text(things) or 'transfers'} ({source}): {_percent(chosen.share)} of the step{speed}."
 
 
 def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:

@@ -139,7 +139,7 @@ def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
     """Return one row per link: bytes, seconds busy and waited, rate and peak in bytes per second of one rank."""
     return [
         {
-            "name": link.name,
+            "name": link.full_name,
             "bytes": link.nbytes,
             "busy": link.busy,
             "waited": link.waited,

@@ -23,7 +23,7 @@ integers for each span: kind, index into names, begin, duration and waited micro
 `left_out` (number of spans beyond `SPANS_PER_STEP`), `memory` (pairs of microseconds and bytes by owner). When the file
 is full, steps that are not multiples of a power of two are dropped, except the last `RECENT_STEPS`. A block with
 `"open": true` is a step that had not ended. Its last `under_way` spans had begun and not ended either; they are written
-as if they ended with the block. The name of a tier's span is `link: thing`, as in `nvme in: layers.3`.
+as if they ended with the block. The name of a tier's span is `link: thing`, as in `drive, shards in: layers.3`.
 
 `failure.json`, beside the attempts, is a launcher's report of how the last attempt ended: `at` (Unix seconds); `text`,
 one line with the first cause; `detail`, lines about all ranks; `interrupted`, true if a signal to the launcher ended
