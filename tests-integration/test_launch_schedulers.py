@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from launch_hosts import wait_until
+from pages import DOCS, run_page
 
 pytestmark = pytest.mark.soak
 SCRIPT = """
@@ -40,10 +41,11 @@ def free_port() -> int:
 
 
 class Slurm:
-    """slurmctld, two slurmd and munged with everything of theirs in one folder."""
+    """slurmctld, ``nodes`` slurmd and munged with everything of theirs in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int) -> None:
         self.folder = folder
+        self._nodes = nodes
         self.env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "MASTER_ADDR": "127.0.0.1"}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
@@ -56,6 +58,10 @@ class Slurm:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if (self.folder / "n1.log").exists():  # steps outlive slurmd
+            self.run("scancel", "--full", "--user", "root")
+            self.run("scancel", "--full", "--signal=KILL", "--user", "root")
+            wait_until(lambda: not self.run("squeue", "-h").strip(), 30)
         for daemon in reversed(self._daemons):
             daemon.terminate()
             try:
@@ -70,7 +76,8 @@ class Slurm:
         key.write_bytes(secrets.token_bytes(1024))
         key.chmod(0o400)
         (folder / "state").mkdir()
-        ports = [free_port() for _ in range(3)]
+        ports = [free_port() for _ in range(1 + self._nodes)]
+        names = f"n[1-{self._nodes}]"
         (folder / "slurm.conf").write_text(
             f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={ports[0]}\n"
             f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.sock\nSlurmUser=root\nSlurmdUser=root\n"
@@ -79,7 +86,7 @@ class Slurm:
             "ProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\nReturnToService=2\n"
             "SelectType=select/cons_tres\nMailProg=/bin/true\nJobAcctGatherType=jobacct_gather/none\n"
             "AccountingStorageType=accounting_storage/none\nSlurmdParameters=config_overrides\n"
-            f"NodeName=n[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]},{ports[2]}] CPUs=4\n"
+            f"NodeName={names} NodeHostname={host} NodeAddr=127.0.0.1 Port=[{','.join(map(str, ports[1:]))}] CPUs=4\n"
             "PartitionName=test Nodes=ALL Default=YES MaxTime=5 State=UP\n"
         )
         munged = ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={folder}/munge.sock"]
@@ -91,9 +98,9 @@ class Slurm:
         self._daemon("munged", munged)
         assert wait_until((folder / "munge.sock").exists, 10), (folder / "munged.log").read_text()
         self._daemon("slurmctld", ["slurmctld", "-D"])
-        for node in ("n1", "n2"):
-            self._daemon(node, ["slurmd", "-D", "-N", node])
-        assert wait_until(lambda: "idle n[1-2]" in self.run("sinfo", "-h", "-o", "%t %N"), 30), self.logs()
+        for number in range(self._nodes):
+            self._daemon(f"n{number + 1}", ["slurmd", "-D", "-N", f"n{number + 1}"])
+        assert wait_until(lambda: f"idle {names}" in self.run("sinfo", "-h", "-o", "%t %N"), 30), self.logs()
 
     def _daemon(self, name: str, command: list[str]) -> None:
         log = (self.folder / f"{name}.log").open("wb")
@@ -108,13 +115,18 @@ class Slurm:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
 
 
-@pytest.fixture
-def slurm(tmp_path: Path) -> Iterator[Slurm]:
+def slurm_of(folder: Path, nodes: int) -> Slurm:
+    """Return a Slurm that has not started yet; skip the test where its programs are missing."""
     missing = [name for name in ("munged", "slurmctld", "slurmd", "srun", "sbatch") if shutil.which(name) is None]
     if missing or os.geteuid() != 0:
         pytest.skip(f"needs root and {', '.join(missing) or 'nothing else'} (Debian: slurm-wlm, munge)")
-    (tmp_path / "ranks.py").write_text(SCRIPT)
-    with Slurm(tmp_path) as slurm:
+    return Slurm(folder, nodes)
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    with slurm_of(tmp_path, nodes=2) as slurm:
+        (tmp_path / "ranks.py").write_text(SCRIPT)
         yield slurm
 
 
@@ -169,3 +181,17 @@ def test_open_mpi_starts_ranks_that_find_each_other(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
         assert lines == [f"rank {rank} of 2 total 3.0 Open MPI" for rank in range(2)], done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_the_tutorial_works_by_copy_and_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "work").mkdir()
+    with slurm_of(tmp_path / "slurm", nodes=4) as slurm:
+        monkeypatch.setenv("SLURM_CONF", slurm.env["SLURM_CONF"])
+        monkeypatch.setenv("MASTER_ADDR", slurm.env["MASTER_ADDR"])
+        try:
+            assert run_page(DOCS / "tutorials" / "slurm.md", tmp_path / "work") == 5
+        except AssertionError:
+            print(slurm.logs())
+            raise

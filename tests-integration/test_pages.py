@@ -15,6 +15,8 @@ PAGES = sorted(
 )
 QUICK = {"choose-a-configuration.md"}
 """Pages whose commands neither start ranks nor import torch."""
+ELSEWHERE = {"slurm.md"}
+"""Pages that need a cluster; test_launch_schedulers.py runs them on one."""
 
 
 def name(page: Path) -> str:
@@ -27,6 +29,6 @@ def test_quick_pages_work_by_copy_and_paste(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in QUICK], ids=name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in QUICK | ELSEWHERE], ids=name)
 def test_pages_work_by_copy_and_paste(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path) > 0
