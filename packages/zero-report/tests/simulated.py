@@ -147,7 +147,9 @@ def _unit(
             begin = clock.now
             clock.now += read * chance.uniform(0.9, 1.1)
             if what.spans:
-                writer.span(SpanKind.TIER_READ, f"drive, shards in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES)
+                writer.span(
+                    SpanKind.TIER_READ, f"drive, shards in: {name}", begin, clock.now, clock.now - begin, UNIT_BYTES
+                )
         starts.append(clock.now)
     met = max(starts) + 0.0002
     for rank, (clock, writer) in enumerate(zip(clocks, writers, strict=True)):

@@ -16,6 +16,7 @@ from .saving import save_sharded
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator
 from .verifying import VerifyReport, verify
 
+__version__ = "0.1.0"
 __all__ = [
     "AsyncSaver",
     "Checkpoint",

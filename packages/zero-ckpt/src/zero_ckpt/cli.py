@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from . import __version__
 from .errors import CheckpointError
 
 
@@ -32,8 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib
+
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w.-]+", unknown[2]), n=1) if unknown else []
+        super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero-ckpt", description="Look at, check, repair and convert checkpoints.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="zero-ckpt",
+        description="Look at, check, repair and convert checkpoints.",
+        epilog="example: zero-ckpt convert run/checkpoints model.safetensors --dtype bf16",
+    )
+    parser.add_argument("--version", action="version", version=f"zero-ckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     spec = "a root, root@tag, root@step, or a checkpoint directory"
 

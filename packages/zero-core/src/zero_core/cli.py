@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoints, entry_points
+from typing import NoReturn
 
 from zero_config.command import add_config_command
 from zero_core import __version__
@@ -54,8 +56,23 @@ def _command_entry_points() -> EntryPoints:
     return entry_points(group="zero_core.commands")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib
+
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w.-]+", unknown[2]), n=1) if unknown else []
+        super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zero-core", description="Check a configuration; verify training.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="zero-core",
+        description="Check a configuration; verify training.",
+        epilog="example: zero-core config check ds.json --world-size 8",
+    )
     parser.add_argument("--version", action="version", version=f"zero-core {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     add_config_command(commands)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import NoReturn
 
 from zero_launch.spec import SILENCE_SECONDS
@@ -21,11 +22,24 @@ also: zero-launch doctor, zero-launch slurm-script (each has --help)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an unknown ``--as-NAME`` as a package that is not installed."""
+    """Reports an unknown ``--as-NAME`` as a package that is not installed. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
         missing = re.search(r"unrecognized arguments:.* --as-([\w.-]+)", message)
         super().error(not_registered_error(missing[1]) if missing else message)
+
+
+class _ShowVersion(argparse.Action):
+    """Print the version of this package and end; reads its metadata only then."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show program's version number and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"zero-launch {version('zero-launch')}")
+        parser.exit()
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action=_ShowVersion)
     add_target_options(parser)
     add_placement_options(parser)
     add_host_options(parser)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from . import __version__
 from .errors import AioError
 
 __all__ = ["main"]
@@ -32,10 +34,24 @@ class _MissingExtraError(Exception):
     """An optional package is missing; the message says what to install."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib
+
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w.-]+", unknown[2]), n=1) if unknown else []
+        super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
+
+
 def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zero-nvme-aio", description="Fast asynchronous file I/O: look, measure, tune, copy."
+    parser: argparse.ArgumentParser = _Parser(
+        prog="zero-nvme-aio",
+        description="Fast asynchronous file I/O: look, measure, tune, copy.",
+        epilog="example: zero-nvme-aio bench --path /mnt/nvme --size 4G",
     )
+    parser.add_argument("--version", action="version", version=f"zero-nvme-aio {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     probe = commands.add_parser("probe", help="which backends run here, which is chosen, and why not the others")

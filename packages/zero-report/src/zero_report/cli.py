@@ -8,12 +8,18 @@ import time
 import webbrowser
 from pathlib import Path
 
+from . import __version__
 from .record.reader import RecordError, read_run
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `zero-report`'s arguments."""
-    made = argparse.ArgumentParser(prog="zero-report", description="Turn a run's record into one page that shows it.")
+    made = argparse.ArgumentParser(
+        prog="zero-report",
+        description="Turn a run's record into one page that shows it.",
+        epilog="example: zero-report run/record --open",
+    )
+    made.add_argument("--version", action="version", version=f"zero-report {__version__}")
     made.add_argument("record", type=Path, help='the folder of "run_record"')
     made.add_argument("-o", "--output", type=Path, metavar="FILE", help="default: report.html in the record")
     made.add_argument("--open", action="store_true", help="open the page in a browser")

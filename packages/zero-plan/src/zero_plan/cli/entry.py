@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from .. import __version__
-from ..errors import PlanError
+from ..errors import PlanError, nearest
 from .estimate_command import add_estimate_command
 from .fit_command import add_fit_command
 from .machine_command import add_machine_command, add_probe_command
@@ -17,13 +19,24 @@ from .run_command import add_run_command
 from .table_command import add_table_command
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
+        super().error(message + nearest(unknown[1], re.findall(r"[\w.-]+", unknown[2])) if unknown else message)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 done, 1 the run does not fit, 2 wrong arguments.
 
     ``arguments``: the arguments after the program's name; by default those of this process.
     """
-    parser = argparse.ArgumentParser(
-        prog="zero-plan", description="Say what a training run needs, before it runs.", allow_abbrev=False
+    parser: argparse.ArgumentParser = _Parser(
+        prog="zero-plan",
+        description="Say what a training run needs, before it runs.",
+        epilog="example: zero-plan run train.py --config ds.json --world-size 64 --ranks-per-node 8",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"zero-plan {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
