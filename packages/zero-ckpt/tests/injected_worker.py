@@ -36,8 +36,8 @@ class Saves:
 
     def run(self) -> None:
         behind = AsyncSaver() if self.how == "behind" else None
-        for step in (1, 2, 3):
-            intervals = self.intervals(step)
+        made = {step: self.intervals(step) for step in (1, 2, 3)}  # now, as calls between the stops may fail
+        for step, intervals in made.items():
             if step > 1:
                 self.stop_until_allowed(step)
             try:

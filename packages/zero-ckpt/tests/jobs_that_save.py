@@ -77,5 +77,6 @@ def check(root: Path, nbytes: int, saved: int) -> int:
     assert (root / "zero_to_fp32.py").stat().st_size > 0
     save_sharded(root, "after", [Interval("w", "param", (1,), "U8", 0, b"!")], step=99_999)
     assert open_checkpoint(root).tag == "after"
-    assert not [path.name for path in root.iterdir() if path.name.startswith(".")]
+    left = [path.name for path in root.iterdir() if path.name.startswith(".")]
+    assert not left, left
     return step

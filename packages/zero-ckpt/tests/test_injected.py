@@ -72,6 +72,13 @@ class Case:
         except (FileNotFoundError, ProcessLookupError):
             return "gone"
 
+    def threads(self) -> int:
+        """Return the number of threads that have not ended, at least one while the process is there."""
+        try:
+            return len(os.listdir(f"/proc/{self.pid}/task"))
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+
     def tracer(self) -> int:
         try:
             text = Path("/proc", str(self.pid), "status").read_text()
@@ -185,6 +192,7 @@ def kill_once(server: Server, how: str, call: str, when: int) -> str:
     if outcome != "gone":
         with contextlib.suppress(ProcessLookupError):  # it died after the save, in the call that stops it
             os.kill(case.pid, signal.SIGKILL)
+    case.wait_for(lambda: case.threads() <= 1)  # until the last one ends, it has the lock of what it saved
     step = check(case.root, case.nbytes, 2 if outcome == "saved" else 1)
     shutil.rmtree(case.folder)
     return f"killed, step {step}" if outcome == "gone" else "not met"
@@ -194,6 +202,7 @@ def test_calls_that_fail_and_kills_inside_of_calls_lose_nothing(server: Server) 
     for call, error, when in (("fsync", "EIO", 1), ("fsync", "EIO", 4), ("rename", "EIO", 1), ("mkdir", "ENOSPC", 1)):
         assert fail_once(server, "now", call, error, when) == "refused"
     assert fail_once(server, "behind", "flock", "EIO", 1) == "refused"
+    assert fail_once(server, "direct", "flock", "EIO", 5) == "refused"  # as the root is unlocked, the staging is not
     assert kill_once(server, "now", "rename", 1) == "killed, step 1"
     assert kill_once(server, "behind", "rename", 2) == "killed, step 1"  # before `latest` got its name
 

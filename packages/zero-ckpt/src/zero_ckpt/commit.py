@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from .durable import fsync_directory, make_directories
@@ -52,11 +53,14 @@ class Staging:
         """
         make_directories(root)
         path = staging_path(root, tag, token)
-        with root_lock(root):
-            _require_replaceable(root / tag)
-            path.mkdir()
-            lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try_lock(lock_fd)
+        with ExitStack() as if_failed:
+            with root_lock(root):
+                _require_replaceable(root / tag)
+                path.mkdir()
+                lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if_failed.callback(unlock_and_close, lock_fd)  # so that the next save sweeps the directory
+                try_lock(lock_fd)
+            if_failed.pop_all()
         return cls(root, tag, token, lock_fd)
 
     def commit(self) -> Path:
