@@ -106,7 +106,7 @@ def run_suite(suite: Suite, marker: str | None, pytest_args: list[str], scratch:
     report = scratch / f"{suite.name}.xml"
     command = [sys.executable, "-m", "pytest", *map(str, suite.tests), f"--junitxml={report}"]
     command += ["-o", "junit_family=xunit1", "-q"]
-    command += ["--durations=8", "--durations-min=2"]
+    command += ["--durations=25", "--durations-min=4"]
     command += ["-m", marker] if marker else []
     title = f"\n=== {suite.name} ===\n"
     begin = time.monotonic()
