@@ -245,3 +245,34 @@ def replace_all(stage: int) -> dict[str, bool]:
 def test_whole_values_are_replaced_by_rank_0s(stage: int) -> None:
     for facts in run_ranks(replace_all, 2, stage):
         assert all(facts.values()), facts
+
+
+def wholes(stage: int) -> dict[str, Any]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model.register_parameter("order", nn.Parameter(torch.arange(3) + torch.distributed.get_rank(), requires_grad=False))
+    parts = cut(model, stage)
+    model[1] = nn.Linear(3, 2)
+    parameters: dict[str, Any] = {"order": model.order, "1.weight": model[1].weight, "": nn.Parameter(torch.ones(2))}
+    refused = {}
+    for name, parameter in parameters.items():
+        with pytest.raises(PartitionError) as error:
+            full_gradient(parts, parameter)
+        refused[name] = str(error.value)
+    found: dict[str, Any] = {"order": full_parameter(parts, model.order), "refused": refused}
+    found["equal"] = torch.equal(full_parameter(parts, model[1].weight), model[1].weight)
+    for parameter, value in ((model.order, torch.tensor([2, 0, 1])), (model[1].bias, torch.tensor([0.5, 1.5]))):
+        set_full_parameter(parts, parameter, value + torch.distributed.get_rank())
+    with pytest.raises(PartitionError, match=r"'order' has shape \(2,\), expected \(3,\)"):
+        set_full_parameter(parts, model.order, torch.ones(2))
+    return {**found, "written": [model.order.tolist(), model[1].bias.tolist()]}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_no_unit_holds_are_read_and_written_and_named(stage: int) -> None:
+    for found in run_ranks(wholes, 2, stage):
+        assert found["order"].tolist() == [0, 1, 2] and found["equal"]
+        assert found["written"] == [[2, 0, 1], [0.5, 1.5]]
+        refused = found["refused"]
+        assert "parameter 'order' has no gradient" in refused["order"] and "torch.int64" in refused["order"]
+        assert "parameter '1.weight' was put into the model after initialize" in refused["1.weight"]
+        assert "shape (2,) does not belong to this engine's model" in refused[""]

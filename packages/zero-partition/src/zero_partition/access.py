@@ -20,6 +20,7 @@ from .sharded_parameter import sharded_record
 from .tier import StateTier
 from .unit import Unit
 from .updates import OwnedFragment
+from .whole_parameters import explain_missing, is_whole, set_whole
 
 
 @contextmanager
@@ -118,8 +119,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
     """Return a full copy of the parameter's weights as the optimizer has them (the master's dtype). Collective."""
     partition.runtime.reopen("full_param")
-    if parameter.numel() == 0 and partition.find(parameter) is None:
-        return parameter.detach().clone()  # no unit has a place for it
+    if is_whole(partition, parameter):
+        return parameter.detach().clone()
     unit, index = _find(partition, parameter)
     partition.runtime.agree("full parameter", unit.names[index], None)
     partition.finish_updates()
@@ -195,6 +196,9 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
     of another model.
     """
     partition.runtime.reopen("set_full_param")
+    if is_whole(partition, parameter):
+        set_whole(partition, parameter, value)
+        return
     unit, index = _find(partition, parameter)
     flat = _broadcast_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
@@ -341,9 +345,7 @@ def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
     """Return the unit of ``parameter`` and its number there; raises `PartitionError` if it has none."""
     found = partition.find(parameter)
     if found is None:
-        if parameter.numel() == 0:
-            raise PartitionError(f"a parameter of shape {tuple(parameter.shape)} has no gradient and no state")
-        raise PartitionError(f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model")
+        raise PartitionError(explain_missing(partition, parameter))
     return found
 
 

@@ -133,6 +133,11 @@ class Partition:
         """Return the unit that holds ``parameter`` and the parameter's number there; None if no unit does."""
         return self._by_parameter.get(id(parameter))
 
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """Return the first name that ``parameter`` has in the model now; None if it has none, or the model is gone."""
+        named = model.named_parameters() if (model := self._model()) is not None else ()
+        return next((name for name, one in named if one is parameter), None)
+
     @property
     def optimizer(self) -> UpdatesWeights | None:
         """The optimizer that updates this partition; None if there is none, or it is gone."""

@@ -1,0 +1,48 @@
+"""Parameters of the model that no unit holds: replicated ones, and those put into the model after `partition`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zero_comm import Tag
+
+from .errors import PartitionError
+from .partition import Partition
+
+
+def is_whole(partition: Partition, parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` is the model's and every rank has all of it, as no unit holds it."""
+    return partition.find(parameter) is None and (parameter.numel() == 0 or partition.name_of(parameter) is not None)
+
+
+def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Write rank 0's ``value`` into a parameter for which `is_whole`. Collective.
+
+    Raises `PartitionError` for another shape.
+    """
+    name = partition.name_of(parameter) or ""
+    if value.shape != parameter.shape:
+        shapes = f"{tuple(value.shape)}, expected {tuple(parameter.shape)}"
+        raise PartitionError(f"the new parameter of '{name}' has shape {shapes}")
+    partition.runtime.agree("set full parameter", name, None)
+    sent = value.detach().to(parameter.device, parameter.dtype, copy=True).contiguous()
+    if sent.numel():
+        partition.groups.broadcast(sent, 0, Tag("broadcast", name, partition.runtime.step))
+    with torch.no_grad():
+        parameter.copy_(sent)
+
+
+def explain_missing(partition: Partition, parameter: nn.Parameter) -> str:
+    """Return why the engine has no gradient, state or shard of ``parameter``, which no unit holds, naming it."""
+    name = partition.name_of(parameter)
+    if name is None:
+        return f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model"
+    if name in partition.replicated:
+        reason = partition.replicated[name]
+        return f"parameter '{name}' has no gradient and no state: every rank has all of it, as {reason}"
+    return (
+        f"parameter '{name}' was put into the model after initialize: the engine does not average its gradient, has no "
+        "state of it and does not update it. Make the engine anew (engine.destroy(), then initialize), or put the "
+        "parameter into the model before."
+    )
