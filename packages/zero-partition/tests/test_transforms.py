@@ -10,6 +10,7 @@ import pytest
 import torch
 from partition_models import cut
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -98,3 +99,44 @@ def traced(stage: int) -> str:
 def test_linearize_inside_forward_is_refused_by_name(stage: int) -> None:
     for text in run_ranks(traced, 2, stage, timeout=60):
         assert "torch.func.linearize" in text and "'part.0.weight'" in text
+
+
+def shape_in_fake_mode(model: nn.Module, x: torch.Tensor) -> list[int]:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        return list(model(mode.from_tensor(x)).shape)
+
+
+TRACES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "torch.jit.trace": lambda model, x: torch.jit.trace(model, x)(x).tolist(),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x).tolist(),
+    "FakeTensorMode": shape_in_fake_mode,
+}
+
+
+@torch.no_grad()
+def traces(stage: int) -> dict[str, Any]:
+    model = Transformed(lambda part, x: part(x)).part
+    parts = cut(model, stage)
+    x = torch.linspace(-1, 1, 10, dtype=torch.float64).view(2, 5)
+    found: dict[str, Any] = {"forward": model(x).tolist()}
+    for how, trace in TRACES.items():
+        with gathered(parts, list(model.parameters())):
+            found[how] = trace(model, x)
+        try:
+            trace(model, x)
+        except RuntimeError as error:
+            found[f"refused {how}"] = str(error)
+    return {**found, "afterwards": model(x).tolist()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_traces_of_the_model_need_gathered_at_stage_3_and_leave_it_as_it_was(stage: int, world_size: int) -> None:
+    for found in run_ranks(traces, world_size, stage, timeout=60):
+        for how in ("torch.jit.trace", "torch.export", "afterwards"):
+            assert found[how] == found["forward"], how
+        assert found["FakeTensorMode"] == [2, 3]
+        for how in TRACES:
+            refused = found.get(f"refused {how}")
+            assert (refused is not None) == (stage == 3 and world_size > 1), (how, refused)
+            assert refused is None or ("'0.weight'" in refused and "gathered(" in refused), refused

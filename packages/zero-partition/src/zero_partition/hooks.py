@@ -18,6 +18,7 @@ from .calls import ModuleCalls, RunningCall
 from .dispatch_modes import any_modes, call_outside_modes, innermost_transform
 from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
+from .host_facts import is_fake
 from .live import UnitState
 from .saved_views import address_of
 from .scripted import reports_calls, takes_hooks
@@ -344,10 +345,15 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
     return any(id(p) in held for p in module._parameters.values() if p is not None)
 
 
-def wraps_tensors() -> bool:
-    """Return whether a transform of torch.func wraps new tensors, which then have no storage."""
+def surroundings(units: Sequence[Unit]) -> str:
+    """Return what runs around the caller and gives it tensors without the memory that those of ``units`` have: a
+    transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`); empty if nothing does."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace"
     try:
-        torch.empty(0).untyped_storage()
+        probe = torch.empty(0)
+        probe.untyped_storage()
     except (NotImplementedError, RuntimeError):
-        return True
-    return False
+        return "a transform of torch.func (grad, vjp, jacrev, hessian, jvp, …)"
+    is_foreign = is_fake(probe) and not any(is_fake(unit.parameters[0]) for unit in units[:1])
+    return "torch.export or a FakeTensorMode" if is_foreign else ""

@@ -40,7 +40,7 @@ from .dispatch_modes import outside_modes
 from .end_of_backward import EndOfBackward
 from .errors import PartitionError
 from .gradient_hook import GradientHook
-from .hooks import wraps_tensors
+from .hooks import surroundings
 from .messages import distinct
 from .pass_parts import PassParts
 from .recovery import add_advice
@@ -88,15 +88,17 @@ class Passes:
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
         """Gather ``units`` for the forward of module ``name``; for the outermost module, begin a pass first.
 
-        Return whether the call is part of a pass. Calls inside torch.func's transforms (`grad`, `jvp`, …) are not:
-        their derivatives concern no parameter's ``.grad``, and their tensors have no memory to send. Raises
-        `PartitionError` if their parameters are not gathered, or for a module called in a thread other than the pass's.
+        Return whether the call is part of a pass. Calls inside torch.func's transforms (`grad`, `jvp`, …) and of what
+        only traces (`surroundings`) are not: they concern no parameter's ``.grad``, and their tensors have no memory to
+        send. Raises `PartitionError` if their parameters are not gathered, or for a module called in a thread other
+        than the pass's.
         """
         if self._calls.paused:
             return False
         if self._calls.outermost is None:
-            if wraps_tensors():
-                self._refuse_in_transform()
+            around = surroundings(self._units)
+            if around:
+                self._refuse_in(around)
                 return False
             self._calls.outermost = name
             self._control.record_call()
@@ -360,14 +362,14 @@ class Passes:
         """Return the first unit that passes gather and release; None if there is none."""
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
-    def _refuse_in_transform(self) -> None:
-        """Raise `PartitionError` if the model was called in a torch.func transform and parameters are not gathered."""
+    def _refuse_in(self, around: str) -> None:
+        """Raise `PartitionError` if the model was called inside ``around`` and parameters are not gathered."""
         absent = self._absent()
         if absent is not None:
             raise PartitionError(
-                "the model was called inside a transform of torch.func (grad, vjp, jacrev, hessian, jvp, …), where "
-                f"sharded parameters such as '{absent.names[0]}' cannot be gathered. Open "
-                "engine.gathered(model.parameters()) around the transform, or use torch.autograd.grad."
+                f"the model was called inside {around}, where sharded parameters such as '{absent.names[0]}' cannot be "
+                "gathered. Open engine.gathered(model.parameters()) around it, or use torch.autograd.grad for "
+                "derivatives and a copy.deepcopy of the model for tracing."
             )
 
     def _check_frozen(self) -> None:
