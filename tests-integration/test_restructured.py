@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from script_bench import WIDTH, Workbench, mlp
 from torch import nn
@@ -143,3 +144,69 @@ def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], name:
     assert found.keys() == wanted.keys(), name
     for key, value in wanted.items():
         assert found[key].shape == value.shape and float((found[key] - value).abs().max()) <= 1e-12, (name, key)
+
+
+def trained_head(bench: Workbench, *, averages: bool = True, seed: int = 3) -> tuple[Any, list[str]]:
+    """Insert a last layer, drawn by ``seed``, and train it by a torch optimizer of its own for three steps.
+
+    ``averages``: its gradients over the ranks. Return the trainer and what its steps refused.
+    """
+    t = bench.trainer(mlp(), kind="adamw", lr=0.01)
+    torch.manual_seed(seed)
+    t.module.insert(5, nn.Linear(WIDTH, WIDTH, dtype=torch.float64))
+    own = torch.optim.SGD(t.module[-1].parameters(), lr=0.1)
+    refused: list[str] = []
+    for step in range(3):
+        t.backward(F.mse_loss(t(bench.rows(step)), bench.rows(100 + step)))
+        try:
+            t.step()
+        except RuntimeError as error:
+            refused.append(str(error))
+            break
+        for parameter in t.module[-1].parameters() if averages and not bench.plain else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= bench.world_size
+        own.step()
+        own.zero_grad()
+    return t, refused
+
+
+def trained_heads(stage: int, folder: str) -> dict[str, Any]:
+    bench = Workbench(plain=False, stage=stage, folder=folder)
+    t, refused = trained_head(bench)
+    found: dict[str, Any] = {"averaged": t.engine.consolidated_state_dict(), "nothing": refused}
+    bench.close()
+    t, found["trained apart"] = trained_head(bench, averages=False)
+    t.engine.zero_grad()
+    for parameter in t.module[-1].parameters():
+        dist.broadcast(parameter.data, 0)
+    t.backward(F.mse_loss(t(bench.rows(7)), bench.rows(107)))
+    t.step()
+    bench.close()
+    t, found["drawn apart"] = trained_head(bench, seed=dist.get_rank())
+    t.engine.zero_grad()
+    found["saved apart"] = []
+    try:
+        t.engine.save_checkpoint(folder, "x")
+    except RuntimeError as error:
+        found["saved apart"] = [str(error)]
+    bench.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage"),
+    [(2, 0), (2, 3), (3, 2), *(pytest.param(n, s, marks=pytest.mark.soak) for n in (1, 2, 3) for s in range(4))],
+)
+def test_a_layer_put_in_later_and_trained_by_an_optimizer_of_its_own_has_to_be_the_same_on_every_rank(
+    world_size: int, stage: int, tmp_path: Any
+) -> None:
+    wanted = trained_head(Workbench(plain=True))[0].module.state_dict()
+    for rank, found in enumerate(run_ranks(trained_heads, world_size, stage, str(tmp_path))):
+        assert found["nothing"] == []
+        if rank == 0:
+            check(found["averaged"], wanted, "averaged")
+        for how in ("trained apart", "drawn apart", "saved apart"):
+            assert bool(found[how]) == (world_size > 1), how
+            for text in found[how]:
+                assert "'5.weight' was put into the model after initialize" in text and "all_reduce" in text, how

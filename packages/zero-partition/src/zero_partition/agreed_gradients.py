@@ -108,9 +108,10 @@ class GradientAgreement:
 
         One message, unless late or edited gradients have to be reduced first. ``defers``: this rank can go on without
         the norm (see [Note: norms on accelerators]), if it ``covers`` the parameters that any rank touched. Raises
-        `PartitionError` on every rank when hyperparameters differ between ranks, or gradients were written on some
-        ranks only; and on the rank where a frozen parameter has one. Raises `ReleasedParameterError` where code wrote
-        into a released parameter, and `NonFiniteGradientError` on every rank for a norm that was deferred.
+        `PartitionError` on every rank when hyperparameters or added parameters differ between ranks, or gradients were
+        written on some ranks only; and on the rank where a frozen parameter has one. Raises `ReleasedParameterError`
+        where code wrote into a released parameter, and `NonFiniteGradientError` on every rank for a norm that was
+        deferred.
         """
         self._refuse_frozen()
         looking = self._start_looking()
@@ -155,10 +156,13 @@ class GradientAgreement:
             hyperparameters_digest(self._optimizer.param_groups),
             defers,
             deferred.read() if deferred is not None and deferred.is_here else None,
+            self._partition.added.digest(),
         )
         reports = decode_each(StepReport.decode, runtime.agree("step", "", report.encode()))
         if len({one.hyperparameters for one in reports}) > 1:
             self._refuse_hyperparameters()
+        if len({one.added for one in reports}) > 1:
+            self._partition.added.refuse(runtime.agree)
         self._learn_deferred(next((one.earlier for one in reports if one.earlier is not None), None))
         return reports
 

@@ -348,7 +348,7 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
 def surroundings(units: Sequence[Unit]) -> str:
     """Return what runs around the caller and gives it tensors without the memory that those of ``units`` have: a
     transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`); empty if nothing does."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     try:
         probe = torch.empty(0)

@@ -189,7 +189,8 @@ class StepReport:
     gradients that user code has written. ``hooked``: the user has optimizer hooks that run before the arithmetic, and
     may fail. ``hyperparameters``: a digest of the param groups' hyperparameters. ``defers``: this rank can take the
     step before its host knows the norm. ``earlier``: the sum of squares over all ranks of the step before, if that was
-    taken so and the sum has arrived here; else None.
+    taken so and the sum has arrived here; else None. ``added``: a digest of the parameters that came into the model
+    after it was sharded; 0 for none.
     """
 
     late: Sequence[int]
@@ -201,12 +202,15 @@ class StepReport:
     hyperparameters: int
     defers: bool = False
     earlier: float | None = None
+    added: int = 0
 
     def encode(self) -> list[Any]:
         """Return plain data, for `decode`."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
-        rest = [self.defers, self.earlier] if self.defers or self.earlier is not None else []
+        rest = [self.defers, self.earlier] if self.defers or self.earlier is not None or self.added else []
+        if self.added:
+            rest.append(self.added)
         return [*told, self.hooked, self.hyperparameters, *rest]
 
     @classmethod

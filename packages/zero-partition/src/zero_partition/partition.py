@@ -12,6 +12,7 @@ from torch import nn
 
 from zero_comm import EngineGroups, Tag
 
+from .added_parameters import AddedParameters
 from .data_watch import unwatch_data, watch_data
 from .errors import PartitionError
 from .external import external_parameters
@@ -53,6 +54,7 @@ class Partition:
         layout: maps parameters to units, and elements to ranks.
         units: the units at run time, in module order.
         runtime: runs the forward and backward passes.
+        added: knows the parameters that came into the model later.
         replicated: parameter name -> why it is replicated on every rank.
         states: the tier that keeps masters, moments and gradients; None if they are on the device.
         readers: background readers of shards, masters and states.
@@ -117,6 +119,8 @@ class Partition:
                 own(parameter, self)
                 watch_data(parameter)
         self.runtime.edits.owned()
+        self.added = AddedParameters(model)
+        self.runtime.on_close(self.added.close)
         self._model = weakref.ref(model)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}

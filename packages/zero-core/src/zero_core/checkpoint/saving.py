@@ -89,12 +89,15 @@ class Saver:
         named = named_parameters(state.module)
         begun = state.sizes.steps > 1 and parts.runtime.held_gradients.awaits_step
         said = [state.counters.accumulated or int(begun), restructured(state, named), unsavable(state.optimizer)]
+        said.append(parts.added.digest())
         choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
         answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)
         root = root.absolute()  # the script may change its working directory before the files are written
-        _refuse_inside_accumulation([accumulated for accumulated, _, _ in answers], state)
-        _refuse_restructured([name for _, name, _ in answers])
-        _refuse_unsavable([value for _, _, value in answers])
+        _refuse_inside_accumulation([accumulated for accumulated, *_ in answers], state)
+        _refuse_restructured([name for _, name, *_ in answers])
+        _refuse_unsavable([value for _, _, value, _ in answers])
+        if len({digest for *_, digest in answers}) > 1:
+            parts.added.refuse(parts.runtime.agree, "Nothing was saved.")
         parts.finish_updates()
         group = coordinator_of(state)
         node = socket.gethostname() if self._per_node else None

@@ -1,0 +1,136 @@
+"""Parameters that were put into the model after it was sharded: the ranks have to have the same values of them."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from .checksums import checksums
+from .errors import STEP_DROPPED, PartitionError
+from .host_facts import is_plain
+from .ownership import find_owner
+from .sharded_parameter import sharded_record
+
+Exchange = Callable[[str, str, Any], list[Any]]
+"""Tells all ranks a payload of a kind and name, and returns every rank's: `Runtime.agree`."""
+
+
+class _Values(NamedTuple):
+    """The last look at a parameter's values: its address and version counter then, and a checksum."""
+
+    address: int
+    version: int
+    checksum: int
+
+
+class AddedParameters:
+    """Knows which parameters of ``model`` have come into it since this object was made.
+
+    The engine neither averages their gradients nor updates them, so what trains them, or draws their first values, may
+    leave others on each rank. The model's tree is looked at again only after torch has reported the registration of a
+    module or parameter in a module of the model, or when a list of modules has another length: ``insert`` is not
+    reported.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._known = {id(parameter): parameter for parameter in model.parameters()}
+        self._remember_tree(model)
+        self._has_changed = False
+        self._added: dict[str, nn.Parameter] = {}
+        self._seen: dict[int, _Values] = {}
+        report = weakref.WeakMethod(self._registered)
+
+        def hook(module: nn.Module, name: str, value: object) -> None:
+            if (call := report()) is not None:
+                call(module)
+
+        handles = (register_module_module_registration_hook(hook), register_module_parameter_registration_hook(hook))
+        self._closing = [weakref.finalize(self, handle.remove) for handle in handles]
+
+    def close(self) -> None:
+        """Take torch's hooks back."""
+        for remove in self._closing:
+            remove()
+
+    def digest(self) -> int:
+        """Return a 32-bit digest of the added parameters' names and values; 0 while there are none."""
+        if self._has_changed or list(map(len, self._lists)) != self._lengths:
+            self._look()
+        return zlib.crc32(repr(self._values()).encode()) if self._added else 0
+
+    def refuse(self, exchange: Exchange, rest: str = STEP_DROPPED) -> NoReturn:
+        """Raise `PartitionError` that names the first added parameter that differs between ranks. Collective.
+
+        ``rest``: the end of the message.
+        """
+        self._seen.clear()
+        everyones = [dict(values) for values in exchange("added parameters", "", self._values())]
+        names = dict.fromkeys(name for values in everyones for name in values)
+        apart = [name for name in names if len({values.get(name) for values in everyones}) > 1]
+        raise PartitionError(
+            f"parameter '{apart[0] if apart else next(iter(names), '')}' was put into the model after initialize, and "
+            "ranks have different values of it: the engine neither averages its gradient nor updates it. Give it the "
+            "same first values on every rank, and where another optimizer trains it, average its gradient over the "
+            "ranks (torch.distributed.all_reduce) before that optimizer's step; or call engine.destroy() and "
+            f"initialize with the model as it is now. {rest}"
+        )
+
+    def _registered(self, module: nn.Module) -> None:
+        """Note that ``module`` got a parameter or a module."""
+        if id(module) in self._modules:
+            self._has_changed = True
+
+    def _remember_tree(self, model: nn.Module) -> None:
+        """Remember the modules of ``model``, and the lengths of its lists of modules."""
+        self._modules = {id(module) for module in model.modules()}
+        self._lists = [m._modules for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+        self._lengths = list(map(len, self._lists))
+
+    def _look(self) -> None:
+        """Find the added parameters in the model's tree."""
+        self._has_changed = False
+        model = self._model()
+        if model is None:
+            return
+        self._remember_tree(model)
+        self._added = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in self._known and _is_compared(parameter)
+        }
+        held = set(map(id, self._added.values()))
+        self._seen = {number: values for number, values in self._seen.items() if number in held}
+
+    def _values(self) -> list[tuple[str, int]]:
+        """Return the names and checksums of the added parameters.
+
+        Those that require gradients are read each time, as writes through ``.data`` leave no trace; frozen ones if
+        their address or version counter has changed.
+        """
+        found = []
+        for name, parameter in self._added.items():
+            data = parameter.detach()
+            address, version = data.data_ptr(), 0 if parameter.is_inference() else parameter._version
+            last = self._seen.get(id(parameter))
+            if last is None or parameter.requires_grad or last[:2] != (address, version):
+                whole = (torch.view_as_real(data) if data.is_complex() else data).contiguous()
+                last = self._seen[id(parameter)] = _Values(address, version, int(checksums([whole])[0]))
+            found.append((name, last.checksum))
+        return found
+
+
+def _is_compared(parameter: nn.Parameter) -> bool:
+    """Return whether ``parameter`` has values, and no engine or `Init` has them."""
+    is_foreign = find_owner(parameter) is None and sharded_record(parameter) is None
+    is_dense = is_plain(parameter.data) and parameter.layout is torch.strided and not parameter.is_quantized
+    return is_foreign and is_dense and parameter.numel() > 0 and parameter.device.type != "meta"
