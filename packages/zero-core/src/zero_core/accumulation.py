@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from zero_partition import EditRefusedError
-
 from .errors import UsageError
 from .state import TrainingState
 
@@ -55,20 +53,6 @@ class Accumulation:
         if not boundary:
             self.scaled = False
         return boundary
-
-    @contextmanager
-    def counted(self) -> Iterator[bool]:
-        """Count a micro-batch (`count_micro_batch`) for the block; take the count back if the block ends in an
-        `EditRefusedError`, after which the same step can be taken again."""
-        counters = self._state.counters
-        before = counters.accumulated, counters.micro_steps, counters.global_samples
-        ends_step = self.count_micro_batch()
-        try:
-            yield ends_step
-        except EditRefusedError:
-            counters.accumulated, counters.micro_steps, counters.global_samples = before
-            self._state.groups.control.watched.micro_batches = counters.micro_steps
-            raise
 
     def restart(self) -> None:
         """Begin a new accumulation with the next micro-batch; the caller clears the gradients."""

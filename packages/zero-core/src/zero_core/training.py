@@ -123,9 +123,9 @@ class Training:
         optimizer = state.check_trainable("step")
         state.partition.runtime.refuse_torn("step")
         self._checkpoints.check_folder()
-        with self._accumulation.counted() as ends_step, self._failures.step():
-            if not ends_step:
-                return
+        if not self._accumulation.count_micro_batch():
+            return
+        with self._failures.step():
             self.observer.before_step()
             self._audit.before_step()
             self._checkpoints.before_step()
