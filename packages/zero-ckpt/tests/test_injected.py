@@ -212,6 +212,7 @@ def test_calls_that_fail_and_kills_inside_of_calls_lose_nothing(server: Server) 
         assert fail_once(server, "now", call, error, when) == "refused"
     assert fail_once(server, "behind", "flock", "EIO", 1) == "refused"
     assert fail_once(server, "direct", "flock", "EIO", 5) == "refused"  # as the root is unlocked, the staging is not
+    assert fail_once(server, "direct", "write", "EIO", 1) == "saved"  # which wakes the thread that writes
     assert kill_once(server, "now", "rename", 1) == "killed, step 1"
     assert kill_once(server, "behind", "rename", 2) == "killed, step 1"  # before `latest` got its name
 

@@ -11,6 +11,7 @@
 #include <ctime>
 #include <vector>
 
+#include "event_fd.h"
 #include "op.h"
 
 namespace zaio {
@@ -111,10 +112,7 @@ public:
         return collect(out, capacity);
     }
 
-    void wake() override {
-        const uint64_t one = 1;
-        [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
-    }
+    void wake() override { ring(event_fd_); }
 
 private:
     int collect(Completion* out, int capacity) {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "event_fd.h"
 #include "op.h"
 #include "uring_abi.h"
 
@@ -104,11 +105,7 @@ public:
         return count;
     }
 
-    void wake() override {
-        const uint64_t one = 1;
-        // An eventfd write fails only when its counter is full, and then the reader is awake anyway.
-        [[maybe_unused]] const ssize_t n = ::write(event_fd_, &one, sizeof one);
-    }
+    void wake() override { ring(event_fd_); }
 
     int32_t register_file(int fd) override {
         for (unsigned slot = 0; slot < slot_used_.size(); ++slot) {

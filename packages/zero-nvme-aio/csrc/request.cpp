@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "copy.h"
+#include "event_fd.h"
 
 namespace zaio {
 namespace {
@@ -105,10 +106,7 @@ void Request::finish_part() {
     std::lock_guard<std::mutex> lock(mutex_);
     done_.store(true, std::memory_order_release);
     finished_.notify_all();
-    const uint64_t one = 1;
-    for (const int fd : event_fds_) {
-        [[maybe_unused]] const ssize_t n = ::write(fd, &one, sizeof one);
-    }
+    for (const int fd : event_fds_) ring(fd);
     event_fds_.clear();
 }
 
