@@ -56,6 +56,8 @@ import sys, threading, torch.distributed as dist, zero_comm
 from zero_comm import arriving
 assert arriving._SPEAK_AFTER_SECONDS == 5.0
 arriving._SPEAK_AFTER_SECONDS = 0.5
+print("imported", flush=True)
+sys.stdin.readline()
 zero_comm.init("cpu")
 assert threading.active_count() == 1, threading.enumerate()
 dist.destroy_process_group()
@@ -77,12 +79,15 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def start(program: str, rank: int, port: str, world_size: int = 2) -> subprocess.Popen[str]:
+def start(
+    program: str, rank: int, port: str, world_size: int = 2, *, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[str]:
     """Start ``program`` as a rank with the variables that users set by hand."""
     size = str(world_size)
     return subprocess.Popen(
         [sys.executable, "-c", program],
         env=environment(RANK=str(rank), WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -117,8 +122,14 @@ def test_no_rank_returns_before_all_are_connected() -> None:
 )
 def test_ranks_that_wait_for_others_say_so_once(first: list[int], waits_for: str) -> None:
     port, world_size = free_port(), 2 * len(first)
-    ranks = {rank: start(WAITING, rank, port, world_size) for rank in first}
+    ranks = {rank: start(WAITING, rank, port, world_size, stdin=subprocess.PIPE) for rank in first}
     try:
+        for process in ranks.values():  # the last one may begin to wait seconds after the first could
+            assert process.stdout is not None and process.stdout.readline() == "imported\n"
+        for process in reversed(ranks.values()):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
         stream = ranks[first[0]].stderr
         assert stream is not None
         said = next(line.strip() for line in stream if "waiting for" in line)
