@@ -39,6 +39,7 @@ class Case:
     persistence: int
     tier: str
     dtype: torch.dtype = torch.float64
+    device: str = "cpu"
 
     @property
     def on_a_tier(self) -> bool:
@@ -55,8 +56,8 @@ class Case:
         return replace(self, stage=int(self.on_a_tier), tier="cpu" if self.on_a_tier else "device")
 
     @classmethod
-    def of(cls, seed: int, dtype: torch.dtype = torch.float64) -> Case:
-        """Draw the case of ``seed``, the same in every dtype."""
+    def of(cls, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Case:
+        """Draw the case of ``seed``, the same in every dtype and on every device."""
         rng = random.Random(f"case {seed}")
         width = rng.choice((3, 4, 5))
         lates = ("none", "trainable", "frozen") + ("listed",) * (seed >= ALL_ACTIONS)
@@ -74,6 +75,7 @@ class Case:
             persistence=rng.choice((0, 0, 10)),
             tier=rng.choice(("device", "device", random.Random(f"tier {seed}").choice(("cpu", "nvme")))),
             dtype=dtype,
+            device=device,
         )
 
 
@@ -118,7 +120,7 @@ class Model(nn.Module):
 def build(case: Case) -> Model:
     """The case's model; the same values at every call."""
     torch.manual_seed(case.seed)
-    return Model(case).to(case.dtype)
+    return Model(case).to(case.device, case.dtype)
 
 
 def groups_of(case: Case, model: Model) -> list[dict[str, Any]]:
@@ -144,7 +146,7 @@ def batch(case: Case, number: int, rank: int = 0, world_size: int = 1) -> tuple[
     x = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     y = torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
     rows = slice(rank * ROWS // world_size, (rank + 1) * ROWS // world_size)
-    return x[rows].to(case.dtype), y[rows].to(case.dtype)
+    return x[rows].to(case.device, case.dtype), y[rows].to(case.device, case.dtype)
 
 
 def parameter_number(model: Model, number: int) -> nn.Parameter:

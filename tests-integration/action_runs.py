@@ -157,6 +157,7 @@ class Sharded:
                 "zero_optimization": zero,
                 **precision,
             },
+            device=case.device,
         )
         freeze_listed(case, self.model)
 
@@ -194,7 +195,7 @@ class Sharded:
 
     def write(self, how: str, number: int, value: torch.Tensor) -> None:
         parameter = parameter_number(self.model, number)
-        value = value.to(parameter.dtype)
+        value = value.to(parameter.device, parameter.dtype)
         with torch.no_grad():
             if how == "in place":
                 parameter.mul_(0.5)

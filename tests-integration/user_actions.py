@@ -154,10 +154,10 @@ class Drawn:
             raise WrongError(complaints[0])
 
 
-def run_case(seed: int, dtype: torch.dtype) -> Verdict:
+def run_case(seed: int, dtype: torch.dtype, device: str) -> Verdict:
     """One sequence on this job's ranks."""
     with shared_folder() as folder:
-        sequence = Drawn(Case.of(seed, dtype), folder)
+        sequence = Drawn(Case.of(seed, dtype, device), folder)
         wrong = ""
         try:
             sequence.run()
@@ -180,8 +180,10 @@ def deviation(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) ->
     """Largest difference relative to max(1, value), and the parameter where it is."""
     worst, where = 0.0, ""
     for name, value in theirs.items():
-        exact = value.double()
-        difference = ((ours[name].double() - exact).abs() / exact.abs().clamp_min(1.0)).nan_to_num(nan=float("inf"))
+        exact = value.double().cpu()
+        difference = ((ours[name].double().cpu() - exact).abs() / exact.abs().clamp_min(1.0)).nan_to_num(
+            nan=float("inf")
+        )
         if difference.numel() and float(difference.max()) > worst:
             worst, where = float(difference.max()), name
     return worst, where
@@ -206,11 +208,11 @@ def shared_folder() -> Iterator[Path]:
             own.cleanup()
 
 
-def run_cases(seeds: Sequence[int], dtype: torch.dtype = torch.float64) -> list[Verdict]:
+def run_cases(seeds: Sequence[int], dtype: torch.dtype = torch.float64, device: str = "cpu") -> list[Verdict]:
     """Sequences of ``seeds`` up to the first that is wrong, whose engine may be beyond use."""
     verdicts = []
     for seed in seeds:
-        verdicts.append(run_case(seed, dtype))
+        verdicts.append(run_case(seed, dtype, device))
         if verdicts[-1].wrong:
             break
     return verdicts

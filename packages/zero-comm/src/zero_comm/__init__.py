@@ -5,6 +5,7 @@ Read `group.py` first: it holds the all-gather, the reduce-scatter and the broad
 
 from __future__ import annotations
 
+from .alike import AlikeStore
 from .control import Control, Message
 from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
@@ -25,6 +26,7 @@ from .topology import Topology, node_name
 from .work import Work
 
 __all__ = [
+    "AlikeStore",
     "Codec",
     "CommError",
     "Control",

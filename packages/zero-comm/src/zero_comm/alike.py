@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from .control import Control, Message
 from .group import Group
@@ -26,6 +27,48 @@ from .topology import Topology
 def in_fake_world() -> bool:
     """Return whether torch.distributed's backend is `fake`: this process is the only rank that exists."""
     return bool(dist.get_backend() == "fake")
+
+
+class AlikeStore(Store):
+    """A store for a world in which every rank does what this one does; each addition counts ``world_size`` times."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+        self._counts: dict[str, int] = {}
+        self._values: dict[str, bytes] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` once per rank to a counter, and return its new value."""
+        self._counts[key] = self._counts.get(key, 0) + amount * self._world_size
+        return self._counts[key]
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep a value."""
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        """Set the value to ``desired`` if it is ``expected`` (empty: if there is no value); return the value
+        afterwards, or ``expected`` if there is none.
+        """
+        before = expected if isinstance(expected, bytes) else expected.encode()
+        if self._values.get(key, b"") == before:
+            self.set(key, desired)
+        return self._values.get(key, before)
+
+    def get(self, key: str) -> bytes:
+        """Return a value. Raises KeyError if there is none."""
+        return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys have a value."""
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value; return whether there was one."""
+        return self._values.pop(key, None) is not None
+
+    deleteKey = delete_key  # the name by which torch calls it from C++
 
 
 class AlikeControl(Control):
@@ -58,9 +101,14 @@ class AlikeControl(Control):
 
 
 class AlikeGroup(Group):
-    """`Group` in a fake world: a collective takes its buffers and sends nothing."""
+    """`Group` in a fake world: a collective takes its buffers and sends nothing.
+
+    On an accelerator the fake backend has collectives of its own, as real ones have, and slices are summed in full.
+    """
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        if not self._uses_direct_messages(flat):
+            return super()._slices(flat, count)
         return [flat] * count  # they are neither sent nor received
 
     def _exchange(
@@ -71,6 +119,9 @@ class AlikeGroup(Group):
 
     def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
         """Sum this rank's slice and itself in place of all slices; all for a tree, which takes memory for its sums."""
+        if not self._uses_direct_messages(out):
+            super()._sum(slices, out, accumulate)
+            return
         own = slices[self.rank]
         one = own if own.numel() == out.numel() else own.view(-1)[: out.numel()]
         count = len(slices) if isinstance(self._slice_sum, TreeSum) else 2
