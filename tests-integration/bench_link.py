@@ -194,7 +194,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.set_sync_debug_mode("warn")
             step(tokens)
             torch.cuda.set_sync_debug_mode("default")
-        lines = collections.Counter(f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in said)
+        stops = [w for w in said if "called a synchronizing" in str(w.message)]
+        lines = collections.Counter(f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in stops)
         found["stops"] = dict(lines.most_common(12))
     if args.profile:
         from torch.profiler import ProfilerActivity, profile

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # torch's own `fake`, replaced below
 from torch._C._distributed_c10d import _create_work_from_future
 
 from zero_comm import AlikeStore

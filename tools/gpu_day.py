@@ -73,6 +73,7 @@ COMMANDS = [
     ),
     link("link-1b", "--shape", "1b", "--rows", "2", "--gbs", "100", "--stops"),
     link("link-1b-no-time", "--shape", "1b", "--rows", "2", "--gbs", "0"),
+    link("link-1b-half", "--shape", "1b", "--rows", "2", "--gbs", "50"),
     link("link-1b-wide", "--shape", "1b", "--rows", "2", "--gbs", "100", "--who", "ours", "--zero", WIDE),
     link("link-8b-slice", "--shape", "8b-slice", "--gbs", "100", "--stops"),
     link("host-145", "--shape", "145 small layers", "--tokens", "16", "--gbs", "0", "--who", "ours", "fsdp2"),
@@ -95,7 +96,7 @@ def run(command: Command, folder: Path) -> bool:
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, **dict(command.variables), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **({"OMP_NUM_THREADS": "1"} if command.beside else {}), **dict(command.variables)},
         )
         try:
             status = str(process.wait(command.seconds))
