@@ -106,6 +106,10 @@ class LinkGroup(dist.ProcessGroup):
     def alltoall_base(self, out: torch.Tensor, flat: torch.Tensor, *_: Any) -> dist.Work:
         return self._send(self._share(flat), lambda: out.copy_(flat.view_as(out)), out, flat)
 
+    all_gather_single = _allgather_base  # torch 2.13's names
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
     def allreduce(self, tensors: list[torch.Tensor], *_: Any) -> dist.Work:
         return self._send(2 * self._share(tensors[0]), lambda: None, *tensors)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = 540
+HOST = ("--tokens", "16", "--gbs", "0", "--steps", "5", "--warm-up", "10", "--who", "ours", "fsdp2")
 OFFLOADED = '{"offload_optimizer": {"device": "cpu", "pin_memory": true}}'
 WIDE = '{"stage3_prefetch_bucket_size": 1000000000, "reduce_bucket_size": 1000000000}'
 
@@ -60,7 +61,7 @@ def link(name: str, *options: str, **more: int) -> Command:
 
 
 COMMANDS = [
-    *(tests(f"test-{name}", f"packages/zero-{name}/tests") for name in ("ckpt", "core", "nvme-aio", "offload")),
+    *(tests(f"test-{name}", f"packages/zero-{name}/tests") for name in ("ckpt", "comm", "core", "nvme-aio", "offload")),
     tests("test-precision", "packages/zero-precision/tests"),
     tests("test-triton", "tests-integration/test_triton.py"),
     tests("test-engine", "tests-integration/test_accelerator.py", options=("-k", "not random_user_actions")),
@@ -76,9 +77,9 @@ COMMANDS = [
     link("link-1b-half", "--shape", "1b", "--rows", "2", "--gbs", "50"),
     link("link-1b-wide", "--shape", "1b", "--rows", "2", "--gbs", "100", "--who", "ours", "--zero", WIDE),
     link("link-8b-slice", "--shape", "8b-slice", "--gbs", "100", "--stops"),
-    link("host-145", "--shape", "145 small layers", "--tokens", "16", "--gbs", "0", "--who", "ours", "fsdp2"),
-    link("host-577", "--shape", "577 small layers", "--tokens", "16", "--gbs", "0", "--who", "ours", "fsdp2"),
-    link("host-1153", "--shape", "1153 small layers", "--tokens", "16", "--gbs", "0", "--who", "ours", "fsdp2"),
+    link("host-145", "--shape", "145 small layers", *HOST),
+    link("host-577", "--shape", "577 small layers", *HOST),
+    link("host-1153", "--shape", "1153 small layers", *HOST),
     link("offload-2", "--shape", "1b", "--gbs", "100", "--who", "ours", "--stage", "2", "--zero", OFFLOADED, "--stops"),
     link("offload-3", "--shape", "1b", "--gbs", "100", "--who", "ours", "--zero", OFFLOADED, "--stops"),
 ]

@@ -35,7 +35,9 @@ STEP = 7
 class Parts:
     """``full_gradients``: every rank keeps the full averages, as at stage 0. ``releasable``: parameters are sharded."""
 
-    def __init__(self, rank: MemoryRank, *, releasable: bool = True, full_gradients: bool = False) -> None:
+    def __init__(
+        self, rank: MemoryRank, *, releasable: bool = True, full_gradients: bool = False, bucket_numel: int = 1000
+    ) -> None:
         self.rank = rank
         self.units = [rank.unit(index, releasable=releasable) for index in range(UNITS)]
         self.gradients = [self._gradients(unit, full_gradients) for unit in self.units]
@@ -45,7 +47,9 @@ class Parts:
         self.backward_done: list[int] = []
         step, world_size = StepNumber(STEP), rank.control.world_size
         self.gathers = OrderedGathers(self.units, step)
-        self.reductions = OrderedReductions(self.gradients, self.gathers, step, torch.device("cpu"), bucket_numel=1000)
+        self.reductions = OrderedReductions(
+            self.gradients, self.gathers, step, torch.device("cpu"), bucket_numel=bucket_numel
+        )
         self.user_gradients = UserGradients(self.gradients, FollowedLoop())
         self.liveness = Liveness(self.ended.append, sharded=True)
         self.calls = ModuleCalls()

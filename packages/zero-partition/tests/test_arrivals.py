@@ -144,3 +144,19 @@ def refused(rank: MemoryRank) -> None:
 
 def test_a_pickle_of_a_released_parameter_is_refused_by_name_and_nothing_is_gathered_after_a_failure() -> None:
     run_threads(refused, 1)
+
+
+@pytest.mark.parametrize(("bucket", "in_flight"), [(1, [0, 1]), (1000, [0, 0])])
+def test_one_reduction_is_in_flight_whatever_its_size(bucket: int, in_flight: list[int]) -> None:
+    def check(rank: MemoryRank) -> list[int]:
+        parts = Parts(rank, bucket_numel=bucket)
+        parts.begin()
+        oldest = []
+        for _ in range(2):
+            parts.interleaving.start_next()
+            assert parts.reductions.oldest is not None
+            oldest.append(parts.reductions.oldest.number)
+        parts.interleaving.finish_all()
+        return oldest
+
+    assert run_threads(check, 1) == [in_flight]

@@ -103,8 +103,10 @@ def test_the_order_is_learned_from_what_each_rank_used_and_is_the_same_everywher
     assert first["order"] == second["order"] == [4, 3, 1] and not first["again"]
 
 
-@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 1), (8, 2), (16, 3), (1000, UNITS)])
-def test_prefetch_is_bounded_by_elements_in_flight(prefetch: int, ahead: int) -> None:
+@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 1), (1, 2), (8, 2), (16, 3), (1000, UNITS)])
+def test_prefetch_is_bounded_by_elements_in_flight_and_one_unit_goes_ahead_whatever_its_size(
+    prefetch: int, ahead: int
+) -> None:
     def check(rank: MemoryRank) -> None:
         made = Made(rank, prefetch=prefetch)
         made.gatherer.begin("forward")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .alike import AlikeStore
 from .control import Control, Message
+from .device_slices import sum_slices_on_device
 from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
 from .feedback import FeedbackAverage
@@ -59,4 +60,5 @@ __all__ = [
     "run_ranks",
     "starting_together",
     "sum_slices",
+    "sum_slices_on_device",
 ]

@@ -32,9 +32,10 @@ def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: in
         target = out[start : start + block]
         total = scratch[: target.numel()].copy_(slices[0][start : start + block])
         for other in slices[1:]:
-            total.add_(other[start : start + block].to(out.dtype))
-        if divisor != 1:
-            total.div_(divisor)
+            part = other[start : start + block]  # an accelerator's kernel converts as it adds
+            total.add_(part if out.device.type != "cpu" else part.to(out.dtype))
+        if divisor != 1:  # CUDA would multiply by the inverse of a number of the host, which rounds twice
+            total.div_(divisor if out.device.type == "cpu" else total.new_full((), divisor))
         if accumulate:
             target.add_(total)
         else:

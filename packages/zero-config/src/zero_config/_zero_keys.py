@@ -133,7 +133,9 @@ class ZeroOptimization(Section):
     )
     contiguous_gradients: Flag = True
     reduce_scatter: Flag = True
-    reduce_bucket_size: PositiveInt = 500_000_000
+    reduce_bucket_size: PositiveInt = Field(
+        default=500_000_000, description="Elements of gradients in flight; one unit's are, whatever its size."
+    )
     use_multi_rank_bucket_allreduce: Flag = True
     allgather_partitions: Flag = True
     allgather_bucket_size: NaturalInt = 500_000_000
@@ -147,7 +149,10 @@ class ZeroOptimization(Section):
     sub_group_size: NaturalInt = Field(
         default=LARGEST_GROUP, description="Elements of an offloaded update at a time: 4,096 to 8,388,608."
     )
-    stage3_prefetch_bucket_size: NaturalInt = 50_000_000
+    stage3_prefetch_bucket_size: NaturalInt = Field(
+        default=50_000_000,
+        description="Elements gathered ahead of use; the next unit is, whatever its size, unless this is 0.",
+    )
     stage3_param_persistence_threshold: NaturalInt = 100_000
     stage3_model_persistence_threshold: NaturalInt = sys.maxsize
     stage3_max_live_parameters: NaturalInt = 1_000_000_000

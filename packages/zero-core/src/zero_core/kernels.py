@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 import zero_optim_kernels as kernels
-from zero_comm import SliceSum, sum_slices
+from zero_comm import SliceSum, sum_slices_on_device
 from zero_partition import GRID, GridSquares, NormSquared, grid_squares, norm_squared, storage_address
 from zero_precision import BlockFormat, DeviceBlockQuantizer, TorchBlockQuantizer
 
@@ -28,12 +28,12 @@ _SMALL = 1 << 14  # elements; below, one thread
 
 
 class NativeSliceSum:
-    """`zero_comm.SliceSum` by the CPU kernel; tensors elsewhere are summed by torch."""
+    """`zero_comm.SliceSum` by the CPU kernel; tensors elsewhere by `zero_comm.sum_slices_on_device`."""
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
         """Sum ``slices`` in their order, in float32 (float64 for float64), as `zero_comm.SliceSum` describes."""
         if out.device.type != "cpu":
-            sum_slices(slices, out, divisor=divisor, accumulate=accumulate)
+            sum_slices_on_device(slices, out, divisor=divisor, accumulate=accumulate)
             return
         mixed = slices[0].dtype != out.dtype
         aliased = mixed and storage_address(out) in map(storage_address, slices)

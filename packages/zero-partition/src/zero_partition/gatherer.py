@@ -233,7 +233,8 @@ class Gatherer:
     ``waits``: called before this rank blocks on a gather. ``request``: gathers a unit (by index) that the pass's order
     cannot give, together with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon.
     ``live``: counts the units' elements. ``prefetch_numel`` bounds the elements in flight ahead of use,
-    ``max_live_numel`` the gathered ones; the unit that is needed now is gathered whatever the bounds.
+    ``max_live_numel`` the gathered ones; the unit that is needed now is gathered whatever the bounds, and so is the one
+    after it unless ``prefetch_numel`` is 0: otherwise a unit larger than a bound would never overlap with computation.
     """
 
     def __init__(
@@ -356,7 +357,9 @@ class Gatherer:
         self._prefetch_shards(remaining)
         for place, index in enumerate(remaining):
             numel = self._units[index].layout.numel
-            if self._live.coming + numel > self._prefetch_numel or self._live.live + numel > self._max_live_numel:
+            first = self._live.coming == 0 and self._prefetch_numel > 0
+            fits = self._live.coming + numel <= self._prefetch_numel and self._live.live + numel <= self._max_live_numel
+            if not first and not fits:
                 self._prefetch_shards(remaining[place:])
                 return
             self._gathers.issue_next()

@@ -38,8 +38,9 @@ class StartedReduction(NamedTuple):
 class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
-    Starting a reduction never waits for another rank. At most two reductions, and ``bucket_numel`` elements, should be
-    in flight at a time: see `crowded`. ``complete``: every pass reduces every unit, each when it has all its gradients.
+    Starting a reduction never waits for another rank. At most two reductions should be in flight at a time, and only
+    one if two have more than ``bucket_numel`` elements: see `crowded`. ``complete``: every pass reduces every unit,
+    each when it has all its gradients.
 
     Attributes:
         started: number of reductions that the running pass, or the last one, has started.
@@ -92,9 +93,9 @@ class OrderedReductions:
 
     @property
     def crowded(self) -> bool:
-        """Whether more reductions, or elements, are in flight than there should be."""
-        travelling = self._travelling
-        return len(travelling) > _IN_FLIGHT or sum(one.numel for one in travelling) > self._bucket_numel
+        """Whether more reductions, or elements, are in flight than there should be; never for one reduction alone."""
+        count = len(self._travelling)
+        return count > _IN_FLIGHT or (count > 1 and sum(one.numel for one in self._travelling) > self._bucket_numel)
 
     @property
     def oldest(self) -> StartedReduction | None:
