@@ -1,4 +1,4 @@
-"""Triton's block codecs: the bits of the CPU kernels, of plain torch and of the reference.
+"""Triton's block codecs and sums: the bits of the CPU kernels, of plain torch and of the reference.
 
 `nox -s triton` runs them without a GPU, in Triton's interpreter (TRITON_INTERPRET=1); `nox -s gpu` compiled on one.
 """
@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed; `nox -s triton` brings it")
 
+from zero_comm import sum_slices
 from zero_core.kernels import block_quantizer
 from zero_optim_kernels import reference
 from zero_precision import BlockCodec, BlockFormat, BlockQuantizer, TorchBlockQuantizer
@@ -154,10 +155,26 @@ def test_nothing_is_nothing(kernels: BlockQuantizer, device: str) -> None:
     kernels.dequantize_blocks(payload, scales, torch.empty(0, device=device), "int4", 64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("count", "numel"), [(2, 1), (3, 1000), (8, 4097)])
+def test_sums_of_slices_have_the_bits_of_plain_torch(device: str, dtype: torch.dtype, count: int, numel: int) -> None:
+    from zero_comm._triton_slices import sum_evenly_spaced
+
+    rows = torch.randn(count, numel + 24, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    slices, there = [row[:numel] for row in rows], rows.to(device)
+    for divisor in (1, count):
+        for accumulate in (False, True):
+            expected, out = torch.ones(numel), torch.ones(numel, device=device)
+            sum_slices(slices, expected, divisor=divisor, accumulate=accumulate)
+            sum_evenly_spaced(there[0], out, stride=numel + 24, count=count, divisor=divisor, accumulate=accumulate)
+            assert torch.equal(out.cpu(), expected), (divisor, accumulate)
+
+
 COMPILED = """
 import re, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from zero_comm import _triton_slices as slices
 from zero_precision import _triton_blocks as blocks
 
 def arithmetic(kernel, arguments, **fixed):
@@ -173,6 +190,12 @@ for name, (limit, largest, mantissa, bias, special) in blocks._FORMATS.items():
     print(*arithmetic(blocks._encode, x, BLOCK=256, ROWS=16, COLUMNS=256, LIMIT=limit, LARGEST=largest, **code))
     out = dict(payload="*u8", scales="*fp32", out="*i16", numel="i32")
     print(*arithmetic(blocks._decode, out, BLOCK=256, TILE=4096, SPECIAL=special, BFLOAT16=True, **code))
+summed = arithmetic(
+    slices._sum,
+    dict(first="*bf16", out="*fp32", numel="i32", stride="i32", divisor="fp32"),
+    COUNT=8, DIVIDE=True, ACCUMULATE=True, TILE=2048,
+)
+assert summed == {"add.f32", "div.rn.f32"}, summed
 """
 
 

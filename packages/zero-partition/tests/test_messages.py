@@ -36,6 +36,8 @@ MESSAGES = [
     WrittenGradients({3: [0, 2]}, {1: 1 << 60}),
     StepReport([1], [0.5, 0.25], {2: [0]}, "a.weight", WrittenGradients({0: [1]}), True, 7),
     StepReport([], [0.5], {}, "", WrittenGradients(), False, 7, added=9),
+    StepReport([], [0.5], {}, "", WrittenGradients(), False, 7, True, 0.0),
+    StepReport([], [0.5], {}, "", WrittenGradients(), False, 7, frozen=5),
     ModelFacts([TensorFacts("a.weight", [2, 3], "torch.float32", True)], on_meta=None),
 ]
 

@@ -77,8 +77,12 @@ def gathered(
         runtime.failed_in("gathered", failure, awaited=modifier_rank is not None)
         raise
     finally:
-        for unit in held:
-            unit.unpin()
+        released = [unit for unit in held if unit.pins == 1]
+        try:
+            partition.refuse_buffers_in(released)
+        finally:
+            for unit in held:
+                unit.unpin()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +22,7 @@ from .optimizer_tensors import OptimizerTensors
 from .partition import Partition
 from .placeholder import Placeholders, any_written
 from .step_result import norm_of
+from .unit_edits import without_torch_function
 from .updates import Factor, Touched, start_in_reduced
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
@@ -157,12 +159,15 @@ class GradientAgreement:
             defers,
             deferred.read() if deferred is not None and deferred.is_here else None,
             self._partition.added.digest(),
+            zlib.crc32("\n".join(frozen).encode()) if (frozen := self._newly_frozen()) else 0,
         )
         reports = decode_each(StepReport.decode, runtime.agree("step", "", report.encode()))
         if len({one.hyperparameters for one in reports}) > 1:
             self._refuse_hyperparameters()
         if len({one.added for one in reports}) > 1:
             self._partition.added.refuse(runtime.agree)
+        if len({one.frozen for one in reports}) > 1:
+            self._refuse_frozen_apart()
         self._learn_deferred(next((one.earlier for one in reports if one.earlier is not None), None))
         return reports
 
@@ -246,6 +251,18 @@ class GradientAgreement:
                 )
         raise PartitionError(f"param_groups: expected the same keys on every rank. {STEP_DROPPED}")
 
+    def _refuse_frozen_apart(self) -> NoReturn:
+        """Raise `PartitionError` that names the first parameter that only some ranks have frozen. Collective."""
+        everyones = [set(names) for names in self._partition.runtime.agree("frozen", "", self._newly_frozen())]
+        apart = sorted(set.union(*everyones) - set.intersection(*everyones))
+        frozen = [rank for rank, names in enumerate(everyones) if apart[0] in names]
+        trained = [rank for rank in range(len(everyones)) if rank not in frozen]
+        raise PartitionError(
+            f"parameter '{apart[0]}' requires gradients on rank(s) {trained} and none on rank(s) {frozen}: the average "
+            "would count zeros for those. Call requires_grad_() alike on every rank, and take the forward and backward "
+            f"again. {STEP_DROPPED}"
+        )
+
     def _refuse_frozen(self) -> None:
         """Raise `PartitionError` if a parameter of the param groups that the engine does not train has a ``.grad``."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -306,6 +323,18 @@ class GradientAgreement:
         """Return by unit index the numbers of the parameters that had no gradient on this rank."""
         present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
         return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
+
+    @without_torch_function
+    def _newly_frozen(self) -> list[str]:
+        """Return the names of the parameters that had no gradient on this rank and require none."""
+        untouched = self._untouched().items()
+        units = {index: self._partition.runtime.gradients[index].unit for index, _ in untouched}
+        return [
+            units[index].names[number]
+            for index, numbers in untouched
+            for number in numbers
+            if not units[index].parameters[number].requires_grad
+        ]
 
     def _first_non_finite(self) -> str:
         """Return the name of the first parameter whose gradient, in this rank's shards, is not finite; "" for none."""

@@ -190,7 +190,8 @@ class StepReport:
     may fail. ``hyperparameters``: a digest of the param groups' hyperparameters. ``defers``: this rank can take the
     step before its host knows the norm. ``earlier``: the sum of squares over all ranks of the step before, if that was
     taken so and the sum has arrived here; else None. ``added``: a digest of the parameters that came into the model
-    after it was sharded; 0 for none.
+    after it was sharded; 0 for none. ``frozen``: a digest of the names of those that had no gradient and require none;
+    0 for none.
     """
 
     late: Sequence[int]
@@ -203,14 +204,15 @@ class StepReport:
     defers: bool = False
     earlier: float | None = None
     added: int = 0
+    frozen: int = 0
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`."""
+        """Return plain data, for `decode`; without defaults at the end."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
-        rest = [self.defers, self.earlier] if self.defers or self.earlier is not None or self.added else []
-        if self.added:
-            rest.append(self.added)
+        rest, defaults = [self.defers, self.earlier, self.added, self.frozen], [False, None, 0, 0]
+        while rest and rest[-1] == defaults[len(rest) - 1]:
+            rest.pop()
         return [*told, self.hooked, self.hyperparameters, *rest]
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from .live import LiveElements
 from .model_buffers import share_buffers
 from .moving import set_data
 from .ownership import GradientAccess, detach_record, disown, find_owner, own
-from .placeholder_buffers import refuse_placeholder_buffers
+from .placeholder_buffers import refuse_buffers_in, refuse_placeholder_buffers
 from .planning import PartitionOptions, agree_on_model, kept_fp32, plan_sharding, unit_layout, update_dtype
 from .residency import DeviceResidency, Readers, Residency
 from .route import Route, Secondary
@@ -122,6 +122,7 @@ class Partition:
         self.added = AddedParameters(model)
         self.runtime.on_close(self.added.close)
         self._model = weakref.ref(model)
+        self.runtime.passes.before_evaluation(self.refuse_placeholder_buffers)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
         for module in model.modules():
@@ -132,6 +133,11 @@ class Partition:
         """Raise `ReleasedParameterError` for a buffer over a released parameter's memory, a cause of NaN."""
         if (model := self._model()) is not None:
             refuse_placeholder_buffers(model, self.units)
+
+    def refuse_buffers_in(self, units: Iterable[Unit]) -> None:
+        """Raise `PartitionError` for a buffer in the memory of ``units``, which are about to be released."""
+        if (model := self._model()) is not None:
+            refuse_buffers_in(model, units)
 
     def find(self, parameter: nn.Parameter) -> tuple[Unit, int] | None:
         """Return the unit that holds ``parameter`` and the parameter's number there; None if no unit does."""

@@ -31,7 +31,7 @@ gradient, or the first use of a unit, begins it, and the end of autograd's run e
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,6 +82,12 @@ class Passes:
         self._saved = SavedViews(self._gathers.unit_of_storage, self.before_backward)
         self._last_forward: str | None = None
         self._thread = 0
+        self._check_buffers: Callable[[], None] | None = None
+
+    def before_evaluation(self, check: Callable[[], None]) -> None:
+        """Call ``check`` before each forward pass without gradients, at stage 3; in training a step looks at the
+        norm."""
+        self._check_buffers = check
 
     # -- the forward pass --------------------------------------------------------------------------------------------
 
@@ -168,6 +174,8 @@ class Passes:
         self._edits.forward_begins(key)
         if not self._sharded:
             return
+        if not self._unannounced.trains and self._check_buffers is not None:
+            self._check_buffers()
         self._calls.restart()
         self._agreement.agree(FORWARD, name)
         self._gatherer.begin(key)
