@@ -60,3 +60,20 @@ def test_one_that_all_ranks_freeze_stays_as_it_is(stage: int) -> None:
     plain(model, adamw(model), 0, 2)
     for trained in run_ranks(frozen_on_all, 2, stage):
         assert distance(trained, weights(model)) <= 1e-12
+
+
+def frozen_within_an_accumulation(stage: int) -> str:
+    engine = start(stage, gradient_accumulation_steps=2)
+    train(engine, 0, 1)
+    if dist.get_rank() == 1:
+        engine.module.blocks[0].bias.requires_grad_(False)
+    with pytest.raises(PartitionError) as refused:
+        train(engine, 1, 2)
+    engine.destroy()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_it_is_refused_too_where_an_earlier_micro_batch_had_its_gradient(stage: int) -> None:
+    for text in run_ranks(frozen_within_an_accumulation, 2, stage):
+        assert "'blocks.0.bias' requires gradients on rank(s) [0] and none on rank(s) [1]" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ from .step_result import norm_of
 from .unit_edits import without_torch_function
 from .updates import Factor, Touched, start_in_reduced
 
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 
@@ -326,15 +328,10 @@ class GradientAgreement:
 
     @without_torch_function
     def _newly_frozen(self) -> list[str]:
-        """Return the names of the parameters that had no gradient on this rank and require none."""
-        untouched = self._untouched().items()
-        units = {index: self._partition.runtime.gradients[index].unit for index, _ in untouched}
-        return [
-            units[index].names[number]
-            for index, numbers in untouched
-            for number in numbers
-            if not units[index].parameters[number].requires_grad
-        ]
+        """Return the names of the parameters that were trained and require no gradient now."""
+        units = [gradients.unit for gradients in self._partition.runtime.gradients.values()]
+        changed = [unit for unit in units if not all(map(_REQUIRES_GRAD, unit.parameters))]
+        return [n for u in changed for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad]
 
     def _first_non_finite(self) -> str:
         """Return the name of the first parameter whose gradient, in this rank's shards, is not finite; "" for none."""
