@@ -15,14 +15,15 @@ from .unit import Unit
 def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
     """Raise `ReleasedParameterError` if a buffer of ``model`` lies over the placeholder of a released parameter, whose
     ``.data`` it was set to: it reads NaN, and torch tells nobody about the assignment."""
+    suspects = [(name, buffer) for name, buffer in _with_memory(model) if _is_one_element(buffer)]
     places = {
         view.data_ptr(): name
-        for unit in units
+        for unit in (units if suspects else ())
         for placeholders in unit.placeholders
         for name, view in zip(unit.names, placeholders.views, strict=True)
         if not is_fake(view)
     }
-    for name, buffer in _with_memory(model):
+    for name, buffer in suspects:
         if (parameter := places.get(buffer.data_ptr())) is not None:
             raise ReleasedParameterError(
                 f"buffer '{name}' was given the `.data` of parameter '{parameter}' while that was released, and reads "
@@ -54,3 +55,8 @@ def _with_memory(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers():
         if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
             yield name, buffer
+
+
+def _is_one_element(buffer: torch.Tensor) -> bool:
+    """Return whether ``buffer`` has several elements in the memory of one, as placeholders have."""
+    return buffer.numel() > 1 and not any(n for size, n in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)
