@@ -8,6 +8,7 @@ import sys
 import zero_comm
 
 NAMES = [
+    "AlikeStore",
     "Codec",
     "CommError",
     "Control",
@@ -40,6 +41,7 @@ NAMES = [
     "run_ranks",
     "starting_together",
     "sum_slices",
+    "sum_slices_on_device",
 ]
 
 
