@@ -1,7 +1,6 @@
 // Linux native AIO by raw system calls. One eventfd carries both completions and wake-ups, so one blocking read waits for
 // whichever comes first.
 #include <linux/aio_abi.h>
-#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -104,9 +103,8 @@ public:
         flush();
         const int count = collect(out, capacity);
         if (count > 0 || !wait) return count;
-        pollfd ready{event_fd_, POLLIN, 0};
         // A batch that the kernel refused for want of resources must be offered again although nothing completes.
-        ::poll(&ready, 1, batch_.empty() ? -1 : 1);
+        sleep_until_rung(event_fd_, batch_.empty() ? kLongestSleepMilliseconds : 1);
         uint64_t ignored;
         [[maybe_unused]] const ssize_t n = ::read(event_fd_, &ignored, sizeof ignored);
         return collect(out, capacity);

@@ -1,5 +1,4 @@
 // io_uring by raw system calls: registered files, registered staging buffers, one enter per batch.
-#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -97,8 +96,10 @@ public:
         arm_wake();
         int count = drain(out, capacity);
         const bool sleep = wait && count == 0 && !woken_;
+        const bool idle = outstanding_count_ == 0;
+        if (sleep && idle) sleep_until_rung(event_fd_);
         if (pending_submit() > 0 || sleep || !wait) {
-            enter(sleep ? 1 : 0, uring::kEnterGetEvents);
+            enter(sleep && !idle ? 1 : 0, uring::kEnterGetEvents);
             count += drain(out + count, capacity - count);
         }
         woken_ = false;
@@ -146,7 +147,9 @@ private:
 
     void mark_outstanding(uint64_t token, bool outstanding) {
         if (token >= outstanding_.size()) outstanding_.resize(token + 1, false);
+        if (outstanding_[token] == outstanding) return;
         outstanding_[token] = outstanding;
+        outstanding_count_ += outstanding ? 1 : -1;
     }
 
     // Ends everything that was submitted, with its result where there is one, then sleeps until it is woken.
@@ -154,13 +157,10 @@ private:
         int count = drain(out, capacity);
         for (uint64_t token = 0; token < outstanding_.size() && count < capacity; ++token) {
             if (!outstanding_[token]) continue;
-            outstanding_[token] = false;
+            mark_outstanding(token, false);
             out[count++] = {token, refused_};
         }
-        if (wait && count == 0) {
-            pollfd ready{event_fd_, POLLIN, 0};
-            ::poll(&ready, 1, -1);
-        }
+        if (wait && count == 0) sleep_until_rung(event_fd_);
         uint64_t ignored;
         [[maybe_unused]] const ssize_t n = ::read(event_fd_, &ignored, sizeof ignored);
         return count;
@@ -277,6 +277,7 @@ private:
     bool wake_armed_ = false, woken_ = false;
     int refused_ = 0;  // the error with which the kernel refuses io_uring_enter
     std::vector<bool> outstanding_;
+    int outstanding_count_ = 0;
     bool files_registered_ = false, buffers_registered_ = false;
     std::vector<bool> slot_used_;
 };

@@ -86,6 +86,39 @@ with aio.Engine(backend=backend, queue_depth=4, block_bytes=65536) as engine, en
 print("named")
 """
 
+# Refuses every write of 8 bytes, which is what wakes a sleeper on an eventfd.
+UNHEARD = """
+import asyncio, ctypes, errno, struct, sys, time
+import zero_nvme_aio as aio
+def refuse_to_ring():
+    steps = [(0x20, 0, 0, 0), (0x15, 0, 3, 1), (0x20, 0, 0, 32), (0x15, 0, 1, 8)]  # write(2), its length, 8
+    steps += [(0x06, 0, 0, 0x00050000 | errno.EPERM), (0x06, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    class Filter(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(38, 1, 0, 0, 0)
+    filter = Filter(len(steps), ctypes.addressof(program))
+    if libc.syscall(317, 1, 1, ctypes.byref(filter)) != 0:  # for all threads
+        print("no filter")
+        sys.exit(0)
+backend, path = sys.argv[1:]
+data = bytes(range(256)) * 4096
+with aio.Engine(backend=backend) as engine:
+    with engine.open(path, "rw") as file:
+        engine.write(file, bytes(1 << 20), 0).wait()
+        time.sleep(0.2)  # every thread of the engine is asleep
+        refuse_to_ring()
+        engine.write(file, data, 0).wait(30)
+        time.sleep(0.2)
+        back = bytearray(1 << 20)
+        async def read():
+            await engine.read(file, back, 0)
+        asyncio.run(asyncio.wait_for(read(), 30))
+        assert back == data
+print("done")
+"""
+
 
 def run(code: str, *arguments: object) -> str:
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, timeout=100)
@@ -132,3 +165,12 @@ def test_a_system_call_that_is_refused_is_a_fallback_or_an_error(
     if said.strip() == "no filter":
         pytest.skip("seccomp filters are not allowed here")
     assert (f"backend '{backend}': " in said and call in said) if when == "before" else said.strip() == "named"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_that_cannot_be_rung_look_for_work_themselves(tmp_path: Path, backend: str) -> None:
+    require(backend)
+    said = run(UNHEARD, backend, tmp_path / "file").strip()
+    if said == "no filter":
+        pytest.skip("seccomp filters are not allowed here")
+    assert said == "done"

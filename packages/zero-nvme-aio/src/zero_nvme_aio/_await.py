@@ -7,6 +7,9 @@ import os
 
 from . import _native
 
+# The kernel can refuse the write to the eventfd (a filter of system calls), so the request is looked at as well.
+_LOOK_EVERY_SECONDS = 1.0
+
 
 async def until_done(request: _native.Request) -> None:
     """Return when the request has ended; cancelling the task only stops watching it."""
@@ -16,7 +19,8 @@ async def until_done(request: _native.Request) -> None:
     try:
         loop.add_reader(fd, _resolve, finished)
         if request.notify(fd):
-            await finished
+            while not (finished.done() or request.done()):
+                await asyncio.wait([finished], timeout=_LOOK_EVERY_SECONDS)
     finally:
         # First the native side forgets the descriptor, so that it never writes to a number that was given out again.
         request.forget_notify(fd)
