@@ -11,12 +11,14 @@ import psutil
 import pytest
 from conftest import Lines, marked_processes, wait_until
 
+from zero_launch import elastic_cluster
 from zero_launch.channel import Channel
 from zero_launch.elastic_cluster import ElasticCluster
 from zero_launch.facts import versions
 from zero_launch.hostfile import Hostfile
 from zero_launch.messages import FROM_LAUNCHER
 from zero_launch.report import LaunchError
+from zero_launch.roster import Roster
 from zero_launch.spec import ClusterSpec, LaunchSpec
 from zero_launch.transport import Transport
 
@@ -205,3 +207,33 @@ def test_a_job_goes_on_after_its_launcher_was_stopped_or_a_host_was_asked_to_end
     assert told.have(f"host [ab] was lost: {reason}", 5), told.text
     assert "restart 1 of 3" in told.text and "restart 2 of 3" not in told.text
     assert wait_until(lambda: not marked_processes(mark), 10)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_round_after_all_hosts_were_lost_waits_for_those_that_are_back_a_little_later(cluster, monkeypatch, comes):
+    monkeypatch.setattr(elastic_cluster, "_LAST_CALL_SECONDS", 30.0 if comes else 0.0)
+    monkeypatch.setattr(Roster, "_reach", lambda *_: None)
+    for name in ("a", "b"):
+        cluster.hear(name, {**ENDED, "failures": [FAILURE], "why": "nothing was heard from the launcher for 10.2 s"})
+
+    def come(name):
+        lost = next(peer for peer in cluster._roster.peers.values() if peer.name == name)
+        key = cluster._roster.renew(lost).key
+        cluster.hear(key, {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
+        cluster.hear(key, {"kind": "ready", "failures": [], "ended": [], "records": {}})
+
+    def meet(*places):
+        nodes = [[place, 1, number] for number, place in enumerate(places)]
+        state = {"round": 1, "complete": False, "closed": False, "deadline": time.time() + 99, "waiting": []}
+        state |= {"participants": [[node, 0] for node in nodes], "heartbeats": [[node, time.time()] for node in nodes]}
+        cluster._keeper.replace({**state, "redundant": []}, cluster._keeper.newest()["version"])
+        cluster._review()
+        return cluster._keeper.newest()["state"]["deadline"] == 0.0  # the round begins
+
+    cluster._keeper.replace({"heartbeats": [], "participants": [], "deadline": None, "complete": False}, None)
+    come("a")
+    time.sleep(0.01)
+    assert meet("00000") is not comes
+    if comes:
+        come("b")
+        assert meet("00000", "00001")

@@ -19,6 +19,8 @@ from zero_launch.spec import ClusterSpec
 CALL_AGAIN_SECONDS = 5.0
 MEET_SECONDS = 600
 """How long a job waits for hosts while none of its ranks run."""
+_LAST_CALL_SECONDS = 10.0
+"""How long the first host that is back after all were lost waits for the others."""
 _HOLD_SECONDS = 5.0
 """How long an answer without news is held back; torch's algorithm asks again a second after it."""
 
@@ -79,6 +81,8 @@ class ElasticCluster(Cluster):
         self._imports: dict[str, Message] = {}
         self._questions: list[_Question] = []
         self._ran_at = time.monotonic()
+        self._all_lost = False
+        self._last_call: float | None = None
         self._handlers |= {
             "started": self._on_started,
             "state": self._on_state,
@@ -177,6 +181,7 @@ class ElasticCluster(Cluster):
             self._next_message()
             self._lose_silent_hosts()
             self._call_again()
+            self._review()
             self._answer()
             for text in self._presence.remarks():
                 self._remark(text)
@@ -225,18 +230,28 @@ class ElasticCluster(Cluster):
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Tell the keeper which hosts the next round waits for; only the first round waits for hosts that are still
-        getting ready."""
-        counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
-        here = [peer for peer in self._roster.there if peer.state in counted]
-        slots = {self._places[peer.name]: len(peer.slots) for peer in self._roster.peers.values()}
-        self._keeper.review([self._places[peer.name] for peer in here][: self._most], slots, self._least_ranks)
+        """Tell the keeper which hosts the next round waits for.
+
+        Only the first round waits for hosts that are still getting ready. A round after all hosts were lost (this
+        launcher was stopped, or cut off) waits for every host until the last call.
+        """
+        peers = list(self._roster.peers.values())
+        waits_for_all = self._all_lost and (self._last_call is None or time.monotonic() <= self._last_call)
+        if waits_for_all:
+            expected = [self._places[peer.name] for peer in peers]
+        else:
+            counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
+            expected = [self._places[peer.name] for peer in peers if peer.there and peer.state in counted][: self._most]
+        slots = {self._places[peer.name]: len(peer.slots) for peer in peers}
+        self._keeper.review(expected, slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
         if self._rounds and peer.state == "greeted":
             self._remark(f"{title(peer)} is back")
         self._reasons.pop(peer.name, None)
         peer.state = "ready"
+        if self._all_lost and self._last_call is None:
+            self._last_call = time.monotonic() + _LAST_CALL_SECONDS
         peer.take_report(message)
         self._review()
         if not self._restarting:
@@ -266,7 +281,8 @@ class ElasticCluster(Cluster):
         if self._rounds and not self._restarting:
             self._attempt += 1
         self._rounds += 1
-        self._restarting = False
+        self._restarting = self._all_lost = False
+        self._last_call = None
         self._began_at = time.time()
         self._ranks = sum(len(member.slots) for member in members)
         address = (self._terms(peer) or {})["address"]
@@ -334,6 +350,8 @@ class ElasticCluster(Cluster):
                 self._stop(why)
         else:
             self._keep_reason(peer, why)
+        if not any(other.state in ("ready", "running", "done") for other in self._roster.there):
+            self._all_lost = True
         self._call_later(peer)
         self._review()
 
