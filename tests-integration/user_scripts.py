@@ -67,5 +67,6 @@ def run_sharded(name: str, where: Where) -> Outcome:
         SCRIPTS[name](bench)
     except Exception as refusal:  # the caller judges it
         return Outcome(f"{type(refusal).__name__}: {refusal}", {})
-    bench.close()
+    finally:
+        bench.close()
     return Outcome("", bench.values)

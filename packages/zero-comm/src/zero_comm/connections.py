@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-_DESCRIPTORS = Path("/proc/self/fd")
+_DESCRIPTORS = "/proc/self/fd"
 
 
 class Connections:
@@ -47,11 +47,11 @@ class Connections:
 def open_sockets() -> dict[int, int]:
     """Return inode -> descriptor of every socket that this process has open; empty without /proc."""
     found = {}
-    for entry in _DESCRIPTORS.iterdir() if _DESCRIPTORS.is_dir() else ():
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed meanwhile
-            kind, _, inode = os.readlink(entry).partition(":")
-            if kind == "socket":
-                found[int(inode.strip("[]"))] = int(entry.name)
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = int(name)
     return found
 
 

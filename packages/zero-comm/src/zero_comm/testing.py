@@ -139,6 +139,7 @@ def _serve(connection: Connection, port: int) -> None:
         except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
             connection.send((False, traceback.format_exc()))
         gc.collect()  # reference cycles of the call hold process groups, whose threads wake 100 times a second
+        gc.freeze()  # what is left are imports and caches, which stay
 
 
 def _run(call: bytes, store: Store) -> Any:
