@@ -6,6 +6,7 @@ scripts do what such scripts do: touch weights, gradients and optimizers directl
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import script_fragments
@@ -16,6 +17,8 @@ import script_states
 import script_weights
 import torch
 from script_bench import Workbench
+
+from zero_partition import EditRefusedError
 
 SCRIPTS = {
     **script_weights.script,
@@ -66,7 +69,8 @@ def run_sharded(name: str, where: Where) -> Outcome:
     try:
         SCRIPTS[name](bench)
     except Exception as refusal:  # the caller judges it
+        with suppress(EditRefusedError):  # what else the script wrote
+            bench.close()
         return Outcome(f"{type(refusal).__name__}: {refusal}", {})
-    finally:
-        bench.close()
+    bench.close()
     return Outcome("", bench.values)
