@@ -34,7 +34,7 @@ LANES = 3
 on wall time that a busy machine could miss; benches measure alone."""
 PARTS = {"tests-integration": 2, "zero-core": 2}
 """Suites whose files are dealt out to several processes when suites run side by side."""
-LONGEST = ("tests-integration", "zero-core", "zero-launch", "zero-ckpt")
+LONGEST = ("tests-integration", "zero-core", "zero-launch", "zero-plan", "zero-ckpt", "zero-comm")
 """Suites that begin first, so that none of them runs on alone at the end."""
 
 
