@@ -156,7 +156,10 @@ def test_a_job_on_several_hosts_restarts_and_passes_its_status_on(tmp_path: Path
         "import os, sys, time\n"
         "rank, attempt = os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "print('rank', rank, 'of', os.environ['WORLD_SIZE'], 'local', os.environ['LOCAL_RANK'], attempt, flush=True)\n"
-        "if rank == '2': sys.exit(4 + int(attempt))\n"
+        "open(f'came{attempt}.{rank}', 'w').close()\n"
+        "while rank == '2':\n"
+        "    if all(os.path.exists(f'came{attempt}.{other}') for other in '01'): sys.exit(4 + int(attempt))\n"
+        "    time.sleep(0.01)\n"
         "time.sleep(60)\n"
     )
     options = ["--hostfile", "hosts", "--launcher", "local", "--max_restarts", 1, "--grace", 1]
