@@ -61,6 +61,51 @@ def test_a_block_above_the_budget_is_opened() -> None:
     assert len(plans_of(nn.ModuleList([block()]), UnitLimits(max_numel=100, min_numel=1))) > 1
 
 
+class Layer(nn.Module):
+    """70,000,000 elements, with ``lists`` (by name) beside them."""
+
+    def __init__(self, **lists: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(n, m, bias=False) for n, m in ((7000, 5000), (5000, 7000)))
+        for name, found in lists.items():
+            setattr(self, name, found)
+
+
+def mlps(count: int) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "whole"),
+    [
+        ({}, True),
+        ({"steps": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}, True),  # of single operations
+        ({"inner": nn.ModuleList(mlps(1))}, True),
+        ({"experts": nn.ModuleList(mlps(2))}, False),
+        ({"experts": nn.ModuleDict({"a": mlps(1)[0], "b": mlps(1)[0]})}, False),
+    ],
+)
+def test_a_layer_stays_one_unit_unless_it_holds_layers(lists: dict[str, nn.Module], whole: bool) -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([Layer(**lists), nn.Linear(2, 2)])
+    first = plans_of(model, UnitLimits(min_numel=1))[0]
+    assert len(first.parameters) == (len(list(model[0].parameters())) if whole else 1)
+    told = plans_of(model, UnitLimits(max_numel=64_000_000, min_numel=1))
+    assert len(told[0].parameters) == 1
+
+
+class Holder(nn.Module):
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+
+def test_a_layer_above_a_billion_elements_is_opened() -> None:
+    with torch.device("meta"):
+        layer = nn.Sequential(nn.Linear(25_000, 25_000, bias=False), nn.Linear(25_000, 20_000, bias=False))
+    assert len(plans_of(nn.ModuleList([Holder(layer)]), UnitLimits(min_numel=1))) == 2
+
+
 def test_small_leftovers_are_merged_up_to_the_minimum() -> None:
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)])  # 12 elements each
     assert [len(plan.parameters) for plan in plans_of(model, UnitLimits(max_numel=1000, min_numel=36))] == [6, 6]

@@ -125,8 +125,11 @@ class ZeroOptimization(Section):
     stage: Stage = Field(
         default=0, description="Optimizer state is sharded from 1, gradients from 2, parameters from 3."
     )
-    unit_max_numel: PositiveInt = Field(
-        default=64_000_000, description="Module subtrees above so many elements are opened into smaller units."
+    unit_max_numel: PositiveInt | None = Field(
+        default=None,
+        description="Module subtrees above so many elements are opened into smaller units. null opens those above "
+        "64,000,000, and layers (elements of a list of modules, without a list of layers of their own) above "
+        "1,000,000,000.",
     )
     unit_min_numel: NaturalInt = Field(
         default=250_000, description="Neighbouring leftovers are merged into one unit up to so many elements."

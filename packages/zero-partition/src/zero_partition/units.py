@@ -13,19 +13,30 @@ from .host_facts import is_plain
 from .released import ReleasedValues
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_MOST_OF_A_SUBTREE = 64_000_000
+_MOST_OF_A_LAYER = 1_000_000_000
+"""Elements of one layer, a block of a transformer, that stay together: the collectives of smaller units cost more time
+than they hide."""
 
 
 @dataclass(frozen=True)
 class UnitLimits:
     """Bounds, in elements, for dividing a model into units.
 
-    Module subtrees above ``max_numel`` are divided further; neighbouring small units are merged up to ``min_numel``;
-    parameters below ``persistence_threshold`` are persistent.
+    Module subtrees above ``max_numel`` are divided further (None: those above 64,000,000, layers above 1,000,000,000,
+    where a layer is a subtree without a list of layers of its own); neighbouring small units are merged up to
+    ``min_numel``; parameters below ``persistence_threshold`` are persistent.
     """
 
-    max_numel: int = 64_000_000
+    max_numel: int | None = None
     min_numel: int = 250_000
     persistence_threshold: int = 0
+
+    def most_of(self, subtree: nn.Module) -> int:
+        """Return the most elements with which ``subtree`` stays one unit."""
+        if self.max_numel is not None:
+            return self.max_numel
+        return _MOST_OF_A_SUBTREE if _holds_layers(subtree) else _MOST_OF_A_LAYER
 
 
 @dataclass
@@ -71,7 +82,7 @@ def plan_units(
 ) -> list[UnitPlan]:
     """Return the units of ``model`` in module order.
 
-    A subtree that fits ``limits.max_numel`` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
+    A subtree that fits `UnitLimits.most_of` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
     larger subtrees are divided, unless ``is_leaf`` (by name and module); the remaining modules are merged up to
     ``limits.min_numel``. ``trainable``: returns whether a parameter is trained. ``dtype_of``: returns the dtype in
     which a parameter, by name, computes. Parameters that cannot be sharded (empty, not floating point, tensor
@@ -154,10 +165,16 @@ def _walk(
             continue
         if is_leaf(child_name, child):
             yield _Group(child_name, {child_name: child}, whole, mergeable=False)
-        elif isinstance(module, _CONTAINERS) and numel <= limits.max_numel and not isinstance(child, _CONTAINERS):
+        elif isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS) and numel <= limits.most_of(child):
             yield _Group(child_name, {child_name: child}, whole, mergeable=numel < limits.min_numel)
         else:
             yield from _walk(child_name, child, limits, is_leaf)
+
+
+def _holds_layers(subtree: nn.Module) -> bool:
+    """Return whether one of the lists in ``subtree`` has two or more elements that consist of modules."""
+    lists = (module for module in subtree.modules() if isinstance(module, _CONTAINERS))
+    return any(sum(any(True for _ in element.children()) for element in found.children()) >= 2 for found in lists)
 
 
 def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
