@@ -138,8 +138,8 @@ class Config(ConfigFile):
 
     def report(self, *, defaults: bool = True) -> tuple[ReportRow, ...]:
         """Return one row per value, in the order of the keys; without `defaults`, no rows whose origin is `default`."""
-        rows = (self._row(path, value) for path, value in leaves(self))
-        return tuple(row for row in rows if defaults or row.provenance != "default")
+        shown = (leaf for leaf in leaves(self) if defaults or self._provenance[leaf[0]] != "default")
+        return tuple(self._row(path, value) for path, value in shown)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

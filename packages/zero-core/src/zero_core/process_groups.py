@@ -38,6 +38,7 @@ _PER_RANK = (
     "zero_optimization.offload_optimizer.nvme_path",
 )
 """Keys that may differ between ranks: reports, and each node's own disks."""
+_PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)
 
 
 def agree_on_configuration(control: Control, config: Config) -> None:
@@ -96,7 +97,7 @@ def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_per_rank(path: str) -> bool:
-    return any(path == key or path.startswith(f"{key}.") for key in _PER_RANK)
+    return path in _PER_RANK or path.startswith(_PER_RANK_SECTIONS)
 
 
 _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}
