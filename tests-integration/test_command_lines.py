@@ -1,10 +1,14 @@
-"""Every command says its version, has an example in its help, and suggests a command for a misspelt one."""
+"""Every command says its version, has an example in its help, suggests a command for a misspelt one, and its words can
+be completed by a shell."""
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,25 @@ MISSPELT = {
     "zero-nvme-aio": ("prob", "probe"),
     "zero-plan": ("estimat", "estimate"),
 }
+
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "complete-commands.md"
+PARSERS = dict(re.findall(r"^\| `(zero-[a-z-]+)` \| `([a-z_.]+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+BEGUN = {
+    "zero-ckpt": {"in": "inspect", "convert --over": "--overwrite", "convert --to pyt": "pytorch"},
+    "zero-core": {"conf": "config", "config ch": "check"},
+    "zero-launch": {"--hostf": "--hostfile"},
+    "zero-nvme-aio": {"pro": "probe", "bench --pa": "--path"},
+    "zero-plan": {"estim": "estimate", "run --world": "--world-size"},
+    "zero-report": {"--perf": "--perfetto"},
+}
+COMPLETE = """
+source "$1"
+function=$(complete -p "$2" | grep -o -- '-F [^ ]*' | cut -c4-)
+COMP_WORDS=("${@:2}")
+COMP_CWORD=$(($# - 2))
+$function
+echo "${COMPREPLY[@]}"
+"""
 
 
 def run(command: EntryPoint, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,3 +66,17 @@ def test_a_misspelt_command_is_answered_with_the_nearest(name: str) -> None:
 def test_a_misspelt_value_of_an_option_is_too() -> None:
     done = run(COMMANDS["zero-ckpt"], "convert", "a", "b", "--to", "pytoch")
     assert done.returncode == 2 and "did you mean 'pytorch'?" in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_shell_completes_its_words(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    written = [sys.executable, "-m", "shtab", "--shell", "bash", PARSERS[name]]
+    script = tmp_path / "completion"
+    script.write_text(subprocess.run(written, capture_output=True, text=True, check=True).stdout)
+    for begun, word in BEGUN[name].items():
+        asked = [bash, "-c", COMPLETE, "bash", str(script), name, *begun.split()]
+        assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split() == [word], begun

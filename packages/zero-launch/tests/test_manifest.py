@@ -12,7 +12,7 @@ import yaml
 
 from zero_launch.kubernetes import KINDS
 from zero_launch.manifest import pods_from_options, print_manifest
-from zero_launch.options import make_parser
+from zero_launch.options import parser
 
 SCHEMAS = Path(__file__).with_name("schemas")
 """Of the published resource definitions, which each file names with their licence: the fields that manifests use with
@@ -27,7 +27,7 @@ FULL = [
 
 def printed(kind: str, *words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """The manifest of a command line, and what was said beside it."""
-    print_manifest(make_parser().parse_args(["--manifest", kind, *words]))
+    print_manifest(parser().parse_args(["--manifest", kind, *words]))
     out, err = capsys.readouterr()
     assert "&id" not in out
     return yaml.safe_load(out), err
@@ -129,4 +129,4 @@ def test_elastic_jobs_keep_the_bounds(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_what_cannot_be_is_said_by_the_option_s_name(words: list[str], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        pods_from_options(make_parser().parse_args(["--manifest", "jobset", *words, "train.py"]))
+        pods_from_options(parser().parse_args(["--manifest", "jobset", *words, "train.py"]))

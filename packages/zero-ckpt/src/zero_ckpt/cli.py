@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `arguments` are by default those of the process. The status is 141 when the reader of the output has closed it.
     """
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)
         sys.stdout.flush()
@@ -45,7 +45,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-ckpt",
         description="Look at, check, repair and convert checkpoints.",

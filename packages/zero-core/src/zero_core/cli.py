@@ -35,10 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if package is not None and words[0] not in _command_entry_points().names:
         print(f"zero-core {words[0]} is in {package}, which is not installed: pip install {package}", file=sys.stderr)
         return 2
-    parser = _parser()
-    options = parser.parse_args(words[:split])
+    options = parser().parse_args(words[:split])
     if words[split + 1 :] and not hasattr(options, "script_arguments"):
-        parser.error(f"{options.command} runs no script that could take {' '.join(words[split + 1 :])}")
+        parser().error(f"{options.command} runs no script that could take {' '.join(words[split + 1 :])}")
     options.script_arguments = tuple(words[split + 1 :])
     try:
         status: int = options.run(options)
@@ -67,7 +66,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser, with the commands of other installed packages."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-core",
         description="Check a configuration; verify training.",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from zero_launch import main as launch
-from zero_launch.options import make_parser
+from zero_launch.options import parser
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """The name of the file with environment variables for other hosts."""
@@ -18,7 +18,7 @@ _GIVES_LOCAL_RANK = "zero_deepspeed.with_local_rank"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = make_parser().parse_args(words)
+    options = parser().parse_args(words)
     if not options.no_local_rank and not options.no_python:
         target = [options.target, *options.args]
         own = words[: len(words) - len(target)]

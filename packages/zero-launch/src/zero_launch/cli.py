@@ -21,7 +21,7 @@ from zero_launch.handshake import shared_token
 from zero_launch.hostfile import Hostfile
 from zero_launch.job import launch
 from zero_launch.nodes import Node, discover_node
-from zero_launch.options import make_parser
+from zero_launch.options import parser
 from zero_launch.record import record_failure, record_variables
 from zero_launch.report import LaunchError
 from zero_launch.requeue import LeftEarly, hold, requeue
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from zero_launch import slurm
 
             return slurm.main(words[1:])
-        options = make_parser().parse_args(words)
+        options = parser().parse_args(words)
         if options.manifest:
             from zero_launch.manifest import print_manifest
 

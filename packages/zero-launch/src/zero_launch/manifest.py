@@ -96,12 +96,12 @@ def pods_from_options(options: argparse.Namespace) -> Pods:
 
 def _options_in_pods(options: argparse.Namespace) -> list[str]:
     """Return the options of this command that the launcher in each pod gets too, as words of its command line."""
-    from zero_launch.options import make_parser
+    from zero_launch.options import parser
 
     words = [word for name, flag in _FLAGS_IN_PODS.items() if getattr(options, name) for word in [flag]]
     for name, option in _OPTIONS_IN_PODS.items():
         value = getattr(options, name)
-        if value not in (None, make_parser().get_default(name)):
+        if value not in (None, parser().get_default(name)):
             words += [option, str(value)]
     if options.elastic is not None and options.max_restarts:
         words += ["--max_restarts", str(options.max_restarts)]  # else Kubernetes starts the whole job again

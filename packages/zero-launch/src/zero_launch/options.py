@@ -42,7 +42,7 @@ class _ShowVersion(argparse.Action):
         parser.exit()
 
 
-def make_parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line: options, then the target, then the target's own arguments."""
     parser = _Parser(
         prog="zero-launch",

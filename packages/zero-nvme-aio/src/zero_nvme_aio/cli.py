@@ -18,7 +18,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C."""
-    options = _make_parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     action: Callable[[argparse.Namespace], None] = options.action
     try:
         action(options)
@@ -45,7 +45,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}; did you mean {near[0]!r}?" if near else message)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-nvme-aio",
         description="Fast asynchronous file I/O: look, measure, tune, copy.",

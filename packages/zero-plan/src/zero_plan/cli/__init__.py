@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .entry import main
+from .entry import main, parser
 
-__all__ = ["main"]
+__all__ = ["main", "parser"]

@@ -27,11 +27,8 @@ class _Parser(argparse.ArgumentParser):
         super().error(message + nearest(unknown[1], re.findall(r"[\w.-]+", unknown[2])) if unknown else message)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 done, 1 the run does not fit, 2 wrong arguments.
-
-    ``arguments``: the arguments after the program's name; by default those of this process.
-    """
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-plan",
         description="Say what a training run needs, before it runs.",
@@ -47,11 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_table_command(commands)
     add_machine_command(commands)
     add_probe_command(commands)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status: 0 done, 1 the run does not fit, 2 wrong arguments.
+
+    ``arguments``: the arguments after the program's name; by default those of this process.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
-    options = parser.parse_args(words[:end])
+    options = parser().parse_args(words[:end])
     if "script_arguments" not in options and words[end:]:
-        parser.error(f"{options.command} takes no arguments after --")
+        parser().error(f"{options.command} takes no arguments after --")
     options.script_arguments = tuple(words[end + 1 :])
     try:
         status: int = options.run(options)
