@@ -6,7 +6,6 @@ scripts do what such scripts do: touch weights, gradients and optimizers directl
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 import script_fragments
@@ -17,8 +16,6 @@ import script_states
 import script_weights
 import torch
 from script_bench import Workbench
-
-from zero_partition import EditRefusedError
 
 SCRIPTS = {
     **script_weights.script,
@@ -69,8 +66,6 @@ def run_sharded(name: str, where: Where) -> Outcome:
     try:
         SCRIPTS[name](bench)
     except Exception as refusal:  # the caller judges it
-        with suppress(EditRefusedError):  # what else the script wrote
-            bench.close()
         return Outcome(f"{type(refusal).__name__}: {refusal}", {})
     bench.close()
     return Outcome("", bench.values)
