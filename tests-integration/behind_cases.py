@@ -6,6 +6,7 @@ The checkpoint is compared, to the bit, with one that was written at once just b
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 import threading
 import time
@@ -165,6 +166,34 @@ def writes_states_by_data(engine: zero_core.Engine, folder: Path) -> None:
     step(engine, 13)
 
 
+def writes_copied_states(engine: zero_core.Engine, folder: Path) -> None:
+    """Writes through a shallow copy of ``optimizer.state``, which holds the same tensors."""
+    optimizer: Any = engine.optimizer
+    for state in copy.copy(optimizer.state).values():
+        state["exp_avg"].data.fill_(3.0)
+    step(engine, 14)
+
+
+def writes_states_of_copy(engine: zero_core.Engine, folder: Path) -> None:
+    """The same through the dict's own ``copy``."""
+    optimizer: Any = engine.optimizer
+    for state in optimizer.state.copy().values():
+        state["exp_avg"].data.fill_(3.0)
+    step(engine, 15)
+
+
+def reads_all_states(engine: zero_core.Engine, folder: Path) -> None:
+    """Everything that reads ``optimizer.state`` as a whole, while nothing is copied yet."""
+    optimizer: Any = engine.optimizer
+    assert len(repr(optimizer.state)) > 100
+    copied = copy.deepcopy(optimizer.state)
+    assert len(pickle.dumps(optimizer.state)) > 100 and len(copied) == len(optimizer.state)
+    for state in copied.values():
+        for value in state.values():
+            value.data.fill_(3.0)
+    step(engine, 16)
+
+
 def destroys(engine: zero_core.Engine, folder: Path) -> None:
     module = engine.module
     engine.destroy()
@@ -186,6 +215,9 @@ ACTIONS: tuple[Callable[[zero_core.Engine, Path], None], ...] = (
     reads,
     loads_optimizer,
     writes_states_by_data,
+    writes_copied_states,
+    writes_states_of_copy,
+    reads_all_states,
     destroys,
 )
 

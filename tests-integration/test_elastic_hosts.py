@@ -143,7 +143,7 @@ def test_one_lost_host_goes_on_from_its_neighbours_memory_and_two_from_the_disk(
     hosts.lose("beta")
     assert wait_until(lambda: any(line.world == 2 for line in lines(folder)), 60)
     count = len(lines(folder))
-    assert wait_until(lambda: any(line.world == 3 for line in lines(folder)[count:]), 120)
+    assert wait_until(lambda: sum(line.world == 3 for line in lines(folder)[count:]) >= 6, 120)
     assert wait_until(lambda: lines(folder)[-1].step >= 65, 120)
     for name in ("beta", "gamma"):
         hosts.lose(name)
@@ -156,6 +156,7 @@ def test_one_lost_host_goes_on_from_its_neighbours_memory_and_two_from_the_disk(
     assert from_disk == [60]
     found = that_count(lines(folder))
     left = {int(step) for step in re.findall(r"leaving after step (\d+)", err)}  # inside `step`, before it is told of
+    left -= found.keys()  # after a recovery from the disk some are done again, and told of
     assert sorted(found) == [step for step in range(1, 91) if step not in left]
     monkeypatch.setenv("ELASTIC_EVERY", "2")  # the number of ranks changes after steps that are in memory alone
     worlds = found | {step: found[step - 1] for step in left}

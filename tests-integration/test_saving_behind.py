@@ -16,7 +16,8 @@ from zero_ckpt import open_checkpoint
 from zero_comm import run_ranks
 
 DELAYED = {"offload": {"delayed_update": True}}
-EDITS = ["writes_in_place", "writes_by_data", "assigns_data", "writes_states", "writes_states_by_data"]
+COPIES = ["writes_copied_states", "writes_states_of_copy", "reads_all_states"]
+EDITS = ["writes_in_place", "writes_by_data", "assigns_data", "writes_states", "writes_states_by_data", *COPIES]
 WHOLE = [
     (world, stage, tier, dtype, changes, [])
     for world, stage, tier, dtype in itertools.product((1, 2), (0, 1, 2, 3), TIERS, ("fp32", "bf16"))
@@ -29,6 +30,7 @@ WHOLE = [
     ("world_size", "stage", "tier", "dtype", "changes", "names"),
     [
         (2, 0, "device", "bf16", {}, EDITS),
+        (2, 2, "device", "bf16", {}, COPIES),
         (1, 2, "cpu", "bf16", {}, ["parks", "loads", "destroys"]),
         (2, 3, "device", "fp32", {}, ["writes_in_place", "loads", "parks"]),
         (1, 3, "nvme", "fp32", {}, ["trains", "writes_states"]),

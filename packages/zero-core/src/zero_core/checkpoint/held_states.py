@@ -37,26 +37,28 @@ class HeldStates:
 
 
 class _WaitingDict(MutableMapping[Any, Any]):
-    """A view of the dict ``inner`` in which reading or writing a value, and iterating, calls ``wait`` first."""
+    """A view of the dict ``inner`` that calls ``wait`` before anything but ``len`` and ``in``."""
 
     def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
         self.inner, self._wait = inner, wait
 
+    def copy(self) -> Any:
+        """Return a shallow copy of the dict, of its type."""
+        return copy.copy(self._waited())
+
+    __copy__ = copy
+
     def __getitem__(self, key: Any) -> Any:
-        self._wait()
-        return self.inner[key]
+        return self._waited()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._wait()
-        self.inner[key] = value
+        self._waited()[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        self._wait()
-        del self.inner[key]
+        del self._waited()[key]
 
     def __iter__(self) -> Iterator[Any]:
-        self._wait()
-        return iter(self.inner)
+        return iter(self._waited())
 
     def __contains__(self, key: object) -> bool:
         return key in self.inner
@@ -65,10 +67,15 @@ class _WaitingDict(MutableMapping[Any, Any]):
         return len(self.inner)
 
     def __repr__(self) -> str:
-        return repr(self.inner)
+        return repr(self._waited())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.inner, memo)
+        return copy.deepcopy(self._waited(), memo)
 
     def __reduce__(self) -> Any:
-        return copy.copy, (self.inner,)
+        return copy.copy, (self._waited(),)
+
+    def _waited(self) -> Any:
+        """Wait, then return ``inner``."""
+        self._wait()
+        return self.inner
