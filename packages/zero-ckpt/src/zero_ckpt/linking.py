@@ -138,7 +138,10 @@ def _file_entry(path: Path, members: Sequence[Stretch], number: int) -> tuple[Fi
 
 
 def _checksummed_slices(stretch: Stretch) -> Iterable[Stretch]:
-    """Return one stretch if its extent's checksum is usable; otherwise runs of `MAX_SLICE_BYTES` without a checksum."""
+    """Return the stretch itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
+
+    A part of an extent with a checksum is read to verify it; raises DamagedError if the extent is damaged.
+    """
     trusted = _with_usable_checksum(stretch)
     return [trusted] if trusted.extent.checksum is not None else trusted.split(MAX_SLICE_BYTES)
 
@@ -200,7 +203,10 @@ class Copying:
 
 
 def _with_usable_checksum(stretch: Stretch) -> Stretch:
-    """Return the stretch; if it is only a part of a checksummed extent, verify the extent and drop the checksum."""
+    """Return the stretch; if it is only a part of a checksummed extent, verify the extent and drop the checksum.
+
+    Raises DamagedError if the extent's bytes have another checksum.
+    """
     if stretch.extent.checksum is None or stretch.is_whole:
         return stretch
     extent = stretch.extent

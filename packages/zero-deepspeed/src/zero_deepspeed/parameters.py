@@ -142,7 +142,7 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def is_external_param(self) -> bool:
-        """Return whether a module that does not own it uses it (`register_external_parameter`)."""
+        """Return whether `register_external_parameter` was ever called for it; unregistering does not change that."""
         return _facts(self).external
 
     @property

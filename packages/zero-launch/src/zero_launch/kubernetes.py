@@ -27,8 +27,10 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 @dataclass(frozen=True)
 class Pods:
-    """The pods of a job: ``nodes`` of them with ``nproc`` ranks each. ``arguments``: the target and its own arguments;
-    ``options``: more options of zero-launch.
+    """The pods of a job: ``nodes`` of them with ``nproc`` ranks each.
+
+    ``name``: the job's, at most 40 characters. ``image``: the container image with the script and zero-launch.
+    ``arguments``: the target and its own arguments; ``options``: more options of zero-launch.
 
     ``claims``: (claim, path) of the persistent volumes, for checkpoints and data. ``disks``: (size, path) of scratch
     space on the node's own disk, for the NVMe tier. ``shared_memory``: size of /dev/shm. ``gpus``: the resource's name,
@@ -36,7 +38,8 @@ class Pods:
     pod that is to end may take to save. ``elastic``: the least and the most ranks. ``restarts``: of the job after
     failures; one that saved before it ended is always started again.
 
-    Raises ValueError for values that Kubernetes would refuse.
+    Raises ValueError, naming the option, for names, sizes and paths that Kubernetes would refuse, no pods, no time to
+    save, and bounds of ``elastic`` that no number of pods meets.
     """
 
     name: str

@@ -21,9 +21,10 @@ class ModelParts(Protocol):
     """Says which parameters this rank counts in a norm of the full model, and adds the sums of the model's parts."""
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Return the function that gives the sum of squares of a gradient shard of ``unit``, with ``norm`` inside.
+        """Return a function that gives this part's share of a gradient shard's sum of squares, computed by ``norm``.
 
-        ``rank``: whose shard, among the ranks that shard this part of the model.
+        The shard is that of rank ``rank``, among the ranks that shard this part of the model, of ``unit``. Elements
+        that other parts of the model hold as well count in one of them only.
         """
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:

@@ -94,7 +94,11 @@ class Checkpoints:
         return self._load(root, tag, wanted, choice=f"{root}/{tag or ''}{wanted}")
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
-        """Load the newest state of this job and return where it continues; None if there is none."""
+        """Load the newest state, from node memory or ``load_dir``; return where it continues, None if there is none.
+
+        Waits for running saves first; automatic saves use ``load_dir`` from then on. Collective. Raises
+        `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
+        """
         self._state.check_open("resume")
         runtime = self._state.partition.runtime
         runtime.reopen("resume")

@@ -69,7 +69,7 @@ class Fixed:
             )
 
     def is_due(self) -> bool:
-        """Return false: every rank counts the steps itself."""
+        """Return false: rank 0 need not tell the others, as every rank counts the steps itself in `after_step`."""
         return False
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:

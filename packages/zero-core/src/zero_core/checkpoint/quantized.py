@@ -42,7 +42,10 @@ def stored_slice(kind: str, dtype: torch.dtype, shape: tuple[int, ...], offset: 
 
 
 def format_of(moment: str) -> str:
-    """Return the 8-bit format of a moment; unsigned for second moments, which are never negative."""
+    """Return the 8-bit format of the stored values of ``moment``, an optimizer state's name.
+
+    "u5e3", unsigned, for second moments, which are never negative; "e4m3" for all others.
+    """
     return "u5e3" if moment in _SECOND_MOMENTS else "e4m3"
 
 

@@ -87,11 +87,15 @@ class CPULamb(KernelOptimizer):
         scratch: torch.Tensor,
         common: dict[str, Any],
     ) -> None:
-        """Update the cohort's tensors in ``batch``; ``scratch`` has room for their update directions."""
+        """Update the cohort's tensors in ``batch``.
+
+        ``grads``: addresses of the whole cohort's gradients. ``scratch`` has room for the batch's update directions.
+        ``common``: keyword arguments of both kernels, with the element offset of the batch.
+        """
         sizes = cohort.sizes[batch]
         updates = addresses(torch.split(scratch[: sum(sizes)], sizes))
         own = {name: pointers[batch] for name, pointers in cohort.pointers.items()}
-        common["param_low"] = own.get("param_low")
+        common = {**common, "param_low": own.get("param_low")}
         norms = lamb_step(
             cohort.param_pointers[batch],
             grads[batch],

@@ -189,7 +189,10 @@ def _bytes_by_owner(held: LiveStorage, nbytes: int) -> dict[tuple[str, str], int
 
 
 def _held_for(engine: Engine, unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (kind, tensor) of what the engine holds for a unit, but for optimizer states."""
+    """Yield (kind, tensor): a unit's buffer of full parameters, its shard if on the device, masters and gradients.
+
+    Neither its secondary shard nor its optimizer states are among them.
+    """
     parts = engine.partition
     yield _RESIZED, unit.flat
     if isinstance(parts.residency, DeviceResidency):
