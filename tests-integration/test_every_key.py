@@ -218,6 +218,11 @@ SHOWN = [
         KEYS,
         "test_shards_fill_the_host_memory_given_and_buffers_have_the_size_given",
     ),
+    Shown(
+        "keep_freed_memory",
+        "tests-integration/test_page_faults.py",
+        "test_a_step_in_steady_state_has_hardly_a_page_fault",
+    ),
     Shown("offload.report", KEYS, "test_what_moves_is_reported_and_traced"),
     Shown("offload.trace_steps", KEYS, "test_what_moves_is_reported_and_traced"),
     Shown(f"{ZERO}.offload_param.nvme_path", KEYS, "striped"),

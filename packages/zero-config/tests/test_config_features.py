@@ -127,7 +127,7 @@ zero_optimization.unit_max_numel zero_optimization.unit_min_numel
 zero_optimization.stage3_param_persistence_threshold zero_optimization.stage3_prefetch_bucket_size
 comm.gradient_codec comm.ranks_per_node comm.stopped_after comm.weight_codec
 elastic.batch_size run_record.max_bytes run_record.path
-run_record.plan
+run_record.plan keep_freed_memory
 zero_optimization.mics_shard_size zero_optimization.zero_hpz_partition_size zero_optimization.zero_quantized_gradients
 zero_optimization.zero_quantized_nontrainable_weights zero_optimization.zero_quantized_weights
 """.split()

@@ -25,6 +25,7 @@ NAMES = [
     "StoreFullError",
     "TierOptions",
     "Trace",
+    "malloc",
     "offload_activations",
     "park",
     "remove_stores",

@@ -38,7 +38,7 @@ from zero_config._zero_keys import Aio, Comm, Offload, ZeroOptimization
 
 class ConfigFile(Section):
     """The keys of a DeepSpeed configuration, and our own: `audit_every`, `comm`, `deterministic`, `elastic`,
-    `offload`, `reduce_each_micro_batch`, `run_record`, `unit_*`."""
+    `keep_freed_memory`, `offload`, `reduce_each_micro_batch`, `run_record`, `unit_*`."""
 
     aliases: ClassVar[dict[str, str]] = {"bfloat16": "bf16"}
     auto_keys: ClassVar[frozenset[str]] = frozenset(
@@ -92,6 +92,11 @@ class ConfigFile(Section):
     wall_clock_breakdown: Flag = Field(default=False, description="Print the times of forward, backward and step.")
     memory_breakdown: Flag = Field(default=False, description="Print the memory held after each of them.")
     log_level: Text | None = None
+    keep_freed_memory: Flag | None = Field(
+        default=None,
+        description="The C library keeps freed memory for the next step, or returns it to the system; null: keeps it "
+        "where the CPU computes and nothing is offloaded.",
+    )
     disable_python_gc: Flag = False
     dataloader_drop_last: Flag = Field(default=False, description="Leave out an epoch's incomplete last batches.")
     vocabulary_size: PositiveInt | None = None

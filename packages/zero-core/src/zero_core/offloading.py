@@ -24,6 +24,7 @@ from zero_offload import (
     ShardPlan,
     TierOptions,
     Trace,
+    malloc,
     offload_activations,
 )
 from zero_partition import element_positions
@@ -83,6 +84,18 @@ class Offloading:
         self._activations = self._activation_tier(model)
         self._steps = 0
         self._trace_saved = section.trace is None
+        self._keeps_freed_memory = self._set_freed_memory()
+
+    def _set_freed_memory(self) -> bool:
+        """Apply `keep_freed_memory`, by default where the CPU computes and nothing is offloaded; return it."""
+        keep, zero = self._config.keep_freed_memory, self._config.zero_optimization
+        tiers = zero.offload_param, zero.offload_optimizer, self._config.offload.activations
+        stays = self._device.type == "cpu" and all(tier.device == "none" for tier in tiers)
+        if keep is None and stays and malloc.is_tunable():
+            keep = True
+        if keep is not None:
+            malloc.keep_freed_memory(keep)
+        return bool(keep)
 
     def new_budget(self) -> HostBudget:
         """Return an unused budget for this process."""
@@ -249,7 +262,9 @@ class Offloading:
         return {} if self._activations is None else self._activations.memory()
 
     def close(self) -> None:
-        """Write the trace if it was not written yet, and remove the files of activations."""
+        """Write the trace if it was not written yet, remove the files of activations and return free memory."""
+        if self._keeps_freed_memory:
+            malloc.return_free_memory()
         if self._activations is not None:
             self._activations.close()
         if self.trace is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import malloc
 from .abandoned import remove_stores
 from .activations import offload_activations
 from .budget import HostBudget
@@ -32,6 +33,7 @@ __all__ = [
     "StoreFullError",
     "TierOptions",
     "Trace",
+    "malloc",
     "offload_activations",
     "park",
     "remove_stores",

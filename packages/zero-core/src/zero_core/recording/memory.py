@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING
 
 import psutil
 
+from zero_offload import malloc
 from zero_report import RecordWriter
 from zero_report.record.planned import RunPlan
 
@@ -90,7 +88,7 @@ class MemorySampler:
                 owners[owner] = owners.get(owner, 0) + row.nbytes
                 held += row.nbytes if self._on_host or row.tier == "device" else 0
         stored = sum(nbytes for tier, nbytes in self._offloading.memory().items() if tier != "nvme")
-        allocated = _malloc_bytes() if self._on_host else memory_allocated(state.device)
+        allocated = malloc.allocated_bytes() if self._on_host else memory_allocated(state.device)
         grown = 0
         if allocated is not None:
             if first:
@@ -108,27 +106,3 @@ class MemorySampler:
         self._writer.memory(owners, process=process, device=device)
         self._samples += 1
         self._sample_seconds += time.perf_counter() - begin
-
-
-class _MallocState(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
-
-
-def _malloc_bytes() -> int | None:
-    """Return the bytes in use that the C library's allocator has given out; None if the library cannot tell."""
-    ask = _mallinfo()
-    if ask is None:
-        return None
-    state = ask()
-    return int(state.uordblks) + int(state.hblkhd)
-
-
-@cache
-def _mallinfo() -> Callable[[], _MallocState] | None:
-    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
-    if ask is not None:
-        ask.restype = _MallocState
-    return ask
