@@ -106,11 +106,33 @@ def shape_in_fake_mode(model: nn.Module, x: torch.Tensor) -> list[int]:
         return list(model(mode.from_tensor(x)).shape)
 
 
+def takes_subclasses_of_parameters() -> bool:
+    """Whether this torch's FakeTensorMode works with parameters of a subclass, as an engine's are; newer ones do."""
+    try:
+        return shape_in_fake_mode(WithParameterOfSubclass(), torch.ones(2, 5, dtype=torch.float64)) == [2, 5]
+    except TypeError:
+        return False
+
+
+class ParameterOfSubclass(nn.Parameter):
+    pass
+
+
+class WithParameterOfSubclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = ParameterOfSubclass(torch.ones(5, 5, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 TRACES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "torch.jit.trace": lambda model, x: torch.jit.trace(model, x)(x).tolist(),
     "torch.export": lambda model, x: torch.export.export(model, (x,)).module()(x).tolist(),
-    "FakeTensorMode": shape_in_fake_mode,
 }
+if takes_subclasses_of_parameters():
+    TRACES["FakeTensorMode"] = shape_in_fake_mode
 
 
 @torch.no_grad()
@@ -135,7 +157,7 @@ def test_traces_of_the_model_need_gathered_at_stage_3_and_leave_it_as_it_was(sta
     for found in run_ranks(traces, world_size, stage, timeout=60):
         for how in ("torch.jit.trace", "torch.export", "afterwards"):
             assert found[how] == found["forward"], how
-        assert found["FakeTensorMode"] == [2, 3]
+        assert found.get("FakeTensorMode", [2, 3]) == [2, 3]
         for how in TRACES:
             refused = found.get(f"refused {how}")
             assert (refused is not None) == (stage == 3 and world_size > 1), (how, refused)

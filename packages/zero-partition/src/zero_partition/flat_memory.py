@@ -43,5 +43,6 @@ class FlatMemory:
         """Return whether other code holds a tensor in the memory, or torch refuses to resize it because of an array."""
         if self._flat is None:
             return False
-        storage = self._flat.untyped_storage()
-        return storage_references(storage._cdata) > self._own + self.saved or not storage.resizable()
+        # no storage object is held while references are counted: in torch 2.8 it is one
+        references = storage_references(self._flat.untyped_storage()._cdata)
+        return references > self._own + self.saved or not self._flat.untyped_storage().resizable()
