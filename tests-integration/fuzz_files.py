@@ -20,12 +20,12 @@ import zero_ckpt.safetensors_file
 from zero_ckpt import CheckpointError, FileExtent, Interval, open_checkpoint, save_sharded, verify
 from zero_ckpt.inspecting import describe
 from zero_ckpt.manifest import MAGIC, decode_manifest
-from zero_config import Config, ConfigError, known_keys
 from zero_launch.hostfile import Hostfile
 from zero_nvme_aio import ExtentStore, _header, errors
 from zero_nvme_aio.extents._index import read_index
+from zero_settings import Config, ConfigError, known_keys
 
-SAMPLES = Path(__file__).parent.parent / "packages" / "zero-config" / "tests" / "samples.py"
+SAMPLES = Path(__file__).parent.parent / "packages" / "zero-settings" / "tests" / "samples.py"
 
 
 def plain_bytes(value: Any) -> bytes:

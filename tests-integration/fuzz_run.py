@@ -19,7 +19,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["zero_ckpt", "zero_nvme_aio", "zero_config", "zero_launch"]):
+with atheris.instrument_imports(include=["zero_ckpt", "zero_nvme_aio", "zero_settings", "zero_launch"]):
     from fuzz_targets import MOST_MEMORY, TARGETS, looked_up_once
 
 from fuzz_mutations import changed

@@ -284,7 +284,7 @@ SHOWN += [
     Shown("comm.stopped_after", "tests-integration/test_left_alone.py", "test_a_stopped_rank_is_named"),
     Shown(
         "elastic.batch_size",
-        "packages/zero-config/tests/test_config_batch.py",
+        "packages/zero-settings/tests/test_config_batch.py",
         "test_an_elastic_batch_keeps_what_its_rule_names_at_any_number_of_ranks",
     ),
     Shown(

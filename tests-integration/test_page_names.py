@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_config import REMOVED_KEYS, known_keys
 from zero_core import Engine
+from zero_settings import REMOVED_KEYS, known_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md"), ROOT / "README.md"])

@@ -1,4 +1,4 @@
-"""Write the tables of docs/configuration.md from zero_config, which must be importable.
+"""Write the tables of docs/configuration.md from zero_settings, which must be importable.
 
 `python tools/config_page.py` writes the page; with `--check` it only says whether the page is up to date, by its exit
 status. The text around the tables is kept.
@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from zero_config import REMOVED_KEYS
-from zero_config._base import Section, thaw
-from zero_config._optim_keys import SCHEDULES, ClassByName
-from zero_config._optimizer_params import OPTIMIZERS
-from zero_config.features import NO_EFFECT, REFUSED
-from zero_config.keys import ConfigFile
+from zero_settings import REMOVED_KEYS
+from zero_settings._base import Section, thaw
+from zero_settings._optim_keys import SCHEDULES, ClassByName
+from zero_settings._optimizer_params import OPTIMIZERS
+from zero_settings.features import NO_EFFECT, REFUSED
+from zero_settings.keys import ConfigFile
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 BLOCK = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_config import ConfigError
 from zero_core.errors import UsageError
 from zero_deepspeed.accelerator import compute_device, get_accelerator
 from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
@@ -20,6 +19,7 @@ from zero_deepspeed.configuration import DeepSpeedConfig
 from zero_deepspeed.estimators import zero2_cold, zero3_live
 from zero_deepspeed.helpers import OnDevice, clone_tensors_for_torch_save, move_to_device
 from zero_deepspeed.settings import load_for_construction, raw_config
+from zero_settings import ConfigError
 
 
 def test_aio_handle_moves_tensors_to_files_and_back(tmp_path: Path) -> None:

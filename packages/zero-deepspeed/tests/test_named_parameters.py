@@ -13,7 +13,6 @@ from named_cases import WIDTH, Net, batch, build, settings, start, train
 from torch import nn
 
 from zero_comm import run_ranks
-from zero_config import ConfigError
 from zero_deepspeed.communication import init_distributed
 from zero_deepspeed.construction import GatheredParameters, Init, unwrap_model_for_generation
 from zero_deepspeed.engine import DeepSpeedEngine
@@ -31,6 +30,7 @@ from zero_deepspeed.fragments import (
 from zero_deepspeed.initialization import initialize
 from zero_deepspeed.leaf_modules import set_z3_leaf_modules, z3_leaf_module
 from zero_deepspeed.parameters import ZeroParamStatus
+from zero_settings import ConfigError
 
 pytestmark = pytest.mark.usefixtures("alone")
 

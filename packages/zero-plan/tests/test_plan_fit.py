@@ -59,7 +59,7 @@ def test_every_rejected_neighbour_has_a_reason_and_less_memory_offloads() -> Non
 
 @pytest.mark.parametrize("memory", ("80 GB", "14 GB"))
 def test_the_configuration_is_one_that_the_engine_and_deepspeed_know(tmp_path: Path, memory: str) -> None:
-    from zero_config import Config
+    from zero_settings import Config
 
     written = tmp_path / "ds.json"
     options = ["--shape", "llama-3-8b", "--sequence", "2048", "--machine", "h100-sxm-80gb-x8", "--train-batch", "16"]
@@ -107,7 +107,7 @@ def test_a_real_engine_takes_the_written_file(tmp_path: Path, memory: str, offlo
 
 
 def test_many_nodes_may_compress_and_the_configuration_says_so() -> None:
-    from zero_config import Config
+    from zero_settings import Config
 
     slow = machine(network__per_node="10 GB/s")
     found = search(load_shape("llama-3-8b", {"sequence": 2048}), slow, train_batch=64, world_size=64)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_config import Config, ConfigError, resolve_auto
+    from zero_settings import Config, ConfigError, resolve_auto
 
     from . import checkpointing
     from .assembly import initialize
@@ -32,8 +32,8 @@ __import_ahead__ = ("zero_core.assembly",)
 
 _LAZY = {
     "AuditError": ".errors",
-    "Config": "zero_config",
-    "ConfigError": "zero_config",
+    "Config": "zero_settings",
+    "ConfigError": "zero_settings",
     "Engine": ".engine",
     "Init": ".construction",
     "RepeatingLoader": ".data_loader",
@@ -43,7 +43,7 @@ _LAZY = {
     "gathered": ".construction",
     "initialize": ".assembly",
     "register_external_parameter": ".construction",
-    "resolve_auto": "zero_config",
+    "resolve_auto": "zero_settings",
     "set_leaf_modules": ".construction",
     "unregister_external_parameter": ".construction",
 }

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, default_device, init, starting_together
-from zero_config import Config, autocast_modules, loss_scale, precision_policy
 from zero_optim import Scheduler
 from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
+from zero_settings import Config, autocast_modules, loss_scale, precision_policy
 
 from . import kernels
 from .checkpoint import Dialect, OwnDialect

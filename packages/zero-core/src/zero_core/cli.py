@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoints, entry_points
 from typing import NoReturn
 
-from zero_config.command import add_config_command
 from zero_core import __version__
 from zero_core.errors import UsageError
+from zero_settings.command import add_config_command
 
 _PACKAGE_OF_COMMAND = {"verify": "zero-verify"}
 """Commands of other packages, for the error message where a package is not installed."""

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from zero_comm import EngineGroups, init
-from zero_config import Config
 from zero_partition import Init as PartitionInit
 from zero_partition import (
     NewShard,
@@ -21,6 +20,7 @@ from zero_partition import (
     set_leaf_modules,
     unregister_external_parameter,
 )
+from zero_settings import Config
 
 from .model_parallel import model_parallel
 from .supervision import supervisor

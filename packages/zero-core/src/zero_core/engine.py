@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from zero_ckpt import LoadReport
 from zero_comm import Ledger
-from zero_config import Config
 from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer
+from zero_settings import Config
 
 from . import report
 from .audit import Auditor

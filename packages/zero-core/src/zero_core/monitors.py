@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
 Event = tuple[str, float, int]
 """A name such as ``Train/Samples/train_loss``, a value, and the number of samples seen so far."""

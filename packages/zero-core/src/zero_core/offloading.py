@@ -34,8 +34,8 @@ from .swap_folders import check_swap_folders, remove_abandoned
 from .text import say
 
 if TYPE_CHECKING:
-    from zero_config import Config
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
+    from zero_settings import Config
 
 _BLOCK = 256
 Sink = Callable[[str, str, float, float, int, bool], object]

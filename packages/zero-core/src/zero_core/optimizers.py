@@ -14,7 +14,7 @@ from zero_optim import Lamb, Lion, MuonWithAdam, OneBitAdam, OneBitLamb, ZeroOne
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 _ONE_BIT: dict[str, Callable[..., Optimizer]] = {

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zero_comm import Codec, Control, EngineGroups, Ledger, Message, TreeSum
-from zero_config import ConfigError, Problem
 from zero_precision import BlockCodec, BlockFormat
+from zero_settings import ConfigError, Problem
 
 from . import kernels
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from zero_config import Config
+    from zero_settings import Config
 
 _PER_RANK = (
     "tensorboard",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from zero_config import Config
 from zero_partition import Partition
+from zero_settings import Config
 
 from .errors import UsageError
 from .instruments import MEMORY_KINDS, memory_rows

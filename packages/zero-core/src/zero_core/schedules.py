@@ -15,7 +15,7 @@ from zero_optim.schedules import VALID_LR_SCHEDULES
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from zero_config import Config, SchedulerSection
+    from zero_settings import Config, SchedulerSection
 
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 

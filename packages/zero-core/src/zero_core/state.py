@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_comm import EngineGroups, Ledger
-from zero_config import Config
 from zero_optim import Scheduler
 from zero_partition import Partition, ShardedOptimizer, StepResult
 from zero_precision import PrecisionPolicy, parse_dtype
+from zero_settings import Config
 
 from .data_loader import RankLoader
 from .errors import UsageError

@@ -14,7 +14,7 @@ from zero_offload import remove_stores
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
 _STORE = re.compile(r"(optimizer|parameters|activations|parked)\.rank(?P<rank>\d+)")
 

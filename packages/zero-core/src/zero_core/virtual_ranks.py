@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zero_config import Config
 from zero_partition import Partition
 from zero_partition.shared_storage import overlapping
+from zero_settings import Config
 
 from .errors import UsageError
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import zero_config
 import zero_core
-from zero_config import Config
+import zero_settings
 from zero_core.cli import main
+from zero_settings import Config
 
 SOURCE: dict[str, Any] = {
     "train_batch_size": 8,
@@ -138,7 +138,7 @@ def test_a_reader_that_stops_early_is_no_error(written: Any) -> None:
 
 
 def test_a_command_of_a_package_that_is_not_installed_names_the_package(tmp_path: Path) -> None:
-    for module in (zero_core, zero_config):
+    for module in (zero_core, zero_settings):
         (tmp_path / module.__name__).symlink_to(Path(module.__file__).parent)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from zero_core.cli import main; sys.exit(main())"
     command = [sys.executable, "-I", "-S", "-c", code, "verify", "train.py", "--steps", "2"]

@@ -14,9 +14,9 @@ from engine_cases import RANKS, batch, build, config, outcome, train, weights
 
 import zero_core
 from zero_comm import run_ranks
-from zero_config import Config, ConfigError
 from zero_core.checkpoint.interval import IntervalChooser, choose_interval
 from zero_core.checkpoint.periodic import check_interval
+from zero_settings import Config, ConfigError
 
 HOUR = 3600.0
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_config import ConfigError
 from zero_optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from zero_partition import PartitionError
+from zero_settings import ConfigError
 
 NAMES = sorted(CASES)
 

@@ -11,9 +11,9 @@ from engine_cases import BATCH, config, start, train
 from torch import nn
 
 import zero_core
-from zero_config import Config
 from zero_core.delegation import Delegated
 from zero_core.state import BatchSizes
+from zero_settings import Config
 
 
 def held(thing: object, seen: dict[int, object]) -> Iterator[object]:

@@ -8,11 +8,11 @@ import torch
 from torch.optim import lr_scheduler
 
 import zero_optim
-from zero_config import Config
 from zero_core.errors import UsageError
 from zero_core.schedules import build_scheduler
 from zero_optim import WarmupDecayLR, WarmupLR
 from zero_optim.schedules import VALID_LR_SCHEDULES
+from zero_settings import Config
 
 
 def _config(scheduler: dict[str, Any] | None = None) -> Config:
@@ -39,7 +39,7 @@ def test_what_the_configuration_names_is_the_class_with_those_arguments(case: ca
 
 
 def test_every_name_is_known_to_the_configuration() -> None:
-    from zero_config._optim_keys import SCHEDULES
+    from zero_settings._optim_keys import SCHEDULES
 
     assert sorted(VALID_LR_SCHEDULES) == sorted(SCHEDULES)
 

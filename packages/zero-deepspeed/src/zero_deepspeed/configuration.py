@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_config import Config
+from zero_settings import Config
 
 from .settings import load_config, raw_config
 

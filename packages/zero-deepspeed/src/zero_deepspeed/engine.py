@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from zero_config import Config
 from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
 from zero_precision import DynamicLossScale
+from zero_settings import Config
 
 from . import VERSION
 from .client_state import from_plain, to_plain

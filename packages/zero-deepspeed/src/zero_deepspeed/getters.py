@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from zero_config import Config
 from zero_precision import parse_dtype
+from zero_settings import Config
 
 from .errors import UnsupportedError
 

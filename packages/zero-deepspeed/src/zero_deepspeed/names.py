@@ -116,7 +116,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "add_config_arguments": "zero_deepspeed.initialization:",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
-        "DeepSpeedConfigError": "zero_config:ConfigError",
+        "DeepSpeedConfigError": "zero_settings:ConfigError",
         "DeepSpeedDataLoader": "zero_core.data_loader:RankLoader",
         "DeepSpeedEngine": "zero_deepspeed.engine:",
         "DeepSpeedHybridEngine": Unavailable("use the engine of initialize, unwrap_model_for_generation to generate"),
@@ -231,7 +231,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     },
     "deepspeed.runtime.config": {
         "DeepSpeedConfig": "zero_deepspeed.configuration:",
-        "DeepSpeedConfigError": "zero_config:ConfigError",
+        "DeepSpeedConfigError": "zero_settings:ConfigError",
     },
     "deepspeed.runtime.config_utils": {
         "DeepSpeedConfigModel": Unavailable("use zero_core.Config"),
@@ -275,13 +275,13 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "ZeroParamType": "zero_deepspeed.parameters:",
     },
     "deepspeed.runtime.zero.config": {
-        "DeepSpeedZeroConfig": "zero_config:ZeroOptimization",
+        "DeepSpeedZeroConfig": "zero_settings:ZeroOptimization",
         "OffloadDeviceEnum": "zero_deepspeed.words:",
         "ZeroStageEnum": "zero_deepspeed.words:",
     },
     "deepspeed.runtime.zero.offload_config": {
-        "DeepSpeedZeroOffloadOptimizerConfig": "zero_config:OffloadOptimizer",
-        "DeepSpeedZeroOffloadParamConfig": "zero_config:OffloadParam",
+        "DeepSpeedZeroOffloadOptimizerConfig": "zero_settings:OffloadOptimizer",
+        "DeepSpeedZeroOffloadParamConfig": "zero_settings:OffloadParam",
         "OffloadDeviceEnum": "zero_deepspeed.words:",
         "OffloadStateTypeEnum": "zero_deepspeed.words:",
     },

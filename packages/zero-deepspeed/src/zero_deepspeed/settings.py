@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_config import REMOVED_KEYS, Config, ConfigError, Problem, known_keys, read
+from zero_settings import REMOVED_KEYS, Config, ConfigError, Problem, known_keys, read
 
 logger = logging.getLogger("DeepSpeed")
 

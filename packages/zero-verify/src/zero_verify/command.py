@@ -202,8 +202,8 @@ class _Runs:
 
 def _check_config(path: str) -> None:
     """Raise `UsageError` for a file that cannot be read, before any rank starts; ranks resolve its values."""
-    from zero_config import ConfigError, read
     from zero_core.errors import UsageError
+    from zero_settings import ConfigError, read
 
     try:
         read(path)

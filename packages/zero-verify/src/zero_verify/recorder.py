@@ -13,12 +13,12 @@ from torch import nn
 
 from zero_ckpt import Interval, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, Stager, tensor_buffer
-from zero_config import Config
 from zero_core.engine import Engine
 from zero_core.supervision import Unsupervised
 from zero_core.training import Observer, Unobserved
 from zero_partition import StepResult, UnitLimits
 from zero_precision import cast_floating, parse_dtype
+from zero_settings import Config
 
 from .recording import GRADIENT, WEIGHT, engine_folder, step_tag
 from .variants import Variant, variant_config

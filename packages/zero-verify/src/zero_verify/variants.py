@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_config import Config, ConfigError
+from zero_settings import Config, ConfigError
 
 _UNIT_KEYS = ("unit_max_numel", "unit_min_numel")
 _MONITORS = ("comet", "csv_monitor", "tensorboard", "wandb")

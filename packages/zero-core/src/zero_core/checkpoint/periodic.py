@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from zero_config import Config
+from zero_settings import Config
 
 from ..errors import UsageError
 from ..state import TrainingState

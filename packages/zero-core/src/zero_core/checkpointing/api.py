@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from zero_config import Config, read
 from zero_core.model_parallel import model_parallel_group
+from zero_settings import Config, read
 
 from .segments import Checkpointing, running
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from zero_config import ActivationCheckpointing
 from zero_offload import offload_activations
+from zero_settings import ActivationCheckpointing
 
 from .activation_stores import ActivationStore, ContiguousStore, PartitionedStore, PlainStore
 

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..text import mebibytes, say, table
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
 PHASES = {
     "all_gather": ("gather", "publish"),

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..text import say, scaled, table
 
 if TYPE_CHECKING:
-    from zero_config import FlopsProfiler
+    from zero_settings import FlopsProfiler
 
 
 @dataclass

@@ -19,7 +19,7 @@ from .flops import FlopsProfile
 from .memory import memory_rows, memory_table, present_memory
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
 _NOTHING = nullcontext()
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_config import Config
     from zero_report import Report
+    from zero_settings import Config
 
     from ..instruments import Instruments
     from .record import RunRecord

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from zero_config import Config
 from zero_report import RecordWriter
+from zero_settings import Config
 
 _LOGGERS = ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partition", "DeepSpeed")
 

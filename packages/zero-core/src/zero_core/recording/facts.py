@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from zero_config import Config
+from zero_settings import Config
 
 _SECRET = ("comet.",)
 _PACKAGES = (

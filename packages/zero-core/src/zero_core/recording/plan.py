@@ -11,7 +11,7 @@ from zero_report.record.planned import PlanFileError, PlannedRun, RunPlan
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
     from ..state import TrainingState
 

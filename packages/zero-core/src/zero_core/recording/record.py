@@ -21,7 +21,7 @@ from .ledger import RecordedLedger, Running
 from .plan import load_plan
 
 if TYPE_CHECKING:
-    from zero_config import Config
+    from zero_settings import Config
 
     from ..instruments import Instruments
     from ..offloading import Offloading

@@ -47,9 +47,9 @@ def _model(options: argparse.Namespace) -> int:
     rows, length = options.batch
     build, batch = model_and_batch(options.hf_config, rows, length)
     config = _read_configuration(options.config, rows, options.ranks_per_node)
-    from zero_config import ConfigError
     from zero_core import UsageError
     from zero_partition import PartitionError
+    from zero_settings import ConfigError
 
     try:
         found = plan(

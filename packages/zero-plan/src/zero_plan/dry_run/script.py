@@ -203,7 +203,7 @@ def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str,
 
 def _as_dict(given: Any) -> dict[str, Any]:
     """Return the configuration that a script passes to `initialize` (a `Config`, a path or a dict) as a dict."""
-    from zero_config import Config, read
+    from zero_settings import Config, read
 
     return dict(given.raw) if isinstance(given, Config) else read(given)
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_config import Config, read
 from zero_core.engine import Engine
 from zero_core.supervision import Unsupervised
 from zero_core.training import Observer, Unobserved
 from zero_offload import HostBudget
 from zero_offload.ends import HostUse
+from zero_settings import Config, read
 
 from ..errors import PlanError
 from ..planned import FileRow, LiveRow

@@ -1,0 +1,70 @@
+"""Read a DeepSpeed-style JSON file, check every key, and report every value in force with its origin.
+
+Names are imported on first use, so that importing this package does not import pydantic.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from zero_settings.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from zero_settings._optim_keys import SchedulerSection
+    from zero_settings._prepare import REMOVED_KEYS
+    from zero_settings._source import read
+    from zero_settings._tool_keys import ActivationCheckpointing, FlopsProfiler
+    from zero_settings._zero_keys import OffloadOptimizer, OffloadParam, ZeroOptimization
+    from zero_settings.auto import resolve_auto
+    from zero_settings.config import Config, ReportRow
+    from zero_settings.keys import known_keys
+    from zero_settings.precision import autocast_modules, loss_scale, precision_policy
+
+_LAZY = {
+    "ActivationCheckpointing": "_tool_keys",
+    "Config": "config",
+    "FlopsProfiler": "_tool_keys",
+    "OffloadOptimizer": "_zero_keys",
+    "OffloadParam": "_zero_keys",
+    "REMOVED_KEYS": "_prepare",
+    "ReportRow": "config",
+    "SchedulerSection": "_optim_keys",
+    "ZeroOptimization": "_zero_keys",
+    "autocast_modules": "precision",
+    "known_keys": "keys",
+    "loss_scale": "precision",
+    "precision_policy": "precision",
+    "read": "_source",
+    "resolve_auto": "auto",
+}
+
+__all__ = [
+    "ActivationCheckpointing",
+    "Config",
+    "ConfigError",
+    "FlopsProfiler",
+    "OffloadOptimizer",
+    "OffloadParam",
+    "Problem",
+    "REMOVED_KEYS",
+    "ReportRow",
+    "SchedulerSection",
+    "ZeroOptimization",
+    "autocast_modules",
+    "known_keys",
+    "loss_scale",
+    "precision_policy",
+    "read",
+    "resolve_auto",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

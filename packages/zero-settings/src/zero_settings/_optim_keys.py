@@ -1,0 +1,197 @@
+"""Keys of `optimizer` and `scheduler`: names, and the parameters of schedules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from zero_settings._base import Flag, Float, Int, NaturalInt, PositiveInt, Section, Text
+from zero_settings._optimizer_params import OPTIMIZERS, AdamParams, Params, TorchParams
+
+WarmupType = Literal["log", "linear"]
+PerGroup = Float | tuple[Float, ...]
+
+SectionType = type[Section]
+ParamsType = type[Params]
+AnyClass = type[Any]
+
+
+class ClassByName(Section):
+    """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`."""
+
+    type: Text
+    params: SerializeAsAny[Params] = Params()
+
+    what: ClassVar[str]
+    """The kind of class, with its article, for errors."""
+    known: ClassVar[dict[str, ParamsType]]
+    """Names of our own -> the section of their arguments."""
+    torch_module: ClassVar[Any]
+    torch_base: ClassVar[AnyClass]
+    """The base of the classes of `torch_module` that count."""
+    first_argument: ClassVar[str]
+    """The argument of torch's classes that the configuration does not give."""
+
+    @classmethod
+    def canonical(cls, name: str) -> str:
+        """Return the key of `known` that `name` stands for; any other `name` as it is."""
+        return name
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return all valid values of `type`."""
+        return [*cls.known, *sorted(name for name in vars(cls.torch_module) if cls._torch_class(name) is not None)]
+
+    @classmethod
+    def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
+        if key != "params":
+            return None
+        name = siblings.get("type")
+        return cls.known.get(cls.canonical(name), TorchParams) if isinstance(name, str) else TorchParams
+
+    @classmethod
+    def _torch_class(cls, name: str) -> AnyClass | None:
+        """Return the public class of `torch_module` with this name below `torch_base`; None if there is none."""
+        found = getattr(cls.torch_module, name, None)
+        if isinstance(found, type) and issubclass(found, cls.torch_base) and found is not cls.torch_base:
+            return None if name.startswith("_") else found
+        return None
+
+    @field_validator("type")
+    @classmethod
+    def _canonical_type(cls, name: str) -> str:
+        """Return the canonical name; refuse one that is unknown."""
+        if cls.canonical(name) in cls.known:
+            return cls.canonical(name)
+        if cls._torch_class(name) is None:
+            context = {"what": cls.what, "choices": cls.names()}
+            raise PydanticCustomError("choice", "the name of {what}", context)
+        return name
+
+    @field_validator("params", mode="wrap")
+    @classmethod
+    def _params_for_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
+        """Return the arguments, checked for the class that `type` names; unchecked defaults if `type` was refused."""
+        name = info.data.get("type")
+        if name is None or isinstance(params, Params):
+            return params if isinstance(params, Params) else Params()
+        if name in cls.known:
+            return cls.known[name].model_validate(params)
+        return _checked_by_signature(getattr(cls.torch_module, name), params, cls.first_argument)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_params(cls, data: Any) -> Any:
+        """Add empty `params` where they are missing, so that they are checked for required arguments."""
+        return {"params": {}, **data} if isinstance(data, dict) else data
+
+
+class OptimizerSection(ClassByName):
+    """The optimizer to build. `type` is lower case for the names known here, and torch.optim's own name otherwise."""
+
+    what = "an optimizer"
+    known = OPTIMIZERS
+    torch_module: ClassVar[Any] = torch.optim
+    torch_base = torch.optim.Optimizer
+    first_argument = "params"
+
+    legacy_fusion: Flag = False
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """Return whether it is AdamW: type "AdamW", or type "Adam" unless `adam_w_mode` is false."""
+        return self.type == "adamw" or (isinstance(self.params, AdamParams) and self.params.adam_w_mode)
+
+    @classmethod
+    def canonical(cls, name: str) -> str:
+        """Return a known name in lower case, however it is written; any other name as it is."""
+        return name.lower() if name.lower() in OPTIMIZERS else name
+
+
+class ScheduleParams(Params):
+    last_batch_iteration: Int = -1
+
+
+class LRRangeTestParams(ScheduleParams):
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: PositiveInt = 2000
+    lr_range_test_step_rate: Float = 1.0
+    lr_range_test_staircase: Flag = False
+
+
+class OneCycleParams(ScheduleParams):
+    cycle_min_lr: PerGroup | None
+    cycle_max_lr: PerGroup | None
+    decay_lr_rate: Float = 0.0
+    cycle_first_step_size: PositiveInt = 2000
+    cycle_second_step_size: PositiveInt | None = None
+    cycle_first_stair_count: NaturalInt = 0
+    cycle_second_stair_count: NaturalInt | None = None
+    decay_step_size: NaturalInt = 0
+    cycle_momentum: Flag = True
+    cycle_min_mom: Float = 0.8
+    cycle_max_mom: Float = 0.9
+    decay_mom_rate: Float = 0.0
+
+
+class WarmupLRParams(ScheduleParams):
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = Field(default=None, description="null is the learning rate of each param group.")
+    warmup_num_steps: PositiveInt = 1000
+    warmup_type: WarmupType = "log"
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    total_num_steps: PositiveInt | None
+    warmup_max_lr: PerGroup | None = 0.001
+
+
+class WarmupCosineLRParams(ScheduleParams):
+    total_num_steps: PositiveInt | None
+    warmup_min_ratio: Float = 0.0
+    warmup_num_steps: PositiveInt = 1000
+    cos_min_ratio: Float = 1e-4
+    warmup_type: WarmupType = "log"
+
+
+SCHEDULES: dict[str, type[Params]] = {
+    "LRRangeTest": LRRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "WarmupCosineLR": WarmupCosineLRParams,
+    "WarmupDecayLR": WarmupDecayLRParams,
+    "WarmupLR": WarmupLRParams,
+}
+
+
+class SchedulerSection(ClassByName):
+    """The learning rate schedule to build: one of `SCHEDULES`, or a class of torch.optim.lr_scheduler."""
+
+    what = "a schedule"
+    known = SCHEDULES
+    torch_module: ClassVar[Any] = torch.optim.lr_scheduler
+    torch_base = torch.optim.lr_scheduler.LRScheduler
+    first_argument = "optimizer"
+
+
+def _checked_by_signature(torch_class: type, params: Any, first_argument: str) -> Params:
+    """Return ``params`` if they fit the signature of ``torch_class``; refuse unknown and missing arguments.
+
+    ``first_argument``: the name of the argument that is not in ``params``.
+    """
+    if not isinstance(params, dict):
+        raise PydanticCustomError("object", "an object")
+    arguments = dict(inspect.signature(torch_class).parameters)
+    del arguments[first_argument]
+    for key in params:
+        if key not in arguments:
+            context = {"key": key, "choices": sorted(arguments)}
+            raise PydanticCustomError("unknown_argument", f"an argument of {torch_class.__name__}", context)
+    for name, argument in arguments.items():
+        if argument.default is inspect.Parameter.empty and name not in params:
+            raise PydanticCustomError("missing_argument", f"{name}, which {torch_class.__name__} needs")
+    return TorchParams.model_validate(params)

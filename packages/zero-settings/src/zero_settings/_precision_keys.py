@@ -1,0 +1,97 @@
+"""Keys of dtypes: fp16, bf16, autocast and data types."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from zero_precision import PrecisionError, dtype_name, parse_dtype
+from zero_settings._base import ALL_KEYS, Flag, NaturalFloat, NaturalInt, PositiveInt, Section, Text
+
+
+def _short_dtype_name(value: object) -> object:
+    """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is."""
+    try:
+        return dtype_name(parse_dtype(value)) if isinstance(value, str) else value
+    except PrecisionError:
+        return value
+
+
+def _half_dtype_name(value: object) -> object:
+    """Return "fp16" or "bf16" for a name of these dtypes; a validator that refuses anything else."""
+    name = _short_dtype_name(value)
+    if name not in ("fp16", "bf16"):
+        raise PydanticCustomError("dtype", "'bfloat16' or 'float16'")
+    return name
+
+
+DtypeName = Annotated[Literal["fp16", "bf16", "fp32", "fp64"], BeforeValidator(_short_dtype_name)]
+NarrowDtypeName = Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_dtype_name)]
+
+
+class Fp16(Section):
+    """float16 parameters with a loss scale."""
+
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = False
+    auto_cast: Flag = Field(default=False, description="Cast the floating inputs of the model to float16.")
+    loss_scale: NaturalFloat = Field(
+        default=0.0, description="0 is the dynamic loss scale, any other number a constant one."
+    )
+    initial_scale_power: NaturalInt = Field(
+        default=16, le=127, description="The dynamic scale starts at 2 to this power."
+    )
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: PositiveInt = 1
+    fp16_master_weights_and_grads: Flag = Field(
+        default=False, description="No float32 master copy (stage 1 and above)."
+    )
+
+
+class Bf16(Section):
+    """bfloat16 parameters with float32 accumulation, masters and states."""
+
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = False
+    immediate_grad_update: Flag = False
+    check_grad_overflow: Flag | None = Field(
+        default=None, description="true: skip a step whose gradient is not finite; otherwise it is an error."
+    )
+    bf16_master_weights_and_grads: Flag = Field(
+        default=False, description="No float32 master copy (stage 1 and above)."
+    )
+    bf16_optimizer_states: Flag = Field(default=False, description="Optimizer states in bfloat16 too.")
+
+
+class TorchAutocast(Section):
+    """float32 parameters under torch.autocast."""
+
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = False
+    dtype: NarrowDtypeName | None = Field(default=None, description="bfloat16 unless given.")
+    lower_precision_safe_modules: tuple[Text, ...] | None = Field(
+        default=None, description="Full names of module classes whose weights are gathered in the autocast dtype."
+    )
+
+
+class DataTypes(Section):
+    """Dtypes that differ from what fp16 / bf16 imply."""
+
+    auto_keys: ClassVar[frozenset[str]] = frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype"})
+
+    grad_accum_dtype: DtypeName | None = Field(default=None, description="The reduced gradient and its accumulation.")
+    param_dtype: DtypeName | None = Field(
+        default=None,
+        description="fp64 or fp32 without fp16 / bf16; else the same as they. Null there: fp32, and float64 stays.",
+    )
+    buffer_dtype: DtypeName | None = Field(default=None, description="Floating buffers; null leaves them as they are.")
+    keep_in_fp32_modules: Literal["auto"] | tuple[Text, ...] = Field(
+        default="auto", description='Name patterns; "auto" takes the lists that the model declares for itself.'
+    )

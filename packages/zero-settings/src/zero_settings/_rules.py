@@ -1,0 +1,344 @@
+"""Rules between keys, and values that follow from other values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from zero_precision import PrecisionError
+from zero_settings._optimizer_params import AdamParams, OneBitParams
+from zero_settings._parallel_keys import Deterministic
+from zero_settings.errors import Problem
+from zero_settings.keys import ConfigFile
+from zero_settings.precision import build_policy, loss_scale
+
+_File = TypeVar("_File", bound=ConfigFile)
+
+
+def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
+    """Return one problem for every combination of keys that is contradictory, or impossible at ``world_size`` ranks."""
+    return [
+        *_precision_mode_problems(config),
+        *_stage_problems(config),
+        *group_problems(config, world_size),
+        *_offload_problems(config),
+        *_one_bit_problems(config),
+        *_dtype_problems(config),
+        *_loss_scale_problems(config),
+        *_recomputation_problems(config),
+        *_in_memory_problems(config),
+        *_interval_problems(config),
+        *_audit_problems(config),
+    ]
+
+
+def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
+    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled."""
+    modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
+    if len(modes) < 2:
+        return []
+    got = " and ".join(f"{mode}.enabled: true" for mode in modes)
+    action = "keep one: bf16 needs no loss scale, fp16 runs on older GPUs, torch_autocast keeps float32 parameters"
+    return [Problem(f"{modes[1]}.enabled", "expected one precision mode", got, action=action)]
+
+
+def _stage_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of keys that need a ZeRO stage, another key or a directory beside them."""
+    problems = []
+    zero = config.zero_optimization
+    for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
+        if getattr(getattr(config, section), key) and zero.stage == 0:
+            problems.append(Problem(f"{section}.{key}", "expected stage 1, 2 or 3 with it", "stage 0"))
+    if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
+        expected = "expected bf16_master_weights_and_grads: true with it"
+        problems.append(Problem("bf16.bf16_optimizer_states", expected, "false"))
+    for section, needed_from in (("offload_param", 3), ("offload_optimizer", 0)):
+        offload = getattr(zero, section)
+        if offload.device == "nvme" and offload.nvme_path is None and zero.stage >= needed_from:
+            path = f"zero_optimization.{section}.nvme_path"
+            problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _offload_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `offload`."""
+    problems = []
+    section, device = config.offload, config.zero_optimization.offload_optimizer.device
+    for key in ("delayed_update", "state_dtype"):
+        value = getattr(section, key)
+        if value not in (False, None) and device == "none":
+            action = "it is about what an optimizer keeps on a tier"
+            expected = 'expected zero_optimization.offload_optimizer.device "cpu" or "nvme" with it'
+            problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
+    if section.activations.device == "nvme" and section.activations.nvme_path is None:
+        problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _audit_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of `audit_every`: features under which ranks or masters rightly differ."""
+    if config.audit_every is None:
+        return []
+    problems, got = [], str(config.audit_every)
+    if config.offload.delayed_update:
+        action = "weights are not what masters round to while an update is under way"
+        problems.append(Problem("audit_every", "expected null with offload.delayed_update", got, action=action))
+    if config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams):
+        action = "its ranks differ between their averages"
+        problems.append(Problem("audit_every", f'expected null with "{config.optimizer.type}"', got, action=action))
+    return problems
+
+
+def _one_bit_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of a 1-bit optimizer, which needs stage 0 and no offload."""
+    if config.optimizer is None or not isinstance(config.optimizer.params, OneBitParams):
+        return []
+    name, problems, zero = config.optimizer.type, [], config.zero_optimization
+    if zero.stage:
+        expected = f'expected stage 0 with the optimizer "{name}", which averages over the ranks by itself'
+        action = "set the stage to 0, or use adamw"
+        problems.append(Problem("zero_optimization.stage", expected, str(zero.stage), action=action))
+    if zero.offload_optimizer.device != "none":
+        expected = f'expected "none" with the optimizer "{name}"'
+        got = f'"{zero.offload_optimizer.device}"'
+        problems.append(Problem("zero_optimization.offload_optimizer.device", expected, got, action="use adamw"))
+    return problems
+
+
+def _dtype_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of dtypes that do not fit together."""
+    declared = config.data_types.param_dtype
+    mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
+    if mode is not None and declared not in (None, mode):
+        action = f"remove it, or switch {mode} off"
+        return [
+            Problem("data_types.param_dtype", f"expected {mode}, as {mode}.enabled says", declared or "", None, action)
+        ]
+    if mode is None and declared in ("fp16", "bf16"):
+        action = f'set "{declared}": {{"enabled": true}} instead'
+        return [
+            Problem(
+                "data_types.param_dtype", "expected fp32 or fp64 without fp16 or bf16", declared or "", None, action
+            )
+        ]
+    if config.torch_autocast.enabled and declared == "fp64":
+        action = "autocast never touches float64"
+        return [Problem("data_types.param_dtype", "expected fp32 under torch_autocast", "fp64", None, action)]
+    try:
+        build_policy(config)
+    except PrecisionError as error:
+        action = "see data_types.grad_accum_dtype, data_types.buffer_dtype and communication_data_type"
+        return [Problem("data_types", str(error), "", None, action)]
+    return []
+
+
+def _recomputation_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `activation_checkpointing`."""
+    section = config.activation_checkpointing
+    if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
+        return []
+    expected = "expected the number of segments that wait for backward at once, with contiguous_memory_optimization"
+    return [Problem("activation_checkpointing.number_checkpoints", expected, "null")]
+
+
+def _in_memory_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the section `checkpoint.in_memory`."""
+    section = config.checkpoint.in_memory
+    if not section.every or section.path:
+        return []
+    expected = "expected a folder in each node's memory with checkpoint.in_memory.every, such as /dev/shm/my-run"
+    return [Problem("checkpoint.in_memory.path", expected, "null")]
+
+
+def _interval_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of checkpoints by interval, in the section `checkpoint`."""
+    section = config.checkpoint
+    problems = []
+    if section.mean_time_between_failures is not None and section.interval != "auto":
+        expected = 'expected checkpoint.interval "auto" with it'
+        got = "null" if section.interval is None else str(section.interval)
+        problems.append(Problem("checkpoint.mean_time_between_failures", expected, got, action="nothing else uses it"))
+    if section.path == "" or (section.path is not None and section.interval is None):
+        expected = "expected a folder, and checkpoint.interval with it"
+        action = "without an interval the script says where to save: engine.save_checkpoint(folder)"
+        problems.append(Problem("checkpoint.path", expected, f'"{section.path}"', action=action))
+    return problems
+
+
+def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of the loss scale's keys in the section `fp16`."""
+    try:
+        loss_scale(config)
+    except PrecisionError as error:
+        return [Problem("fp16", str(error), "")]
+    return []
+
+
+def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
+    """Return canonical path -> value for keys whose value follows from other keys, or from the model's hidden size.
+
+    ``auto``: canonical paths that were "auto"; ``model_hint``: as `hidden_size` takes it.
+    """
+    zero = config.zero_optimization
+    values: dict[str, Any] = {}
+    if zero.overlap_comm is None:
+        values["zero_optimization.overlap_comm"] = zero.stage == 3
+    if config.torch_autocast.enabled and config.torch_autocast.dtype is None:
+        values["torch_autocast.dtype"] = "bf16"
+    if config.optimizer is not None and isinstance(config.optimizer.params, AdamParams):
+        params = config.optimizer.params
+        torch_default = params.torch_adam and config.optimizer.decoupled_weight_decay
+        if torch_default and "weight_decay" not in params.model_fields_set:
+            values["optimizer.params.weight_decay"] = 1e-2
+    hidden = hidden_size(model_hint)
+    if hidden is not None:
+        values.update({path: size for path, size in _bucket_sizes(hidden).items() if path in auto})
+    return values
+
+
+def _bucket_sizes(hidden: int) -> dict[str, int]:
+    """Return bucket sizes in elements for this hidden size, by the rules of Accelerate and Transformers."""
+    return {
+        "zero_optimization.reduce_bucket_size": hidden * hidden,
+        "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+        "zero_optimization.stage3_param_persistence_threshold": 10 * hidden,
+    }
+
+
+def hidden_size(hint: Any) -> int | None:
+    """Return the hidden size of a model or its Hugging Face config, the largest of several; None when unknown.
+
+    A number is returned as it is.
+    """
+    if isinstance(hint, int):
+        return hint
+    for holder in (getattr(hint, "config", None), hint):
+        for described in (holder, getattr(holder, "text_config", None)):
+            size = getattr(described, "hidden_size", None)
+            sizes = getattr(described, "hidden_sizes", None)
+            if isinstance(size, int):
+                return size
+            if isinstance(sizes, (list, tuple)) and sizes:
+                return max(map(int, sizes))
+    return None
+
+
+def with_values(config: _File, values: dict[str, Any]) -> _File:
+    """Return a copy of the configuration with the values at these canonical paths replaced."""
+    for path, value in values.items():
+        config = _with_value(config, path.split("."), value)
+    return config
+
+
+def _with_value(section: Any, names: list[str], value: Any) -> Any:
+    """Return a copy of the section with the value at the path ``names`` replaced."""
+    head, *rest = names
+    new = _with_value(getattr(section, head), rest, value) if rest else value
+    return section.model_copy(update={head: new})
+
+
+_SECONDARY_SIZE = "zero_optimization.zero_hpz_partition_size"
+_REPLICA_SIZE = "zero_optimization.mics_shard_size"
+
+
+def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield a problem for each process group (secondary shards, replicas) that the other keys do not allow."""
+    if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
+        yield from _secondary_shard_problems(config, world_size)
+    if config.zero_optimization.mics_shard_size != -1:
+        yield from _replica_problems(config, world_size)
+
+
+def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield the problems of `zero_hpz_partition_size`, where it is more than 1."""
+    size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
+    yield from _divisor_problems(_SECONDARY_SIZE, size, world_size)
+    if per_node is not None and per_node % size and world_size % size == 0:
+        action = "or backward gathers would leave the node"
+        yield Problem(
+            _SECONDARY_SIZE, f"expected a divisor of comm.ranks_per_node, {per_node}", str(size), action=action
+        )
+    if config.zero_optimization.offload_param.device != "none":
+        action = "secondary shards stay on the device, where offload_param leaves no parameters: choose one of the two"
+        yield Problem(_SECONDARY_SIZE, "expected 1 with zero_optimization.offload_param", str(size), action=action)
+
+
+def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield the problems of `mics_shard_size`, where it is not -1."""
+    zero = config.zero_optimization
+    size = zero.mics_shard_size
+    if size < 1:
+        yield Problem(_REPLICA_SIZE, "expected a number of ranks, or -1 for all of them", str(size))
+        return
+    yield from _divisor_problems(_REPLICA_SIZE, size, world_size)
+    if zero.stage == 0:
+        yield Problem(
+            _REPLICA_SIZE, "expected stage 1, 2 or 3 with it", "stage 0", action="at stage 0 nothing is sharded"
+        )
+    if zero.stage >= 3 and zero.zero_hpz_partition_size > 1:
+        action = "gathers within a replica stay on its ranks already"
+        yield Problem(
+            _SECONDARY_SIZE, f"expected 1 with {_REPLICA_SIZE}", str(zero.zero_hpz_partition_size), action=action
+        )
+
+
+def _divisor_problems(path: str, size: int, world_size: int) -> Iterator[Problem]:
+    """Yield a problem if ``size``, the value at ``path``, does not divide the number of ranks."""
+    if world_size % size:
+        possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
+
+
+_VIRTUAL_RANKS = "deterministic.across_world_sizes"
+_REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
+
+
+def virtual_ranks(config: ConfigFile) -> int:
+    """Return the number of virtual ranks (`deterministic.across_world_sizes`); 0 without them."""
+    found = config.deterministic
+    return found.across_world_sizes if isinstance(found, Deterministic) else 0
+
+
+def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield a problem for each key that is incompatible with virtual ranks or with their number."""
+    ranks = virtual_ranks(config)
+    if not ranks:
+        return
+    if ranks & (ranks - 1):
+        near = f"{1 << ranks.bit_length() - 1} or {1 << ranks.bit_length()}"
+        yield Problem(
+            _VIRTUAL_RANKS, "expected a power of two, for a binary tree", str(ranks), action=f"{near} would do"
+        )
+        return
+    if ranks % world_size:
+        possible = ", ".join(str(1 << n) for n in range(ranks.bit_length()))
+        yield Problem(_VIRTUAL_RANKS, f"expected a number of ranks among {possible}", f"{world_size} ranks")
+        return
+    steps = config.gradient_accumulation_steps
+    if steps is not None and steps != ranks // world_size:
+        expected = f"expected {ranks} virtual ranks / {world_size} ranks = {ranks // world_size} micro-batches"
+        yield Problem("gradient_accumulation_steps", expected, str(steps), action="remove it: it follows")
+    yield from _incompatible_with_virtual_ranks(config)
+
+
+def _incompatible_with_virtual_ranks(config: ConfigFile) -> Iterator[Problem]:
+    """Yield a problem for each feature whose order of summation depends on the number of ranks, or that is untested
+    with virtual ranks.
+    """
+    zero, together = config.zero_optimization, f"with {_VIRTUAL_RANKS}"
+    for key in ("zero_quantized_gradients", "zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key):
+            action = "codes depend on shards"
+            yield Problem(f"zero_optimization.{key}", f"expected false {together}", "true", action=action)
+    if zero.mics_shard_size != -1:
+        yield Problem("zero_optimization.mics_shard_size", f"expected -1 {together}", str(zero.mics_shard_size))
+    if zero.zero_hpz_partition_size > 1:
+        got = str(zero.zero_hpz_partition_size)
+        yield Problem("zero_optimization.zero_hpz_partition_size", f"expected 1 {together}", got)
+    if config.offload.delayed_update:
+        yield Problem("offload.delayed_update", f"expected false {together}", "true")
+    if config.torch_autocast.enabled:
+        yield Problem("torch_autocast.enabled", f"expected false {together}", "true", action="use bf16 or fp16")
+    if config.optimizer is not None and config.optimizer.type in _REDUCED_BY_THEMSELVES:
+        action = "it adds up over the ranks by itself: use adamw"
+        yield Problem("optimizer.type", f"expected another optimizer {together}", config.optimizer.type, action=action)

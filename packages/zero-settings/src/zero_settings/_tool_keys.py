@@ -1,0 +1,193 @@
+"""Keys of checkpoints, activation checkpointing, monitors, profilers and timers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zero_settings._base import (
+    ALL_KEYS,
+    Flag,
+    Int,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    _to_finite,
+)
+
+
+def _capitalised(value: Any) -> Any:
+    return value.capitalize() if isinstance(value, str) else value
+
+
+def _upper(value: Any) -> Any:
+    return value.upper() if isinstance(value, str) else value
+
+
+class ActivationCheckpointing(Section):
+    """How segments of `zero_core.checkpointing.checkpoint` store their inputs until backward."""
+
+    partition_activations: Flag = Field(default=False, description="Each model-parallel rank keeps a part.")
+    number_checkpoints: PositiveInt | None = Field(
+        default=None, description="Segments that wait for backward at once, for contiguous_memory_optimization."
+    )
+    contiguous_memory_optimization: Flag = Field(default=False, description="Inputs of one shape share one buffer.")
+    synchronize_checkpoint_boundary: Flag = Field(default=False, description="Wait for the accelerator at both ends.")
+    profile: Flag = Field(default=False, description="Log the time that segments take, after each step.")
+    cpu_checkpointing: Flag = Field(default=False, description="Inputs wait in host memory.")
+
+
+class CheckpointWriter(Section):
+    type: Annotated[Literal["FAST", "PYTHON", "MOCK"], BeforeValidator(_upper)] = "FAST"
+    io_buffer_size: PositiveInt = Field(default=64 * 1024 * 1024, description="Bytes.")
+    io_buffer_double: Flag = True
+    show_statistics: Flag = False
+    data_parallel: Annotated[Literal["REPLICA", "SOCKET", "MACHINE"], BeforeValidator(_upper)] | None = None
+    decoupled: Flag = Field(
+        default=False, description="Copy the state into host memory and write it while training continues."
+    )
+    io_multiplier: PositiveInt = 1
+
+
+class ParallelWrite(Section):
+    pipeline_stage: Flag = False
+
+
+class InMemorySection(Section):
+    """Copies of the training state in the memory of the nodes, from which `engine.resume` recovers a lost node."""
+
+    every: NaturalInt = Field(default=0, description="Optimizer steps between two copies; 0 is off.")
+    path: Text | None = Field(
+        default=None,
+        description="A folder in each node's memory that no other user can write, such as /dev/shm/NAME; created.",
+    )
+
+
+class CheckpointSection(Section):
+    """How checkpoints are written and read."""
+
+    tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
+    load_universal: Flag = False
+    use_node_local_storage: Flag = Field(
+        default=False, description="Nodes do not share a file system: each keeps what its ranks need."
+    )
+    parallel_write: ParallelWrite = ParallelWrite()
+    checkpoint_serialization: Flag = True
+    interval: Literal["auto"] | PositiveInt | None = Field(
+        default=None,
+        description='Optimizer steps between two checkpoints that `engine.step` writes; "auto": by their cost.',
+    )
+    path: Text | None = Field(
+        default=None, description="Folder of checkpoints written by interval; by default that of `engine.resume`."
+    )
+    overhead: Annotated[float, Field(gt=0, lt=1), BeforeValidator(_to_finite)] = Field(
+        default=0.035, description='Fraction of the time that saving may take with interval "auto".'
+    )
+    mean_time_between_failures: PositiveFloat | None = Field(
+        default=None, description='Hours, of the whole job: interval "auto" is then at least what Young and Daly give.'
+    )
+    keep_last: PositiveInt | None = Field(
+        default=None, description="Checkpoints that stay in a folder; each save removes the older ones."
+    )
+    writer: CheckpointWriter = CheckpointWriter()
+    in_memory: InMemorySection = InMemorySection()
+
+
+class Elastic(Section):
+    """The rule for batch sizes when the number of ranks changes, as after `zero-launch --elastic` lost a host."""
+
+    batch_size: Literal["keep_global_batch", "scale"] | None = Field(
+        default=None,
+        description="keep_global_batch: train_batch_size holds, the accumulation follows; scale: the other way round.",
+    )
+
+
+class CommsLogger(Section):
+    """A table of collectives and their bytes, every `steps_per_print` steps."""
+
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = Field(default=False, description="Print what was sent, by phase and unit.")
+    prof_all: Flag = True
+    prof_ops: tuple[Text, ...] = Field(default=(), description="Only these operations or phases, unless prof_all.")
+    verbose: Flag = Field(default=False, description="Print every collective when it starts.")
+    debug: Flag = False
+
+
+class FlopsProfiler(Section):
+    """Floating-point operations of one micro-batch."""
+
+    enabled: Flag = Field(default=False, description="Count by torch.utils.flop_counter.")
+    recompute_fwd_factor: NaturalFloat = 0.0
+    profile_step: PositiveInt = Field(default=1, description="The step that is counted; the first is 0.")
+    module_depth: Int = Field(default=-1, description="Depth down to which the top modules are listed; -1: all.")
+    top_modules: PositiveInt = Field(default=1, description="Modules listed at each depth.")
+    detailed: Flag = Field(default=True, description="Print every module.")
+    output_file: Text | None = Field(default=None, description="Written instead of printed.")
+
+
+class Tensorboard(Section):
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = Field(default=False, description="Needs zero-core[tensorboard].")
+    output_path: Text = Field(default="", description="Event files go to output_path/job_name.")
+    job_name: Text = "DeepSpeedJobName"
+
+
+class Wandb(Section):
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = Field(default=False, description="Needs zero-core[wandb].")
+    group: Text | None = None
+    team: Text | None = Field(default=None, description="The client's entity.")
+    project: Text = "deepspeed"
+
+
+class CsvMonitorSection(Section):
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = False
+    output_path: Text = Field(default="", description="One file per name goes to output_path/job_name.")
+    job_name: Text = "DeepSpeedJobName"
+
+
+class Comet(Section):
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = Field(default=False, description="Needs zero-core[comet].")
+    samples_log_interval: PositiveInt = Field(default=100, description="Samples between two values of one name.")
+    project: Text | None = None
+    workspace: Text | None = None
+    api_key: Text | None = None
+    experiment_name: Text | None = None
+    experiment_key: Text | None = None
+    online: Flag | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
+
+
+class RunRecordSection(Section):
+    """The record of a run, for `zero-report`."""
+
+    auto_keys = ALL_KEYS
+
+    path: Text | None = Field(default=None, description="Folder of the record; `zero-report PATH` makes a page of it.")
+    max_bytes: PositiveInt = Field(default=256 << 20, description="Bytes of the record, all ranks together.")
+    plan: Text | None = Field(
+        default=None,
+        description="Output of `zero-plan estimate --json`, or of `model` or `run`, compared with what is measured.",
+    )
+
+
+class ThroughputTimer(Section):
+    auto_keys = ALL_KEYS
+
+    enabled: Flag = Field(default=True, description="Lines of progress say samples per second.")
+    synchronized: Flag = True
+
+
+class TimersSection(Section):
+    throughput: ThroughputTimer = ThroughputTimer()

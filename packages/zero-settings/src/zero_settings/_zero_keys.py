@@ -1,0 +1,256 @@
+"""Keys of `zero_optimization`, its offload sections, and `aio`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from zero_settings._base import (
+    ALL_KEYS,
+    Flag,
+    Fraction,
+    Int,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    null_is_default,
+)
+
+SMALLEST_GROUP, LARGEST_GROUP = 1 << 12, 1 << 23  # elements of an offloaded update at a time
+
+
+def _stage(value: Any) -> Any:
+    """Return a ZeRO stage as an int; a validator that refuses anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (0, 1, 2, 3):
+        raise PydanticCustomError("stage", "a ZeRO stage: 0, 1, 2 or 3")
+    return int(value)
+
+
+def _folders(value: Any) -> Any:
+    """Return one directory or a list of them as a tuple; a validator that refuses anything else."""
+    found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
+    if not found or not all(isinstance(folder, str) and folder for folder in found):
+        raise PydanticCustomError("folders", "a directory, or a list of directories")
+    if any(folder.startswith("~") or "\0" in folder for folder in found):
+        raise PydanticCustomError("folders", "a directory written out: no shell is there to replace `~`")
+    return found
+
+
+Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
+Device = Literal["none", "cpu", "nvme"]
+Paths = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_folders),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
+]
+
+
+class OffloadParam(Section):
+    """The tier of parameter shards (stage 3)."""
+
+    auto_keys = ALL_KEYS
+
+    device: Device = "none"
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    buffer_count: PositiveInt = 5
+    buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: those of the largest shard.")
+    max_in_cpu: NaturalInt = Field(default=0, description="Elements that stay in host memory, besides the buffers.")
+    pin_memory: Flag = True
+
+
+class OffloadOptimizer(Section):
+    """The tier of optimizer shards (stages 1 to 3)."""
+
+    auto_keys = ALL_KEYS
+
+    device: Device = "none"
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    buffer_count: PositiveInt = 4
+    pin_memory: Flag = True
+    pipeline_read: Flag = Field(default=True, description="Read ahead of the update.")
+    pipeline_write: Flag = Field(default=True, description="Write behind the update.")
+    fast_init: Flag = False
+    ratio: Fraction = 1.0
+    super_offload: Flag = False
+    cpuadam_cores_perc: Fraction = 0.8
+
+
+class Zenflow(Section):
+    """Importance-aware asynchronous offload."""
+
+    topk_ratio: Fraction = 0.1
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    select_interval: Literal["auto"] | PositiveInt = "auto"
+    update_interval: Literal["auto"] | PositiveInt = "auto"
+    overlap_step: Flag = False
+    offload: Flag = False
+    auto_ratio: Fraction = 0.99
+    full_warm_up_rounds: NaturalInt = 0
+    pt_reserved_cores_perc: Fraction = 0.5
+    steps_per_epoch: PositiveInt | None = None
+
+
+class LeafModule(Section):
+    """Modules whose parameters are gathered together, as one unit with all that is inside."""
+
+    auto_keys = ALL_KEYS
+
+    classes: tuple[Text, ...] = ()
+    names: tuple[Text, ...] = ()
+    name_suffixes: tuple[Text, ...] = ()
+
+
+class ZeroOptimization(Section):
+    """The ZeRO stage, the tiers of shards, and bounds of what is gathered or in flight. Sizes are in elements."""
+
+    auto_keys = ALL_KEYS
+    aliases: ClassVar[dict[str, str]] = {
+        "prefetch_bucket_size": "stage3_prefetch_bucket_size",
+        "param_persistence_threshold": "stage3_param_persistence_threshold",
+        "model_persistence_threshold": "stage3_model_persistence_threshold",
+        "max_live_parameters": "stage3_max_live_parameters",
+        "max_reuse_distance": "stage3_max_reuse_distance",
+        "gather_16bit_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+        "module_granularity_threshold": "stage3_module_granularity_threshold",
+        "use_all_reduce_for_fetch_params": "stage3_use_all_reduce_for_fetch_params",
+        "allgather_sequential": "stage3_allgather_sequential",
+    }
+
+    stage: Stage = Field(
+        default=0, description="Optimizer state is sharded from 1, gradients from 2, parameters from 3."
+    )
+    unit_max_numel: PositiveInt | None = Field(
+        default=None,
+        description="Module subtrees above so many elements are opened into smaller units. null opens those above "
+        "64,000,000, and layers (elements of a list of modules, without a list of layers of their own) above "
+        "1,000,000,000.",
+    )
+    unit_min_numel: NaturalInt = Field(
+        default=250_000, description="Neighbouring leftovers are merged into one unit up to so many elements."
+    )
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: PositiveInt = Field(
+        default=500_000_000, description="Elements of gradients in flight; one unit's are, whatever its size."
+    )
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: NaturalInt = 500_000_000
+    overlap_comm: Flag | None = Field(default=None, description="true at stage 3 unless given.")
+    compute_grad_norm: Flag = True
+    load_from_fp32_weights: Flag = True
+    elastic_checkpoint: Flag = False
+    offload_param: Annotated[OffloadParam, BeforeValidator(null_is_default)] = OffloadParam()
+    offload_optimizer: Annotated[OffloadOptimizer, BeforeValidator(null_is_default)] = OffloadOptimizer()
+    zenflow: Zenflow | None = None
+    sub_group_size: NaturalInt = Field(
+        default=LARGEST_GROUP, description="Elements of an offloaded update at a time: 4,096 to 8,388,608."
+    )
+    stage3_prefetch_bucket_size: NaturalInt = Field(
+        default=50_000_000,
+        description="Elements gathered ahead of use; the next unit is, whatever its size, unless this is 0.",
+    )
+    stage3_param_persistence_threshold: NaturalInt = 100_000
+    stage3_model_persistence_threshold: NaturalInt = sys.maxsize
+    stage3_max_live_parameters: NaturalInt = 1_000_000_000
+    stage3_max_reuse_distance: NaturalInt = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_module_granularity_threshold: Int = 0
+    stage3_use_all_reduce_for_fetch_params: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    legacy_stage1: Flag = False
+    round_robin_gradients: Flag = False
+    parameter_alignment: Flag = False
+    mics_shard_size: Int = Field(
+        default=-1, description="Ranks that share one copy of the model, the others repeat it; -1: all ranks."
+    )
+    mics_hierarchical_params_gather: Flag = False
+    zero_hpz_partition_size: PositiveInt = Field(
+        default=1, description="Ranks of a node that keep a copy of the weights for backward; 1: none (stage 3)."
+    )
+    zero_quantized_weights: Flag = Field(default=False, description="Passes gather weights in comm.weight_codec.")
+    zero_quantized_nontrainable_weights: Flag = Field(default=False, description="The same for frozen weights alone.")
+    zero_quantized_gradients: Flag = Field(
+        default=False, description="Gradients travel in comm.gradient_codec, inside nodes first, then across."
+    )
+    memory_efficient_linear: Flag = True
+    pipeline_loading_checkpoint: Flag = False
+    override_module_apply: Flag = True
+    log_trace_cache_warnings: Flag = False
+    enable_sanity_checks: Flag = False
+    save_muon_momentum_buffer_in_memory: Flag = False
+    leaf_module: LeafModule = LeafModule()
+
+    @property
+    def group_size(self) -> int:
+        """Return the number of elements that an offloaded update handles at a time: `sub_group_size` within bounds."""
+        return max(SMALLEST_GROUP, min(self.sub_group_size, LARGEST_GROUP))
+
+
+class Comm(Section):
+    """Ranks per node, time limits, and the codecs of quantized messages."""
+
+    stopped_after: PositiveFloat = Field(
+        default=60.0,
+        description="Seconds without a sign of life after which a rank that others wait for counts as gone.",
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="So many consecutive ranks count as one node; by default as they were started."
+    )
+    weight_codec: Literal["int8", "fp8_e4m3"] = "int8"
+    gradient_codec: Literal["int4", "int8", "fp8_e4m3"] = "int4"
+
+
+class Aio(Section):
+    """Asynchronous file I/O of the NVMe tier.
+
+    Without this section, the first three keys have the values that `zero-nvme-aio tune` found for the drive, else 1
+    MiB, 32 and 2. With it, those that are null are 1 MiB, 8 and 1.
+    """
+
+    aliases: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}
+
+    block_size: PositiveInt | None = Field(
+        default=None, description="Bytes; null, as in the next two: as tuned for the drive."
+    )
+    queue_depth: PositiveInt | None = None
+    intra_op_parallelism: PositiveInt | None = None
+    single_submit: Flag = False
+    overlap_events: Flag = True
+    use_gds: Flag = False
+
+
+class OffloadActivations(Section):
+    """The tier of tensors that autograd saves in forward for backward."""
+
+    device: Device = "none"
+    nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    min_bytes: PositiveInt = Field(default=65536, description="Smaller tensors stay where they are.")
+    prefetch: NaturalInt = Field(default=2, description="Tensors that backward asks for ahead of use.")
+    in_flight_bytes: PositiveInt = Field(default=268435456, description="Host memory on its way to files.")
+
+
+class Offload(Section):
+    """Options of the tiers beyond `zero_optimization.offload_optimizer` and `offload_param`."""
+
+    create: Flag = Field(default=False, description="Make folders of `nvme_path` that do not exist.")
+    delayed_update: Flag = Field(
+        default=False, description="Run the update beside the next forward and backward; weights arrive one step late."
+    )
+    state_dtype: Literal["fp32", "bf16", "int8"] | None = Field(
+        default=None, description="Dtype of moments on a tier; int8: one byte per element and a scale per 256 elements."
+    )
+    verify: Flag = Field(default=False, description="Compare checksums on every read from files.")
+    report: Flag = Field(default=False, description="Print bytes, bandwidth and overlap of every hop.")
+    trace: Text | None = Field(
+        default=None, description="A trace file for Perfetto; each rank puts its number before the suffix."
+    )
+    trace_steps: PositiveInt = Field(default=10, description="Steps that the trace covers.")
+    activations: OffloadActivations = OffloadActivations()

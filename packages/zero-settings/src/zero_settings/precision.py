@@ -1,0 +1,102 @@
+"""The dtype policy, loss scale and autocast settings that a configuration asks for."""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from zero_precision import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    PrecisionPolicy,
+    StaticLossScale,
+    parse_dtype,
+)
+from zero_settings.errors import ConfigError, Problem, show
+
+if TYPE_CHECKING:
+    from zero_settings.keys import ConfigFile
+
+
+def precision_policy(config: ConfigFile) -> PrecisionPolicy:
+    """Return the dtypes that fp16, bf16, data_types and communication_data_type ask for.
+
+    fp16 and bf16 keep float32 masters, states and accumulation unless `*_master_weights_and_grads` says otherwise;
+    without them all is float32, or float64 with `data_types.param_dtype: "fp64"`. Where no key names a dtype, a float64
+    parameter of the model stays float64 (`PartitionOptions.keeps_float64`).
+    """
+    return build_policy(config)
+
+
+def build_policy(config: ConfigFile) -> PrecisionPolicy:
+    """Return the policy as `precision_policy`; raise `PrecisionError` for dtypes that do not fit together."""
+    types = config.data_types
+    overrides: dict[str, Any] = {}
+    if types.grad_accum_dtype is not None:
+        overrides["accumulate_dtype"] = parse_dtype(types.grad_accum_dtype)
+    if types.buffer_dtype is not None:
+        overrides["buffer_dtype"] = parse_dtype(types.buffer_dtype)
+    if types.keep_in_fp32_modules != "auto":
+        overrides.update(keep_fp32=types.keep_in_fp32_modules, keep_declared_fp32=False)
+    if config.communication_data_type is not None:
+        overrides["wire_dtype"] = parse_dtype(config.communication_data_type)
+    if config.fp16.enabled:
+        return PrecisionPolicy.fp16(
+            **_masterless_fields(torch.float16, config.fp16.fp16_master_weights_and_grads), **overrides
+        )
+    if config.bf16.enabled:
+        fields = _masterless_fields(torch.bfloat16, config.bf16.bf16_master_weights_and_grads)
+        if config.bf16.bf16_optimizer_states:
+            fields["state_dtype"] = torch.bfloat16
+        return PrecisionPolicy.bf16(**{**fields, **overrides})
+    return PrecisionPolicy.full(parse_dtype(types.param_dtype or "fp32"), **overrides)
+
+
+def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
+    """Return the fields of a policy that has no float32 master and accumulates in ``half``; none if not enabled."""
+    return {"master_dtype": None, "accumulate_dtype": half} if enabled else {}
+
+
+def loss_scale(config: ConfigFile) -> LossScale:
+    """Return the loss scale: dynamic for float16 unless `fp16.loss_scale` is a constant, none for other dtypes.
+
+    float16 under torch_autocast needs one too, and takes its settings from the fp16 section.
+    """
+    fp16 = config.fp16
+    if not (fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")):
+        return NoLossScale()
+    if fp16.loss_scale > 0:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        initial_scale_power=fp16.initial_scale_power,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        min_loss_scale=fp16.min_loss_scale,
+    )
+
+
+def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
+    """Return the classes of `torch_autocast.lower_precision_safe_modules`, or None for the default ones.
+
+    Raises `ConfigError` for a name that is not a module class.
+    """
+    names = config.torch_autocast.lower_precision_safe_modules
+    return None if names is None else tuple(_module_class(index, name) for index, name in enumerate(names))
+
+
+def _module_class(index: int, name: str) -> type[nn.Module]:
+    """Return the module class with this full name; ``index``: its place in the list, for the `ConfigError`."""
+    path = f"torch_autocast.lower_precision_safe_modules[{index}]"
+    expected, action = "expected the full name of a module class", 'for example "torch.nn.Linear"'
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(Problem(path, expected, f"{show(name)}, {error}", action=action)) from error
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(Problem(path, expected, show(name), action=action))
+    return found
