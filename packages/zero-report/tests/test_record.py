@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from zero_report import RecordError, RecordWriter, SpanKind, next_attempt, read_run
-from zero_report.record.files import merge_into, merge_rows
+from zero_report.record.rows import merge_into, merge_steps
 from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
 
 KILLED = """
@@ -84,22 +85,32 @@ def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_pa
 
 
 @pytest.mark.parametrize("keys", [("loss",), ("loss", "lr")])
-def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 6, 7), tuple(range(8))])
+def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, ...], cuts: tuple[int, ...]) -> None:
     chance = np.random.default_rng(0)
-    rows = [
-        {
-            **{key: float(chance.random()) for key in keys if step != 3 or key != "lr"},
-            "first": step + 1,
-            "steps": 1,
-            "seconds": float(chance.random()),
-            "process_bytes": int(chance.integers(1 << 30)),
-        }
-        for step in range(7)
+    counted = [{"forward_s": float(chance.random()), "process_bytes": int(chance.integers(1 << 30))} for _ in range(7)]
+    counted[4]["gather_wait_s"] = 0.5
+    values = [{key: float(chance.random()) for key in keys if step != 3 or key != "lr"} for step in range(7)]
+    expected = []
+    for begin, end in pairwise(cuts):
+        rows = [
+            {**counted[step], **values[step], "first": step + 1, "steps": 1, "began": 1000.0 + step, "seconds": 0.5}
+            for step in range(begin, end)
+        ]
+        for row in rows[1:]:
+            merge_into(rows[0], row)
+        expected.append(pytest.approx(rows[0], rel=1e-12))
+    steps = [(step + 1, float(step), 0.5, [], 0, None, counted[step], values[step]) for step in range(7)]
+    assert merge_steps(steps, [slice(*cut) for cut in pairwise(cuts)], 1000.0) == expected
+
+
+def test_steps_that_share_no_column_are_merged_too() -> None:
+    steps = [
+        (1, 0.0, 1.0, [], 0, None, {"read_bytes": 3.0}, {"loss": 1.0}),
+        (2, 1.0, 1.0, [], 0, None, {}, {"lr": 0.5}),
     ]
-    one = dict(rows[0])
-    for row in rows[1:]:
-        merge_into(one, row)
-    assert merge_rows(rows) == pytest.approx(one, rel=1e-12)
+    (row,) = merge_steps(steps, [slice(0, 2)], 0.0)
+    assert row == {"first": 1, "steps": 2, "began": 0.0, "seconds": 2.0, "read_bytes": 3.0, "loss": 1.0, "lr": 0.5}
 
 
 def test_sent_bytes_and_collectives_are_counted_together(tmp_path: Path) -> None:

@@ -4,48 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .lines import encode_text, json_text
 from .schema import SpanKind
 
-SPAN_NUMBERS = 6
-"""Numbers of a span in `StepBlock.spans`: kind, index into names, begin and end, waited seconds, bytes."""
+SPAN_FIELDS = 6
+"""Items of a span in `StepBlock.spans`: kind, name, begin and end, waited seconds, bytes."""
 UnderWay = Sequence[tuple[SpanKind, str, float, int]]
 """Spans that have begun and not ended: kind, name, begin and bytes."""
-_FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
+Memory = list[tuple[float, dict[str, int]]] | None
+"""Pairs of time and bytes by owner; None if there is none."""
+_SPAN_FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
 
 
 class StepBlock(NamedTuple):
     """The spans of one step of a rank; times in seconds of the writer's clock.
 
-    ``spans``: a flat list, `SPAN_NUMBERS` numbers for each span. ``names``: name -> its index. ``left_out``: number of
-    spans beyond the bound. ``memory``: pairs of time and bytes by owner.
+    ``spans``: a flat list, `SPAN_FIELDS` items for each span. ``left_out``: number of spans beyond the bound.
     """
 
     step: int
     began: float
-    end: float
-    spans: list[float]
-    names: dict[str, int]
+    seconds: float
+    spans: list[Any]
     left_out: int
-    memory: Sequence[tuple[float, dict[str, int]]]
+    memory: Memory
+
+    @property
+    def end(self) -> float:
+        """End of the step so far."""
+        return self.began + self.seconds
 
     def encode(self, unix: float, tail: str = "") -> bytes:
         """Return the block as a line of the timeline. ``unix``: Unix seconds at 0 of the writer's clock. ``tail``: more
         JSON fields, each with a comma before it.
         """
         began = self.began
-        numbers: list[float] = []
+        names: dict[str, int] = {}
+        spans = []
         flat = iter(self.spans)
         for kind, name, begin, end, waited, nbytes in zip(flat, flat, flat, flat, flat, flat, strict=True):
-            numbers += (kind, name, (begin - began) * 1e6, (end - begin) * 1e6, waited * 1e6, nbytes)
-        spans = ",".join([_FORMAT] * (len(numbers) // SPAN_NUMBERS)) % tuple(numbers)
+            index = names.setdefault(name, len(names))
+            spans.append(_SPAN_FORMAT % (kind, index, (begin - began) * 1e6, (end - begin) * 1e6, waited * 1e6, nbytes))
         memory = json_text([[round((at - began) * 1e6), owners] for at, owners in self.memory]) if self.memory else "[]"
         return encode_text(
-            f'{{"step":{self.step},"began":{unix + began:.6f},"us":{(self.end - began) * 1e6:.0f},'
-            f'"names":{_names_json(tuple(self.names))},"spans":[{spans}],"left_out":{self.left_out},"memory":{memory}'
-            f"{tail}}}"
+            f'{{"step":{self.step},"began":{unix + began:.6f},"us":{self.seconds * 1e6:.0f},'
+            f'"names":{_names_json(tuple(names))},"spans":[{",".join(spans)}],"left_out":{self.left_out},'
+            f'"memory":{memory}{tail}}}'
         )
 
 
@@ -69,8 +75,7 @@ class OpenBlock(NamedTuple):
         """
         block, running = self.block, list(self._begun())
         for kind, name, begin, nbytes in running:
-            number = block.names.setdefault(name, len(block.names))
-            block.spans.extend((kind, number, begin, block.end, 0.0, nbytes))
+            block.spans.extend((kind, name, begin, block.end, 0.0, nbytes))
         return block.encode(unix, f',"open":true,"under_way":{len(running)}')
 
     def _begun(self) -> Iterable[tuple[SpanKind, str, float, int]]:

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Sequence
-from functools import cache
-from operator import itemgetter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .lines import encode, encode_text
-from .schema import COLUMN_NAMES, COLUMNS, RECENT_STEPS
-
-Row = dict[str, float]
-"""Numbers by column; an absent column is null in the file."""
-_MERGE_RULE = {column.name: column.merge for column in COLUMNS}
-_MERGE_VALUES: dict[str, Callable[[Sequence[float]], float]] = {
-    "first": lambda values: values[0],
-    "last": lambda values: values[-1],
-    "sum": sum,
-    "mean": lambda values: sum(values) / len(values),
-    "min": min,
-    "max": max,
-}
-_INTEGERS = ("first", "steps", "skipped", "samples", "tokens", "collectives")
-_FORMATS = {
-    **{name: "%.17g" for name in COLUMN_NAMES if name in _INTEGERS or name.endswith("_bytes")},
-    "began": "%.6f",
-}
-_NOT_FINITE = re.compile(r"-?(?:nan|inf)")
+from .lines import encode
+from .rows import EndedStep, Row, encode_row, merge_into, merge_steps
+from .schema import COLUMN_NAMES, RECENT_STEPS
 
 
 class Appended:
@@ -84,21 +64,24 @@ class Table:
         self._stride = 1
         self._file.append(self._head)
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Add one row per step, merged so that each covers as many steps as the table's; `flush` writes them."""
-        if rows and not self._line_bytes:
-            self._line_bytes = len(_encode_row(rows[0]))
-        while self._line_bytes * (len(self._rows) + len(rows) // self._stride) > self._max_bytes:
+    def add(self, steps: Sequence[EndedStep], unix: float) -> None:
+        """Add rows for ended steps, each of as many steps as the table's rows; `flush` writes them. ``unix``: Unix
+        seconds at 0 of the steps' clock.
+        """
+        if not steps:
+            return
+        if not self._line_bytes:
+            self._line_bytes = len(encode_row(*merge_steps(steps[:1], [slice(0, 1)], unix)))
+        while self._line_bytes * (len(self._rows) + len(steps) // self._stride) > self._max_bytes:
             self._merge_pairs()
-        at = 0
-        while at < len(rows):
-            room = self._stride - int(self._rows[-1]["steps"]) if self._rows else 0
-            if room > 0:
-                merge_into(self._rows[-1], merge_rows(rows[at : at + room]))
-                at += room
-            else:
-                self._rows.append(merge_rows(rows[at : at + self._stride]))
-                at += self._stride
+        room = self._stride - int(self._rows[-1]["steps"]) if self._rows else 0
+        parts = [slice(at, at + self._stride) for at in range(room, len(steps), self._stride)]
+        if room:
+            parts.insert(0, slice(0, room))
+        rows = merge_steps(steps, parts, unix)
+        if room:
+            merge_into(self._rows[-1], rows.pop(0))
+        self._rows += rows
 
     def flush(self) -> None:
         """Write the rows that were added since the last call; the last row, which may still grow, is provisional."""
@@ -118,10 +101,10 @@ class Table:
     def _write(self) -> None:
         """Append the new rows to the file, or rewrite it if rows were merged; the last row is provisional."""
         if self._rows_merged:
-            self._file.replace(self._head + b"".join(map(_encode_row, self._rows[:-1])))
-            self._file.append(b"", _encode_row(self._rows[-1]))
+            self._file.replace(self._head + b"".join(map(encode_row, self._rows[:-1])))
+            self._file.append(b"", encode_row(self._rows[-1]))
         else:
-            self._file.append(b"".join(map(_encode_row, self._rows[self._written : -1])), _encode_row(self._rows[-1]))
+            self._file.append(b"".join(map(encode_row, self._rows[self._written : -1])), encode_row(self._rows[-1]))
         self._written, self._rows_merged = len(self._rows) - 1, False
 
     def _merge_pairs(self) -> None:
@@ -215,52 +198,6 @@ class Notes:
         """Write the last note, even beyond the bound, and close the file."""
         self._file.append(encode({**last, "left_out": self._left_out}))
         self._file.close()
-
-
-def merge_into(row: Row, later: Row) -> None:
-    """Merge ``later`` into ``row``, in place, by the columns' rules; its steps follow those of ``row``."""
-    weight, more = row["steps"], later["steps"]
-    for name, value in later.items():
-        rule = _MERGE_RULE[name]
-        if name not in row or rule == "last":
-            row[name] = value
-        elif rule == "sum":
-            row[name] += value
-        elif rule == "mean":
-            row[name] = (row[name] * weight + value * more) / (weight + more)
-        elif rule != "first" and (value < row[name]) == (rule == "min"):
-            row[name] = value
-
-
-def merge_rows(rows: Sequence[Row]) -> Row:
-    """Return one row for ``rows`` of consecutive steps, one step each."""
-    first = rows[0]
-    names = tuple(first)
-    if all(tuple(row) == names for row in rows):
-        columns = zip(names, zip(*(row.values() for row in rows), strict=True), strict=True)
-        return {name: _MERGE_VALUES[_MERGE_RULE[name]](column) for name, column in columns}
-    row = dict(first)
-    for later in rows[1:]:
-        merge_into(row, later)
-    return row
-
-
-def _encode_row(row: Row) -> bytes:
-    """Return a row as a line of the table; missing columns, NaN and infinities are null."""
-    form, values = _row_format(tuple(row))
-    text = form % values(row)
-    if "nan" in text or "inf" in text:  # JSON has neither
-        text = _NOT_FINITE.sub("null", text)
-    return encode_text(text)
-
-
-@cache
-def _row_format(names: tuple[str, ...]) -> tuple[str, Callable[[Row], Any]]:
-    """Return the %-format of rows with columns ``names``, and a function that returns a row's values for it. Integers
-    are exact, times of day to the microsecond, other numbers to ten digits.
-    """
-    shown = (_FORMATS.get(name, "%.10g") if name in names else "null" for name in COLUMN_NAMES)
-    return f"[{','.join(shown)}]", itemgetter(*(name for name in COLUMN_NAMES if name in names))
 
 
 def _write_all_at(descriptor: int, data: bytes, at: int) -> None:

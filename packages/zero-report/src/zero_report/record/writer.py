@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .block import SPAN_NUMBERS, OpenBlock, StepBlock, UnderWay
-from .files import Notes, Row, Table, Timeline
+from .block import SPAN_FIELDS, Memory, OpenBlock, StepBlock, UnderWay
+from .files import Notes, Table, Timeline
+from .rows import EndedStep
 from .schema import (
     COLLECTIVES,
     COLUMNS,
@@ -28,7 +29,7 @@ from .schema import (
 _FLUSH_SECONDS = 0.5
 _LEAST_BYTES = 128 << 10  # of one rank, even if the record becomes larger than its bound
 _MOST_BYTES = 32 << 20  # of one rank
-_NUMBERS_PER_STEP = SPANS_PER_STEP * SPAN_NUMBERS
+_ITEMS_PER_STEP = SPANS_PER_STEP * SPAN_FIELDS
 _PHASES = {
     SpanKind.DATA: "data_s",
     SpanKind.FORWARD: "forward_s",
@@ -51,8 +52,6 @@ _PHASE_COLUMN, _WAIT_COLUMN, _MOVED_COLUMN = (
 )
 _COLUMNS = frozenset(column.name for column in COLUMNS)
 _SUMS = frozenset(column.name for column in COLUMNS if column.merge == "sum")
-_StepFields = tuple[int, float, float, list[float], dict[str, int], int, list[tuple[float, dict[str, int]]]]
-"""The fields of a `StepBlock`."""
 _WORK_COLUMNS = ("forward_s", "backward_s", "update_s")
 """Columns that are filled once a step computes. At the end of the record a step without them is not written: its spans
 come from closing the engine."""
@@ -109,13 +108,12 @@ class RecordWriter:
         self._closed = False
         self._step, self._began = first_step, clock()
         self._under_way = under_way
-        self._spans: list[float] = []
-        self._names: dict[str, int] = {}
-        self._memory: list[tuple[float, dict[str, int]]] = []
+        self._spans: list[Any] = []
+        self._memory: Memory = None
         self._left_out = 0
         self._sums: dict[str, float] = {}
         self._peaks: dict[str, float] = {}
-        self._finished: list[tuple[Row, _StepFields]] = []
+        self._finished: list[EndedStep] = []
         head = {"note": "head", "schema": SCHEMA_VERSION, "rank": rank, "world_size": world_size, "attempt": attempt}
         machine = {"host": socket.gethostname(), "pid": os.getpid(), "began": self._unix + clock()}
         self._notes.add({**head, **machine, "at": machine["began"], "facts": dict(facts or {})})
@@ -137,9 +135,8 @@ class RecordWriter:
         Also adds to the table's columns of phases, waits and bytes of tiers. `sent` counts the bytes of collectives.
         """
         spans = self._spans
-        if len(spans) < _NUMBERS_PER_STEP:
-            names = self._names
-            spans += (kind, names.setdefault(name, len(names)), begin, end, waited, nbytes)
+        if len(spans) < _ITEMS_PER_STEP:
+            spans += (kind, name, begin, end, waited, nbytes)
         else:
             self._left_out += 1
         sums = self._sums
@@ -162,13 +159,16 @@ class RecordWriter:
 
     def count(self, column: str, amount: float) -> None:
         """Add ``amount`` to a column of the current step's row. Raises ValueError unless it is a column of sums."""
-        if column not in self._sums and column not in _SUMS:
+        sums = self._sums
+        if column not in sums and column not in _SUMS:
             raise ValueError(f"count: expected a column of the table that is a sum, got {column!r}; see COLUMNS")
-        self._sums[column] = self._sums.get(column, 0.0) + amount
+        sums[column] = sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
         """Record the memory held now: bytes by owner (see `schema.OWNERS`), of the process, and of the accelerator."""
         now = dict(owners)
+        if self._memory is None:
+            self._memory = []
         self._memory.append((self._clock(), now))
         peaks = {f"{owner}_bytes": now.get(owner, 0) for owner in OWNERS}
         if process is not None:
@@ -179,26 +179,28 @@ class RecordWriter:
             self._peaks[column] = max(self._peaks.get(column, 0.0), nbytes)
 
     def end_step(self, **values: float | None) -> None:
-        """End the current step and begin the next one now. ``values``: further columns of the ended step's row, None
-        for a missing number. Raises ValueError for a name that is not a column of the table.
+        """End the current step and begin the next one now. ``values``: further columns of the ended step's row, none
+        that `span`, `sent`, `count` or `memory` fill; None for a missing number. Raises ValueError for a name that is
+        not a column of the table.
         """
-        if not values.keys() <= _COLUMNS:
+        if not _COLUMNS.issuperset(values):
             unknown = sorted(values.keys() - _COLUMNS)
             raise ValueError(f"end_step: expected columns of the table, got {', '.join(unknown)}; see COLUMNS")
-        now = self._clock()
-        row = self._sums
+        for number in values.values():
+            if number is None:
+                values = {name: value for name, value in values.items() if value is not None}
+                break
         if self._peaks:
-            row.update(self._peaks)
-        for name, value in values.items():
-            if value is not None:
-                row[name] = value
-        began = self._began
-        row["first"], row["steps"], row["began"], row["seconds"] = self._step, 1, self._unix + began, now - began
-        with self._lock:
-            step = self._step, self._began, now, self._spans, self._names, self._left_out, self._memory
-            self._finished.append((row, step))
-            self._step, self._began = self._step + 1, now
+            self._sums.update(self._peaks)
+        step, began, now = self._step, self._began, self._clock()
+        ended = step, began, now - began, self._spans, self._left_out, self._memory, self._sums, values
+        self._lock.acquire()  # a `with` of a lock takes twice as long
+        try:
+            self._finished.append(ended)
+            self._step, self._began = step + 1, now
             self._clear_step()
+        finally:
+            self._lock.release()
 
     def restart(self, step: int) -> None:
         """Begin ``step`` now and drop everything since the last step's end, except the counts of `sent`, which move to
@@ -241,7 +243,7 @@ class RecordWriter:
 
     def _clear_step(self) -> None:
         """Empty the collected spans, sums and memory, for a new step."""
-        self._spans, self._names, self._left_out, self._sums, self._memory = [], {}, 0, {}, []
+        self._spans, self._left_out, self._sums, self._memory = [], 0, {}, None
         if self._peaks:
             self._peaks = {}
 
@@ -254,13 +256,13 @@ class RecordWriter:
             under_way = None
             begun = not self._sums.keys().isdisjoint(_WORK_COLUMNS)
             if begun if closing else self._spans or running:
-                spans, names, memory = list(self._spans), dict(self._names), list(self._memory)
-                block = StepBlock(self._step, self._began, self._clock(), spans, names, self._left_out, memory)
+                spans, memory = list(self._spans), list(self._memory or ())
+                block = StepBlock(self._step, self._began, self._clock() - self._began, spans, self._left_out, memory)
                 under_way = OpenBlock(block, running)
         if finished or under_way is not None:
-            self._table.add([row for row, _ in finished])
-            places = self._timeline.indices_to_keep(finished[0][1][0], len(finished)) if finished else []
-            kept = [StepBlock(*finished[place][1]) for place in places]
+            self._table.add(finished, self._unix)
+            places = self._timeline.indices_to_keep(finished[0][0], len(finished)) if finished else []
+            kept = [StepBlock(*finished[place][:-2]) for place in places]
             lines = [(block.step, block.encode(self._unix)) for block in kept if block.spans or block.memory]
             self._timeline.append(lines, b"" if under_way is None else under_way.encode(self._unix))
             self._table.flush()
