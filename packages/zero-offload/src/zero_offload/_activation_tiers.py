@@ -78,7 +78,7 @@ class ActivationTier(Protocol):
 
 
 class HostActivations:
-    """Activations in host memory, copied on a stream beside compute. Freed blocks are reused for tensors of
+    """An `ActivationTier` in host memory; copies run on a stream beside compute. Freed blocks are reused for tensors of
     equal size.
     """
 
@@ -121,7 +121,9 @@ class HostActivations:
 
 
 class FiledActivations:
-    """Activations in files. Buffers being written hold at most ``in_flight_bytes``, or one tensor if that is larger."""
+    """An `ActivationTier` in files. Buffers being written hold at most ``in_flight_bytes``, or one tensor if that is
+    larger.
+    """
 
     def __init__(
         self,
