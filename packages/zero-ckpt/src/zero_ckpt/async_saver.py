@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 class AsyncSaver:
     """Saves checkpoints in the background, at most `max_pending` at a time.
 
-    `threads` copy the snapshot. `then` is called on the background thread with the path of every checkpoint that was
-    written; an exception of it counts as a failure of that save. A save that failed raises its CheckpointError, on
-    every rank, from the next call of `save`, `check`, `wait` or `close`; training may continue after that. Memory of up
-    to `max_pending` snapshots is kept; `allow` is called with the bytes of one before they are allocated, and may raise
-    to refuse them.
+    `coordinator` is used by these saves only; without one this process is the only rank. `threads` copy the snapshot,
+    and `open_sink` is that of `save_sharded`. `then` is called on the background thread with the path of every
+    checkpoint that was written; an exception of it counts as a failure of that save. A save that failed raises its
+    CheckpointError, on every rank, from the next call of `save`, `check`, `wait` or `close`; training may continue
+    after that. Memory of up to `max_pending` snapshots is kept until `close`; `allow` is called with the bytes of one
+    before they are allocated, and may raise to refuse them.
 
     A process that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
     CheckpointError.
@@ -102,7 +103,8 @@ class AsyncSaver:
         When the call returns, the tensors may change, except those of intervals with a `version` or from `behind`:
         these may change once `copied` returns. Client state that is not plain data, or other input that cannot be
         copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier save is raised
-        after this one was started, so that ranks that learn of it at different times stay in step.
+        after this one was started, so that ranks that learn of it at different times stay in step. Raises ValueError
+        after `close`.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
@@ -142,7 +144,7 @@ class AsyncSaver:
     def copied(self) -> None:
         """Wait until every copy of the last `save` is made: after that all tensors may change.
 
-        Raises nothing: a copy that failed is a failure of its save.
+        Returns at once where none is under way. Raises nothing: a copy that failed is a failure of its save.
         """
         if self._copying is not None and os.getpid() == self._pid:
             wait([self._copying])
@@ -150,7 +152,7 @@ class AsyncSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a save is running."""
+        """Return whether a save is running or waits to run."""
         return self._arenas.qsize() < self._pending
 
     @property
@@ -159,7 +161,8 @@ class AsyncSaver:
         return not self._failures.empty()
 
     def check(self) -> None:
-        """Raise the exception of an earlier save, if one failed; call it once a step."""
+        """Raise the exception of one earlier save, the first that failed and was not raised yet; call it once a
+        step."""
         if not self._failures.empty():
             raise self._failures.get()
 
@@ -172,7 +175,10 @@ class AsyncSaver:
         self.check()
 
     def close(self) -> None:
-        """Finish the saves that were started, end the threads and free the memory; raises as `check` does."""
+        """Finish the saves that were started, end the threads and free the memory; raises as `check` does.
+
+        Further calls only do the latter. In a forked process it does nothing.
+        """
         if os.getpid() != self._pid:
             return
         if not self._closed:
@@ -208,7 +214,8 @@ class AsyncSaver:
             self._perform(job)
 
     def _perform(self, job: _SaveJob) -> None:
-        """Run one save, and keep its exception."""
+        """Run one save and give its arena back; its exception is kept for `check`, unless the training thread got it
+        already."""
         try:
             job.prepare()
             path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)
@@ -224,7 +231,11 @@ class AsyncSaver:
 
 @dataclass
 class _SaveJob:
-    """A save to be run with its snapshot; `told`: the training thread got this rank's exception already."""
+    """A save to be run with its snapshot.
+
+    `arguments` are those of `save_sharded`, `copying` is the snapshot's copies under way, and `first` is called before
+    the save. `told`: the training thread got this rank's exception already.
+    """
 
     arena: Arena
     arguments: dict[str, Any]
@@ -233,7 +244,10 @@ class _SaveJob:
     told: bool = False
 
     def prepare(self) -> None:
-        """Wait for the snapshot's last copies and call `first`; if that fails, have the save raise the exception."""
+        """Wait for the snapshot's last copies and call `first`; does not raise.
+
+        If either fails, the save gets intervals that raise the exception, so that every rank learns of it.
+        """
         try:
             if self.copying is not None:
                 self.copying.result()

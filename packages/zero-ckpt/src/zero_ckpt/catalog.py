@@ -15,7 +15,8 @@ from .opened import Folder
 class Candidate:
     """A checkpoint directory: `manifest` when it is complete, otherwise `problem` says what is wrong.
 
-    `moved`: a save moved the directory while it was read, so `problem` may be wrong; look again.
+    `folder` holds the directory open, where there is one. `moved`: a save moved the directory while it was read, so
+    `problem` may be wrong; look again.
     """
 
     tag: str
@@ -27,9 +28,10 @@ class Candidate:
 
 
 def load_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of a checkpoint directory; raises DamagedError unless every data file has its full size.
+    """Return the manifest of a checkpoint directory; raises DamagedError unless every data file has the size that it
+    says.
 
-    With `per_node` files may be absent. Raises CheckpointError for an unknown version.
+    With `per_node` files may be absent. The files' bytes are not read. Raises CheckpointError for an unknown version.
     """
     raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     manifest = decode_manifest(raw, str(folder.path / MANIFEST_NAME))
@@ -49,9 +51,10 @@ def load_manifest(folder: Folder) -> Manifest:
 
 
 def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
-    """Return a directory as a candidate; damage is its `problem` and does not raise.
+    """Return a directory as a candidate, held open if it is complete; damage is its `problem` and does not raise.
 
-    `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag.
+    `in_root`: it was found in a root under its tag, so it must not be a link, nor hold a checkpoint of another tag. No
+    data file is read.
     """
     folder = None
     try:

@@ -14,7 +14,7 @@ _PATTERN = re.compile(r"xxh3_64:[0-9a-f]{16}")
 
 
 def checksum(data: Buffer) -> str:
-    """Return the checksum of a buffer's bytes."""
+    """Return the checksum of a buffer's bytes, `xxh3_64:` and 16 hexadecimal digits."""
     return "xxh3_64:" + xxhash.xxh3_64_hexdigest(data)  # type: ignore[arg-type, unused-ignore]
 
 

@@ -4,10 +4,10 @@
 A save writes into `<root>/.saving-<tag>.<token>` and renames that directory to `<tag>` when every file in it, the
 manifest last, is on disk. A tag that exists already is first renamed to `.replaced-<tag>.<token>`; if the process dies
 between the two renames, readers use the replaced directory and the next save puts it back. Names that start with a
-period are never taken for checkpoints; those without the token of 12 hexadecimal digits are not ours. The saver holds
-an advisory lock on its directory, which the kernel drops when it dies: a directory that nobody locks is stale and is
-swept by the next save into the same root. Creating, renaming and sweeping happen under a lock on the root, so that
-several jobs may save into one root (see [Note: locks and forks]).
+period are never taken for checkpoints; those without the token of 12 hexadecimal digits are not this package's. The
+saver holds an advisory lock on its directory, which the kernel drops when it dies: a directory that no process locks is
+stale and is swept by the next save into the same root. Creating, renaming and sweeping happen under a lock on the root,
+so that several jobs may save into one root (see [Note: locks and forks]).
 Directories are removed under a name of their own, after the lock was given up.
 """
 
@@ -37,7 +37,10 @@ logger = logging.getLogger("zero_ckpt")
 
 
 class Staging:
-    """The directory of a save in progress; create it with `Staging.create`, end it with `commit` or `discard`."""
+    """The directory of a save in progress, which ends with `commit` or `discard`; make one with `Staging.create`.
+
+    `lock_fd` is a descriptor of the directory, which holds its lock.
+    """
 
     def __init__(self, root: Path, tag: str, token: str, lock_fd: int) -> None:
         self.root, self.tag, self.token = root, tag, token
@@ -47,7 +50,7 @@ class Staging:
 
     @classmethod
     def create(cls, root: Path, tag: str, token: str) -> Staging:
-        """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed.
+        """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed; `token` is 12 hexadecimal digits.
 
         Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced.
         """
@@ -66,7 +69,8 @@ class Staging:
     def commit(self) -> Path:
         """Rename to `<root>/<tag>`, replacing an earlier checkpoint of that tag, and return that path.
 
-        Every file in the directory must already be on disk.
+        Every file in the directory must already be on disk; the names are on return. Raises CheckpointError when
+        something that is no checkpoint has that name.
         """
         target = self.root / self.tag
         replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"
@@ -84,7 +88,8 @@ class Staging:
         return target
 
     def discard(self) -> None:
-        """Remove the directory and all in it; nothing happens after a commit."""
+        """Remove the directory and all in it; does nothing after a commit. What cannot be removed is logged and
+        left."""
         if not self._ended:
             try:
                 with root_lock(self.root):
@@ -120,19 +125,21 @@ def _require_replaceable(target: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Return whether a name is taken, be it by a dangling link."""
+    """Return whether there is anything at `path`, be it a dangling link."""
     return os.path.lexists(path)
 
 
 def staging_path(root: Path, tag: str, token: str) -> Path:
-    """Return the directory into which the ranks of one save write."""
+    """Return the directory into which the ranks of one save write; `token` is 12 hexadecimal digits, the same on all
+    ranks."""
     return root / f"{_SAVING}{tag}.{token}"
 
 
 def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
-    """Put back or remove what interrupted saves and prunes left in `root`; returns those paths.
+    """Put back or remove what interrupted saves and prunes left in `root`; returns those paths, as they were named.
 
-    `dry_run`: change nothing, only return them.
+    A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
+    save holds is left. Failures are logged, as is every path. `dry_run`: change nothing, only return them.
     """
     if not root.is_dir():
         return []
@@ -152,8 +159,11 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def _sweep_action(path: Path) -> str | None:
-    """Return what a sweep does with `path`: "remove", "put back", or None to leave it alone, also when it is
-    unclear."""
+    """Return what a sweep does with `path`: "remove", "put back", or None to leave it alone.
+
+    None is for what no save made, what a running save holds, directories that hold directories, and what cannot be
+    examined; the last two are logged.
+    """
     if not is_remains(path):
         return None
     try:
@@ -171,19 +181,24 @@ def _sweep_action(path: Path) -> str | None:
 
 
 def is_remains(path: Path) -> bool:
-    """Return whether `path` is named as what a save or a removal makes while it runs: with its token at the end."""
+    """Return whether `path` is named as a save or a removal names what it works on: `.saving-`, `.replaced-` or
+    `.deleting-`, and a token at the end."""
     return _REMAINS.fullmatch(path.name) is not None
 
 
 def _is_flat(path: Path) -> bool:
-    """Return whether `path` is no directory, or one without directories in it, as checkpoints are."""
+    """Return whether `path` is no directory, or one without directories in it, as checkpoints are; links count as
+    files."""
     if path.is_symlink() or not path.is_dir():
         return True
     return not any(entry.is_dir() and not entry.is_symlink() for entry in path.iterdir())
 
 
 def _put_back_or_doom(path: Path, what: str) -> list[Path]:
-    """Put `path` back, or rename it for removal; returns the paths to be removed. Failures are logged."""
+    """Do with `path` what `_sweep_action` returned: put it back, or rename it for removal.
+
+    Returns the paths that are now to be removed. Failures are logged.
+    """
     try:
         if what == "put back":
             path.rename(path.parent / replaced_tag(path))
@@ -213,18 +228,21 @@ def tag_of(path: Path) -> str:
 
 
 def replaced_path(root: Path, tag: str) -> Path:
-    """Return a new name for checkpoint `tag` while it is moved aside; a sweep puts it back."""
+    """Return a new path in `root` for checkpoint `tag` while it is moved aside; a sweep puts it back."""
     return root / f"{_REPLACED}{tag}.{os.urandom(6).hex()}"
 
 
 def replaced_directories(root: Path) -> list[Path]:
-    """Return checkpoints that were moved aside by a save that died before its own could take their name."""
+    """Return the checkpoints in `root` that a save moved aside and died before its own could take their name."""
     found = (path for path in root.glob(_REPLACED + "*") if is_remains(path))
     return [path for path in found if not exists(root / replaced_tag(path))]
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether no save owns `path`: nobody locks it or, where there are no locks, it is a day old."""
+    """Return whether no save owns `path`: no process locks it or, where there are no locks, it is a day old.
+
+    Links, and what is neither directory nor file, are always stale. Raises OSError.
+    """
     if path.is_symlink() or not (path.is_dir() or path.is_file()):
         return True
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -244,7 +262,8 @@ def set_for_removal(path: Path) -> Path:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a link or a directory tree; other processes may be removing it as well."""
+    """Remove a file, a link or a directory tree, if there is one; other processes may be removing it as well. Raises
+    OSError."""
     while exists(path):
         try:
             if path.is_symlink() or not path.is_dir():
@@ -256,7 +275,8 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory tree; its name disappears at once, so that no reader sees half of it."""
+    """Remove a directory tree; unless its name begins with a period, the name disappears at once, so that no reader
+    sees half of it."""
     remove_tree(path if path.name.startswith(".") else set_for_removal(path))
 
 
@@ -301,7 +321,11 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Return the directories in `root` that were written as checkpoints, whole or not, sorted by name."""
+    """Return the directories in `root` that were written as checkpoints, whole or not, sorted by name; none if it is no
+    directory.
+
+    Links, and names that cannot be a tag, are left out.
+    """
     if not root.is_dir():
         return []
     return [path for path in sorted(root.iterdir()) if is_tag(path.name) and is_checkpoint_directory(path)]

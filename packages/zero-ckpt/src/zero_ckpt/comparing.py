@@ -14,9 +14,11 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass
 class DiffReport:
-    """Differences of two checkpoints: tensors as `name (kind)`, in one only, of another shape or dtype, or other bytes.
+    """Differences of two checkpoints; tensors are named `name (kind)`.
 
-    `equal` counts equal tensors; `plain` names those of step, aliases, client state and configuration that differ.
+    `only_first` and `only_second` are in one only, `reshaped` have another shape or dtype (both are given), `changed`
+    other bytes. `equal` counts equal tensors; `plain` names those of step, aliases, client state and configuration that
+    differ.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -60,7 +62,11 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
 
 
 def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
-    """Return whether two tensors of the same shape and dtype hold the same bytes."""
+    """Return whether two tensors of the same shape and dtype hold the same bytes; `one` is of `first`, `other` of
+    `second`.
+
+    Raises DamagedError when they have to be read and are damaged.
+    """
     if [(piece.offset, piece.length) for piece in one.slices] == [(item.offset, item.length) for item in other.slices]:
         return [piece.checksum for piece in one.slices] == [piece.checksum for piece in other.slices]
     step = _CHUNK_BYTES // ITEMSIZE[one.dtype]

@@ -16,9 +16,12 @@ from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
 def write_contribution(
     directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[PlannedSlice], open_sink: OpenSink
 ) -> tuple[list[FileEntry], list[WrittenSlice]]:
-    """Write slices of `intervals` into `directory` and wait until they are on disk; returns the files and their slices.
+    """Write slices of `intervals` into `directory` and wait until they are on disk; returns the files' manifest entries
+    and their slices.
 
-    Raises OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
+    `pieces` refer to `intervals` by index, as do the slices; `rank` is in the files' names. Intervals that are file
+    extents are linked where possible, all else is in one safetensors file, the last, created by `open_sink`. Raises
+    OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
     """
     stretches, in_memory = [], []
     for piece in file_order(intervals, pieces):
@@ -50,6 +53,6 @@ def write_contribution(
 
 
 def _split_slice(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
-    """Return a slice in slices of at most `MAX_SLICE_BYTES`."""
+    """Return a slice in slices of at most `MAX_SLICE_BYTES`; `itemsize` is the bytes per element."""
     step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
     return [PlannedSlice(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

@@ -12,10 +12,11 @@ T = TypeVar("T")
 
 
 def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
-    """Run `part` on every rank and return the results (plain data) of all, in rank order.
+    """Run `part` on every rank and return the results (plain data) of all, in rank order; collective.
 
-    `what` names the operation in errors. When `part` raised anywhere, every rank raises a CheckpointError (of the type
-    that the failed ranks agree on, if they do) with each failed rank's cause, chained to its own exception.
+    `what` names the operation in errors. When `part` raised anywhere, every rank raises a CheckpointError (of the
+    subclass that the failed ranks agree on, if they do) with each failed rank's cause, chained to its own exception. An
+    interrupt (any exception that is no `Exception`) is raised again as it is on its own rank.
     """
     own: BaseException | None = None
     result: Any = None
@@ -41,7 +42,8 @@ def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list
 
 
 def _describe(error: BaseException) -> list[str]:
-    """Return the type's name and the message of an exception."""
+    """Return [name of the type, message] of an exception; the message of one that is no CheckpointError begins with its
+    type."""
     name = type(error).__name__
     return [name, str(error) if isinstance(error, CheckpointError) else f"{name}: {error}"]
 

@@ -32,7 +32,7 @@ class Request(Protocol):
 
 
 class IoEngine(Protocol):
-    """The methods of `zero_nvme_aio.Engine` that are used here."""
+    """The methods of `zero_nvme_aio.Engine` that are used here, documented there."""
 
     def open(self, path: str, mode: str) -> Any: ...
 
@@ -46,7 +46,7 @@ class IoEngine(Protocol):
 
 
 def default_sink() -> OpenSink:
-    """Return `DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
+    """Return the class `DirectSink` when the `nvme` extra is installed, otherwise `BufferedSink`."""
     return DirectSink if find_spec("zero_nvme_aio") is not None else BufferedSink
 
 
@@ -67,7 +67,10 @@ def default_copy() -> Copy:
 
 
 def open_engine(path: Path) -> IoEngine:
-    """Return an I/O engine tuned for the device of `path`; raises CheckpointError without the `nvme` extra."""
+    """Return a new I/O engine tuned for the device of `path`, for the caller to close.
+
+    Raises CheckpointError without the `nvme` extra.
+    """
     try:
         import zero_nvme_aio
     except ModuleNotFoundError as error:
@@ -77,7 +80,10 @@ def open_engine(path: Path) -> IoEngine:
 
 
 class DirectSink:
-    """A file that is written past the page cache, with many requests in flight."""
+    """A `FileSink` that writes past the page cache, with many requests in flight; `nbytes` is not used.
+
+    Raises CheckpointError without the `nvme` extra.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._engine = open_engine(path.parent)
@@ -109,12 +115,13 @@ class DirectSink:
             self._engine.close()
 
     def abort(self) -> None:
-        """Close the file; transfers that were submitted are finished first."""
+        """Close the file; transfers that were submitted are finished first, the others are dropped."""
         self._file.close()
         self._engine.close()
 
     def _submit(self) -> None:
-        """Start writing the batch; waits while more than 256 MiB are in flight."""
+        """Start writing the bytes taken so far, and wait while more than 256 MiB are in flight; raises OSError of a
+        transfer."""
         if not self._batched:
             return
         request = self._engine.write(self._file, self._batch, self._position)
@@ -126,7 +133,7 @@ class DirectSink:
             self._wait_one()
 
     def _wait_one(self) -> None:
-        """Wait for the oldest transfer."""
+        """Wait for the oldest transfer; raises OSError if it failed."""
         request, nbytes = self._requests.popleft()
         self._pending -= nbytes
         request.wait()
@@ -138,17 +145,18 @@ def has_direct() -> bool:
 
 
 def has_direct_reads(nbytes: int) -> bool:
-    """Return whether reads of so many bytes should go past the page cache."""
+    """Return whether reads of so many bytes should go past the page cache: 64 MiB or more, with the `nvme` extra."""
     return nbytes >= _DIRECT_READ_BYTES and has_direct()
 
 
 def read_ranges(
     ranges: Sequence[tuple[Path, int, memoryview]], in_flight: int = _PENDING_READS, *, near: Path | None = None
 ) -> Generator[str, None, None]:
-    """Fill each buffer from a byte position of a file, with direct I/O; yields their checksums, in order.
+    """Fill each buffer of (file, first byte, buffer) with direct I/O; yields their checksums, in order.
 
-    `in_flight` reads are under way at a time, the one whose checksum is yielded next included. `near` is a path on the
-    files' device, by default the first file. Raises OSError.
+    A checksum is yielded when its buffer is full. `in_flight` reads are under way at a time, the one whose checksum is
+    yielded next included; buffers of later ranges may be written meanwhile. `near` is a path on the files' device, by
+    default the first file. `ranges` must not be empty. Raises OSError, and CheckpointError without the `nvme` extra.
     """
     files: dict[Path, Any] = {}
     pending: deque[Request] = deque()
@@ -175,9 +183,10 @@ def _finished(request: Request) -> str:
 
 
 def make_sink(path: Path, nbytes: int) -> FileSink:
-    """Create a file and return its sink: the default `open_sink`.
+    """Create a file of `nbytes` bytes and return its sink: the default `open_sink`.
 
-    Files below 4 MiB are written through the page cache: they are not worth an engine of their own.
+    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a rehearsal the
+    sink writes no content.
     """
     if current_rehearsal() is not None:
         return RehearsedSink(path, nbytes)

@@ -16,7 +16,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create a directory and its missing parents, each of them on disk on return."""
+    """Create a directory and its missing parents, each of them on disk on return; does nothing if it is there."""
     if path.is_dir():
         return
     make_directories(path.parent)
@@ -25,7 +25,10 @@ def make_directories(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a small file and wait until its content is on disk; raises FileExistsError when there is one."""
+    """Create a small file and wait until its content is on disk; raises FileExistsError when there is one.
+
+    Its name is on disk only after `fsync_directory`. `mode` is the file's permissions, before the umask.
+    """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     with open(fd, "wb") as file:
         file.write(data)
@@ -34,7 +37,10 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a small file and rename it to `path`, replacing that atomically; content and name are on disk on return."""
+    """Write a small file and rename it to `path`, replacing that atomically; content and name are on disk on return.
+
+    `mode` is the file's permissions, before the umask. On failure `path` is as it was.
+    """
     temporary = path.with_name(f".saving-{path.name}.{os.urandom(6).hex()}")
     try:
         write_durably(temporary, data, mode)

@@ -17,7 +17,8 @@ _NO_CLONE = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EN
 
 
 def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
+    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`, when it
+    cannot be read or is too short."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -51,7 +52,8 @@ def sync_file(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make a hard link; returns False where there can be none."""
+    """Make `target` a hard link to the file that `source` leads to; returns False where there can be none, raises
+    OSError for anything else."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -62,7 +64,11 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Make a file that shares the blocks of `source`; returns False where the file system cannot."""
+    """Make a read-only file `target` that shares the blocks of `source`; returns False, with nothing made, where the
+    file system cannot.
+
+    Raises OSError for anything else.
+    """
     old = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         new = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o444)

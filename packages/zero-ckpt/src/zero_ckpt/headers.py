@@ -10,7 +10,8 @@ from .safetensors_file import MAX_HEADER_BYTES, HeaderEntry, parse_header
 
 
 def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
-    """Return the bytes of a data file's header; raises DamagedError when their checksum does not hold."""
+    """Return the bytes of a data file's header; raises DamagedError when it is too large, cannot be read, or its
+    checksum does not hold."""
     where = str(folder.path / entry.path)
     if entry.header_nbytes > MAX_HEADER_BYTES:
         raise DamagedError(
@@ -25,5 +26,6 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
 
 
 def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
-    """Return the header's entries of a safetensors file of a checkpoint, by key; raises DamagedError."""
+    """Return the header's entries of a safetensors file of a checkpoint, by key; raises DamagedError when the header is
+    damaged or not valid."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -14,9 +14,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def inspect(spec: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return names, kinds, shapes, dtypes and sizes in bytes of a checkpoint's tensors, and the rest of its manifest.
+    """Return, as a dict, names, kinds, shapes, dtypes and sizes in bytes of a checkpoint's tensors, and the rest of its
+    manifest.
 
-    `spec` is a root, `root@tag` or `root@step`, or a checkpoint directory. Only the manifest is read.
+    `spec` is a root, `root@tag` or `root@step`, or a checkpoint directory. Only the manifest is read. Rank state is
+    left out. Raises NotFoundError or DamagedError.
     """
     return describe(open_spec(os.fspath(spec)))
 
@@ -48,7 +50,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def size_text(nbytes: float) -> str:
-    """Return a size in words, such as `1.5 GiB`."""
+    """Return a number of bytes as text with a unit of 1024's powers, such as `1.5 GiB`."""
     power = 0
     while nbytes >= 1024 and power < len(_UNITS) - 1:
         nbytes, power = nbytes / 1024, power + 1
@@ -56,7 +58,7 @@ def size_text(nbytes: float) -> str:
 
 
 def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the lines of `zero-ckpt inspect`: a tree of names, then totals by kind."""
+    """Yield the lines of `zero-ckpt inspect`: a headline, a tree of names, tied names, then bytes by kind."""
     total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     yield (
         f"{checkpoint.path}: step {checkpoint.step}, {len(checkpoint.tensors)} tensors, {size_text(total)}, "
@@ -82,7 +84,8 @@ def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _entry_text(tensors: list[TensorEntry]) -> str:
-    """Return shape, kinds, dtypes and size of the tensors of one name."""
+    """Return shape, kinds, dtypes and total size of the tensors of one name as text, such as a parameter and its
+    optimizer state."""
     first = tensors[0]
     kinds = ", ".join(
         f"{item.kind} {item.dtype}" + ("" if item.shape == first.shape else f" {list(item.shape)}") for item in tensors

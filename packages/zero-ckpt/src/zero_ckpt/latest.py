@@ -26,7 +26,10 @@ _BITS = 64
 
 
 def is_tag(text: str) -> bool:
-    """Return whether `text` can name a checkpoint directory."""
+    """Return whether `text` can name a checkpoint directory.
+
+    That is one path component of at most 200 bytes that does not begin with a period and is not `latest`.
+    """
     if not text or text.startswith(".") or "/" in text or "\0" in text:
         return False
     try:
@@ -46,8 +49,11 @@ def check_tag(tag: str) -> str:
 
 
 def check_new_tag(tag: str) -> str:
-    """Return `tag` if a checkpoint may be saved under it; raises CheckpointError for what `check_tag` refuses, and for
-    one that readers of `latest`, who take its first line and strip it, would not get back."""
+    """Return `tag` if a checkpoint may be saved under it.
+
+    Raises CheckpointError for what `check_tag` refuses, and for a tag that readers of `latest`, who take its first line
+    and strip it, would not get back.
+    """
     if check_tag(tag) != tag.partition("\n")[0].strip():
         raise CheckpointError(
             f"{tag!r} cannot be a tag: expected no space at its beginning or end and one line, as the file "
@@ -101,7 +107,7 @@ def read_latest(root: Path) -> str | None:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point `<root>/latest` at `tag`, atomically and durably."""
+    """Point `<root>/latest` at `tag`, atomically and durably; raises CheckpointError when `latest` is a directory."""
     temporary = root / f".saving-{LATEST_NAME}.{os.urandom(6).hex()}"
     with root_lock(root):
         require_replaceable(root)

@@ -64,7 +64,7 @@ class Stretch:
         return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
 
     def split(self, nbytes: int) -> Iterator[Stretch]:
-        """Yield the stretch in runs of at most `nbytes` bytes."""
+        """Yield the stretch in runs of at most `nbytes` bytes, in order."""
         step, end = nbytes // self.itemsize, self.piece.offset + self.piece.length
         for offset in range(self.piece.offset, end, step):
             yield replace(self, piece=replace(self.piece, offset=offset, length=min(step, end - offset)))
@@ -73,11 +73,12 @@ class Stretch:
 def link_files(
     directory: Path, rank: int, stretches: Sequence[Stretch]
 ) -> tuple[list[FileEntry], list[WrittenSlice], list[Stretch]]:
-    """Link each file of `stretches` into `directory`; returns file entries, their slices, and the stretches left to
-    copy.
+    """Link each file of `stretches` into `directory` and wait until the content is on disk.
 
-    `rank` is in the names of the links. Raises OSError naming the file, CheckpointError when two stretches share bytes
-    or an extent is not in its file.
+    Returns the links' manifest entries, their slices, and the stretches whose file can be neither linked nor cloned,
+    which are left to copy. `rank` is in the names of the links. Raises OSError naming the file, CheckpointError when
+    two stretches share bytes or an extent is not in its file, and DamagedError when the bytes that have to be read are
+    damaged.
     """
     files: list[FileEntry] = []
     slices: list[WrittenSlice] = []
@@ -101,7 +102,10 @@ def link_files(
 
 
 def _require_disjoint(source: Path, members: Sequence[Stretch]) -> None:
-    """Raise CheckpointError unless the extents lie inside the file and no two stretches share a byte."""
+    """Raise CheckpointError unless the extents lie inside the file `source` and no two stretches share a byte.
+
+    `members` are the stretches of that file, sorted by their first byte.
+    """
     nbytes, end, before = source.stat().st_size, 0, ""
     for stretch in members:
         extent = stretch.extent
@@ -118,7 +122,8 @@ def _require_disjoint(source: Path, members: Sequence[Stretch]) -> None:
 def _file_entry(path: Path, members: Sequence[Stretch], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
     """Return the manifest's entry and the slices of a linked file, reading the bytes that have no checksum yet.
 
-    `number` is the file's among the rank's own.
+    `members` are the stretches of the file `path`, sorted by their first byte; `number` is the file's among the rank's
+    own. Raises DamagedError when the file cannot be read or a checksum of an extent does not hold.
     """
     slices: list[WrittenSlice] = []
     extents: list[tuple[int, str]] = []
@@ -140,7 +145,8 @@ def _file_entry(path: Path, members: Sequence[Stretch], number: int) -> tuple[Fi
 def _checksummed_slices(stretch: Stretch) -> Iterable[Stretch]:
     """Return the stretch itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
 
-    A part of an extent with a checksum is read to verify it; raises DamagedError if the extent is damaged.
+    A stretch that is only part of an extent with a checksum is verified by reading that extent; raises DamagedError if
+    it is damaged.
     """
     trusted = _with_usable_checksum(stretch)
     return [trusted] if trusted.extent.checksum is not None else trusted.split(MAX_SLICE_BYTES)
@@ -159,8 +165,9 @@ class Copying:
     """Intervals that read stretches which cannot be linked; their data functions are to be called in order.
 
     Each part is read while the one before is written, past the page cache where the `nvme` extra is installed; two
-    buffers of 16 MiB are all the memory it takes. A function raises DamagedError when the extent that it completes has
-    another checksum than `FileExtent` says. `indices` are the positions of the intervals they came from. Close it.
+    buffers of 16 MiB are all the memory it takes. A function raises DamagedError when its bytes cannot be read, or the
+    extent that it completes has another checksum than `FileExtent` says. `indices` are the positions, in the rank's
+    list, of the intervals that `intervals` came from. Close it.
     """
 
     def __init__(self, stretches: Iterable[Stretch]) -> None:
@@ -183,11 +190,14 @@ class Copying:
         ]
 
     def close(self) -> None:
-        """Stop reading."""
+        """Stop reading; the buffers that were returned are no longer needed."""
         self._reads.close()
 
     def _next_part(self, part: Stretch) -> memoryview:
-        """Return the bytes of the next part, valid until the next call."""
+        """Return the bytes of `part`, the next one in order, valid until the next call.
+
+        Raises DamagedError when they cannot be read, or end an extent whose checksum does not hold.
+        """
         try:
             next(self._reads)
         except OSError as error:
@@ -203,7 +213,7 @@ class Copying:
 
 
 def _with_usable_checksum(stretch: Stretch) -> Stretch:
-    """Return the stretch; if it is only a part of a checksummed extent, verify the extent and drop the checksum.
+    """Return the stretch; if it is only part of an extent that has a checksum, verify the extent and return it without.
 
     Raises DamagedError if the extent's bytes have another checksum.
     """
@@ -215,7 +225,11 @@ def _with_usable_checksum(stretch: Stretch) -> Stretch:
 
 
 def _read_ahead(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[None, None, None]:
-    """Fill each buffer with ordinary reads; yields once per buffer that is filled, while the next is being read."""
+    """Fill each buffer of (file, first byte, buffer) with ordinary reads; yields once per buffer that is filled, while
+    the next is being read.
+
+    Raises DamagedError.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-read-ahead") as pool:
         ahead = [pool.submit(read_at, path, begin, view, str(path)) for path, begin, view in ranges[:1]]
         for path, begin, view in ranges[1:]:

@@ -11,8 +11,8 @@ from .reader import Checkpoint
 
 
 def split_spec(spec: str) -> tuple[Path, str | None]:
-    """Return the directory and the text after its last `@`; None for the text where there is no `@` or `spec`
-    exists."""
+    """Return the directory and the text after the last `@` of `spec`; a path that exists, or has no `@`, is itself the
+    directory, with None."""
     path = Path(spec)
     directory, at, which = spec.rpartition("@")
     if path.exists() or not at:
@@ -23,15 +23,18 @@ def split_spec(spec: str) -> tuple[Path, str | None]:
 def open_spec(spec: str) -> Checkpoint:
     """Open the checkpoint that `spec` names: `ROOT@TAG`, `ROOT@STEP`, a checkpoint's directory or `ROOT`.
 
-    `ROOT` alone is its latest, or the newest whole one if that is damaged, as in `open_checkpoint`. Raises
-    NotFoundError or DamagedError.
+    `ROOT` alone is the one that its `latest` names, or the newest whole one if that is damaged, as in
+    `open_checkpoint`. Raises NotFoundError or DamagedError.
     """
     root, which = split_spec(spec)
     return open_checkpoint(root, None if which is None else find_tag(root, which))
 
 
 def find_tag(root: Path, which: str) -> str:
-    """Return the tag that equals `which`, or the one tag whose step is `which`; raises NotFoundError."""
+    """Return the tag of `root` that equals `which`, or the tag of the only checkpoint whose step is `which`.
+
+    Raises NotFoundError, which lists the tags, when there is none, or several have that step.
+    """
     candidates = find_candidates(root)
     if any(candidate.tag == which for candidate in candidates):
         return which

@@ -30,7 +30,10 @@ logger = logging.getLogger("zero_ckpt")
 
 
 def try_lock(fd: int) -> bool | None:
-    """Lock what a descriptor refers to. True: locked now. False: another holds it. None: there are no locks here."""
+    """Lock what a descriptor refers to, for this process alone, without waiting.
+
+    Returns True when it is locked now, False when another holds the lock, None where the file system has no locks.
+    """
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -43,7 +46,8 @@ def try_lock(fd: int) -> bool | None:
 
 
 def unlock_and_close(fd: int) -> None:
-    """Release a lock, even if a child process has a copy of the descriptor, and close the descriptor."""
+    """Release the lock of a descriptor, if it has one, even if a child process has a copy of the descriptor, and close
+    it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_UN)
     except OSError as error:
@@ -55,7 +59,10 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def root_lock(root: Path) -> Iterator[None]:
-    """Hold the lock of a root, for short steps only; raises CheckpointError after waiting for it for ten minutes."""
+    """Hold the lock of a root, for short steps only; raises CheckpointError after waiting for it for ten minutes.
+
+    A root is a directory that holds checkpoints. Where its file system has no locks, nothing is held.
+    """
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _wait_for_lock(fd, root)
@@ -65,7 +72,10 @@ def root_lock(root: Path) -> Iterator[None]:
 
 
 def _wait_for_lock(fd: int, root: Path) -> None:
-    """Lock `fd`, the directory `root`, and log a warning after 5 s of waiting; no lock where there are none."""
+    """Lock `fd`, the open directory `root`, waiting while another process holds it; no lock where there are none.
+
+    Logs a warning after 5 s of waiting, and raises CheckpointError after ten minutes.
+    """
     begin, pause, said = time.monotonic(), 0.001, False
     while try_lock(fd) is False:
         waited = time.monotonic() - begin

@@ -44,7 +44,7 @@ class FileEntry:
     extents: tuple[tuple[int, str], ...] | None = None
 
     def extents_by_begin(self) -> dict[int, tuple[int, str]]:
-        """Return the extents of a raw file by the byte at which they begin."""
+        """Return the extents of a raw file, (bytes, checksum) by first byte; empty for a safetensors file."""
         found, position = {}, 0
         for nbytes, digest in self.extents or ():
             found[position] = (nbytes, digest)
@@ -52,16 +52,16 @@ class FileEntry:
         return found
 
     def encode(self) -> dict[str, Any]:
-        """Return the entry as plain data."""
+        """Return the entry as plain data: a dict of its fields, without `extents` where that is None."""
         table = {key: value for key, value in vars(self).items() if key != "extents"}
         return table if self.extents is None else {**table, "extents": [list(extent) for extent in self.extents]}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file`.
+    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest.
 
-    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent extents_by_begin.
+    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent begins.
     """
 
     file: int
@@ -72,13 +72,13 @@ class Slice:
     begin: int | None = None
 
     def encode(self) -> dict[str, Any]:
-        """Return the slice as plain data."""
+        """Return the slice as plain data: a dict of its fields, without `begin` where that is None."""
         table = {key: value for key, value in vars(self).items() if key != "begin"}
         return table if self.begin is None else {**table, "begin": self.begin}
 
 
 def raw_checksum(extents: Iterable[tuple[int, str]]) -> str:
-    """Return the checksum of a raw file: that of its extents' checksums, as text, one after another."""
+    """Return the checksum of a raw file of these (bytes, checksum) extents: that of their checksums' joined text."""
     return checksum("".join(digest for _, digest in extents).encode())
 
 
@@ -123,8 +123,8 @@ class Manifest:
     """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """Return the contents of the manifest file; raises CheckpointError when they would be too large to read
-        back."""
+        """Return the manifest file's contents; raises CheckpointError for a value that is not plain data, or too large
+        a result."""
         body = pack(
             {
                 "format": "zero-ckpt",
@@ -156,7 +156,7 @@ class Manifest:
 
 
 def _require_readable(body: bytes) -> None:
-    """Raise CheckpointError when `decode_manifest` would refuse a body for its size or the memory that it takes."""
+    """Raise CheckpointError when `decode_manifest` would refuse `body`, the packed map, for its size or memory."""
     if len(body) <= _ALWAYS_READABLE_BYTES:
         return
     try:
@@ -171,7 +171,7 @@ def _require_readable(body: bytes) -> None:
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """Return the manifest in `raw`; `where` names the file in errors.
+    """Return the manifest whose file's contents are `raw`; `where` names the file in errors.
 
     Raises DamagedError when anything about it violates the format, and CheckpointError when a later version wrote it.
     """
@@ -189,13 +189,13 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Turns the decoded msgpack map into dataclasses; raises DamagedError naming the key (`at`) that is invalid."""
+    """Turns the decoded msgpack map into dataclasses; raises DamagedError that names `at`, the place in the map."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def manifest(self, value: Any) -> Manifest:
-        """Return the manifest; raises CheckpointError for an unknown version."""
+        """Return the manifest that the map `value` describes; raises CheckpointError for an unknown version."""
         table = _typed(value, dict, "the manifest")
         if table.get("format") != "zero-ckpt":
             raise DamagedError(f"format is {table.get('format')!r}, expected 'zero-ckpt'")
@@ -244,7 +244,7 @@ class _Decoder:
         return entry
 
     def _extents(self, value: Any, at: str) -> tuple[tuple[int, str], ...]:
-        """Return (bytes, checksum) of every extent."""
+        """Return (bytes, checksum) of every extent in the list `value`."""
         found = []
         for index, item in enumerate(_typed(value, list, at)):
             pair = _typed(item, list, f"{at}[{index}]")
@@ -296,7 +296,7 @@ class _Decoder:
 
 
 def _require_raw_entry(entry: FileEntry, at: str) -> None:
-    """Raise DamagedError unless a raw file has no header, its extents cover it, and its checksum is theirs."""
+    """Raise DamagedError unless a raw file has no header, and extents that cover it and give its checksum."""
     covered = sum(nbytes for nbytes, _ in entry.extents or ())
     if entry.header_nbytes or covered != entry.nbytes or entry.checksum != raw_checksum(entry.extents or ()):
         raise DamagedError(
@@ -335,7 +335,7 @@ def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEn
 
 
 def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
-    """Return the slices sorted by offset; raises DamagedError unless they cover `count` elements exactly once."""
+    """Return the slices by offset; raises DamagedError unless they cover `count` elements exactly once."""
     ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
     position = 0
     for piece in ordered:
@@ -357,12 +357,12 @@ def _safe_path(path: str, at: str) -> str:
 
 
 def _string_set(value: Any, at: str) -> frozenset[str]:
-    """Return a list of strings as a set; raises DamagedError for anything else."""
+    """Return a list of strings as a set; raises DamagedError, naming the place `at`, for anything else."""
     return frozenset(_typed(item, str, f"{at}[{index}]") for index, item in enumerate(_typed(value, list, at)))
 
 
 def _typed(value: Any, kind: type, at: str) -> Any:
-    """Return `value`; raises DamagedError when its type is not exactly `kind`."""
+    """Return `value`; raises DamagedError, naming the place `at`, when its type is not exactly `kind`."""
     if type(value) is not kind:
         raise DamagedError(f"{at}: expected {kind.__name__}, got {type(value).__name__}")
     return value
@@ -382,6 +382,7 @@ def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
 
 
 def _checksum(table: dict[str, Any], key: str, at: str) -> str:
+    """Return the checksum string under `key`; raises DamagedError unless it is well-formed."""
     value = table.get(key)
     if not is_checksum(value):
         raise DamagedError(f"{at}.{key}: {value!r} is not a checksum")

@@ -25,8 +25,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None = None) -> int:
     """Open a regular file and return its descriptor; follows no link in the last component, and never blocks.
 
-    `folder`: the descriptor of a directory that `path` is relative to. Raises OSError, also for what is no regular
-    file.
+    `flags` are those of `os.open`. `folder` is the descriptor of a directory that `path` is relative to. Raises
+    OSError, also for what is no regular file.
     """
     try:
         fd = os.open(path, flags | _FILE, dir_fd=folder)
@@ -45,8 +45,8 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None 
 
 
 def read_bounded(fd: int, limit: int, where: str) -> bytes:
-    """Return all bytes of an open file; raises DamagedError when it cannot be read and, before memory is allocated, for
-    more than `limit`."""
+    """Return all bytes of an open file; raises DamagedError, beginning with `where`, when it cannot be read and, before
+    memory is allocated, for more than `limit` bytes."""
     parts, left = [], limit + 1
     try:
         nbytes = os.fstat(fd).st_size
@@ -63,7 +63,11 @@ def read_bounded(fd: int, limit: int, where: str) -> bytes:
 
 
 def _copy_file(source: int, name: str, folder: int) -> None:
-    """Create `name` in a directory with the content and the mode of an open file, on disk on return."""
+    """Create `name` in a directory with the content and the mode of an open file, on disk on return.
+
+    `source` is the file's descriptor, `folder` that of the directory. Raises OSError, FileExistsError if the name is
+    taken.
+    """
     found = os.fstat(source)
     target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=folder)
     try:
@@ -77,7 +81,11 @@ def _copy_file(source: int, name: str, folder: int) -> None:
 
 
 class Folder:
-    """An opened checkpoint directory; see [Note: opened folders]. `follow`: the path itself may be a link."""
+    """An opened checkpoint directory; see [Note: opened folders]. `follow`: the path itself may be a link.
+
+    Raises DamagedError when the directory cannot be opened. Files are named by their path relative to it. The
+    descriptor is closed when the object is no longer referenced.
+    """
 
     def __init__(self, path: Path, *, follow: bool) -> None:
         self.path = path
@@ -91,12 +99,17 @@ class Folder:
         weakref.finalize(self, os.close, self._fd).atexit = False
 
     def open(self, relative: str, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of a regular file in it; raises OSError."""
+        """Return a descriptor of a regular file in the directory, for the caller to close; `flags` are those of
+        `os.open`.
+
+        Raises OSError, also for a symbolic link.
+        """
         with self._parent(relative) as (folder, name):
             return open_regular(name, flags, folder)
 
     def give_own_copy(self, relative: str) -> None:
-        """Put a copy of a file in its place, so that its other hard links do not change with it; raises OSError."""
+        """Replace a file by a copy of it, atomically and durably, so that its other hard links do not change with it;
+        raises OSError."""
         with self._parent(relative) as (folder, name):
             source = open_regular(name, os.O_RDONLY, folder)
             copy = f".saving-{name}.{os.urandom(6).hex()}"
@@ -113,7 +126,11 @@ class Folder:
 
     @contextmanager
     def _parent(self, relative: str) -> Iterator[tuple[int, str]]:
-        """Yield the descriptor of the directory that a file lies in, and the file's name; raises OSError."""
+        """Yield the descriptor of the directory that a file lies in, valid inside the `with` statement, and the file's
+        name.
+
+        Raises OSError, also for a symbolic link on the way.
+        """
         *parents, name = relative.split("/")
         folder = self._fd
         try:
@@ -131,7 +148,8 @@ class Folder:
             os.close(folder)
 
     def nbytes(self, relative: str) -> int:
-        """Return the size of a regular file in it; raises OSError."""
+        """Return the size of a regular file in the directory, in bytes; raises OSError, also for what is no regular
+        file."""
         if "/" not in relative:
             found = os.stat(relative, dir_fd=self._fd, follow_symlinks=False)
             if stat.S_ISREG(found.st_mode):
@@ -143,19 +161,24 @@ class Folder:
             os.close(fd)
 
     def read(self, relative: str, limit: int) -> bytes:
-        """Return all bytes of a file; raises DamagedError, also for more than `limit` bytes, and ReplacedError."""
+        """Return all bytes of a file; raises DamagedError, also for more than `limit` bytes.
+
+        Raises ReplacedError instead when the file cannot be opened and the path does not lead to this directory any
+        more.
+        """
         where = str(self.path / relative)
         with self.opened(relative, where) as fd:
             return read_bounded(fd, limit, where)
 
     def read_at(self, relative: str, position: int, out: memoryview, where: str) -> None:
-        """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`."""
+        """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`, or
+        ReplacedError, as `read` does."""
         with self.opened(relative, where) as fd:
             read_fd(fd, position, out, where)
 
     @contextmanager
     def opened(self, relative: str, where: str) -> Iterator[int]:
-        """Yield a descriptor as `open_named` returns it, and close it; raises DamagedError when that fails, too."""
+        """Yield a descriptor as `open_named` returns it, and close it; raises DamagedError also when closing fails."""
         fd = self.open_named(relative, where)
         try:
             yield fd
@@ -166,7 +189,7 @@ class Folder:
                 raise DamagedError(f"{where}: closing: {error.strerror or error}") from error
 
     def is_current(self) -> bool:
-        """Return whether the path still leads to this directory."""
+        """Return whether the path still leads to this directory: no other has its place, and it was not removed."""
         try:
             now, own = os.stat(self.path), os.fstat(self._fd)
         except OSError:
@@ -179,7 +202,11 @@ class Folder:
             raise ReplacedError(f"{self.path} was replaced or removed while it was being read; open it again")
 
     def open_named(self, relative: str, where: str) -> int:
-        """Return a descriptor as `open` does, but raise ReplacedError or DamagedError, which begins with `where`."""
+        """Return a descriptor of a regular file in the directory, for the caller to close.
+
+        Raises ReplacedError when that fails and the path does not lead to this directory any more, otherwise
+        DamagedError, which begins with `where`.
+        """
         try:
             return self.open(relative)
         except OSError as error:
@@ -188,7 +215,8 @@ class Folder:
 
 
 def read_fd(fd: int, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of an open file from `position` on; raises DamagedError, beginning with `where`."""
+    """Fill `out` with the bytes of an open file from `position` on; raises DamagedError, beginning with `where`, when
+    it cannot be read or is too short."""
     try:
         while out:
             count = os.preadv(fd, [out], position)

@@ -32,9 +32,11 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open checkpoint `tag` of `root`, or the one that `<root>/latest` names; collective when given a coordinator.
 
-    Without a tag, when that one is damaged or missing, the newest whole checkpoint is opened instead; this is logged as
-    a warning and recorded in the checkpoint's `report`. All ranks open the same one, the first that is whole on every
-    rank. `root` may also be a checkpoint directory itself. `skip` maps tags that are known to be damaged to the reason.
+    A root is a directory in which checkpoints are saved. A checkpoint is whole when its manifest is valid and its files
+    have their sizes; their bytes are not read here. Without a tag, when the one of `latest` is damaged or missing, the
+    newest whole checkpoint is opened instead; this is logged as a warning and recorded in the checkpoint's `report`.
+    All ranks open the same one, the first that is whole on every rank. `root` may also be a checkpoint directory
+    itself. `skip` maps tags that are known to be damaged to the reason.
 
     Raises NotFoundError when there is no checkpoint at all, and DamagedError when there are some but none is whole (or
     the one requested by tag is not). If a save is replacing a checkpoint, waits half a second for it.
@@ -61,7 +63,12 @@ def open_checkpoint(
 
 
 def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
-    """Return the chosen candidate as an open checkpoint, and log those that were passed over for it."""
+    """Return the chosen candidate as an open checkpoint, and log those that were passed over for it.
+
+    `requested` is the tag that the caller asked for, if any; `skipped` maps the tags passed over to their problems;
+    `what` begins errors. Raises DamagedError when the candidate is not whole on this rank, and ReplacedError when it is
+    not any more.
+    """
     report = OpenReport(requested, chosen.tag, tuple(skipped.items()))
     if skipped:
         logger.warning("%s", report)
@@ -78,7 +85,8 @@ _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
 def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return what `look` finds, repeated (50 times at most) while a save is moving a directory that it looks at."""
+    """Return what `look` finds, repeated (50 times at most, 10 ms apart) while a save is moving a directory that it
+    looks at."""
     for _ in range(_LOOKS):
         found = look(root, tag, skip)
         if not any(candidate.moved for candidate in found):
@@ -88,7 +96,11 @@ def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) 
 
 
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return the candidate of `tag`, of `root` itself, or of `latest`, in a list; empty if there is no `latest`."""
+    """Return the candidate of `tag`, of `root` itself, or of `latest`, in a list; empty if there is no `latest`.
+
+    A tag in `skip`, or a `latest` that cannot be followed, gives a candidate with that problem. Raises NotFoundError
+    when there is no checkpoint `tag`.
+    """
     if tag is not None:
         path = _find_directory(root, check_tag(tag))
         if path is None:
@@ -113,7 +125,8 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
 
 
 def _find_directory(root: Path, tag: str) -> Path | None:
-    """Return the directory of checkpoint `tag`, also while a save replaces it; None if there is none."""
+    """Return the directory of checkpoint `tag`, also where a save has moved it aside to replace it; None if there is
+    none."""
     for _ in range(3):
         if exists(root / tag):
             return root / tag
@@ -124,20 +137,25 @@ def _find_directory(root: Path, tag: str) -> Path | None:
 
 
 def _every_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return every checkpoint of `root`, newest first; none when `tag` or `root` itself names the only choice."""
+    """Return every checkpoint of `root`, newest first, those in `skip` with that problem; none when `tag` or `root`
+    itself names the only choice."""
     if tag is not None or holds_checkpoint(root):
         return []
     return [_apply_skip(candidate, skip) for candidate in find_candidates(root)]
 
 
 def _apply_skip(candidate: Candidate, skip: Mapping[str, str]) -> Candidate:
-    """Return the candidate; if `skip` has its tag, as one with that problem."""
+    """Return the candidate; if `skip` has its tag, a candidate without manifest whose problem is the reason given
+    there."""
     problem = skip.get(candidate.tag)
     return candidate if problem is None else Candidate(candidate.tag, candidate.path, None, problem)
 
 
 def _merge_problems(views: list[Any]) -> dict[str, str | None]:
-    """Return the problem of each candidate by tag, in rank 0's order; None only where it is whole on every rank."""
+    """Return the problem of each candidate by tag, in rank 0's order; None only where it is whole on every rank.
+
+    `views` has, by rank, a list of [tag, problem or None].
+    """
     merged: dict[str, str | None] = {str(name): problem for name, problem in views[0]}
     for rank, view in enumerate(views[1:], start=1):
         seen: dict[str | None, str | None] = dict(view)

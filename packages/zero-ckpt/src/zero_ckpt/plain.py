@@ -27,8 +27,9 @@ def to_plain(value: Any, path: str, *, max_items: int | None = None) -> Any:
     """Return a copy of `value` as plain data; tuples become lists, subclasses of plain types their plain values.
 
     `path` is the name under which errors report `value`. Raises NotPlainDataError with the path of the first item that
-    is not plain data, for example `client_state["sampler"].fn`, or when there are more than `max_items` items. An item
-    that is referred to twice counts and is copied twice, so a small file can expand to many items.
+    is not plain data, for example `client_state["sampler"].fn`, for nesting of more than 100 levels, or when there are
+    more than `max_items` items (None: any number). An item that is referred to twice counts and is copied twice, so a
+    small file can expand to many items.
     """
     items = None if max_items is None else iter(range(max_items))
     _spend_items(items, 1, path)
@@ -36,7 +37,11 @@ def to_plain(value: Any, path: str, *, max_items: int | None = None) -> Any:
 
 
 def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any:
-    """Return `value` as plain data; `items` yields once per item that is still allowed, None for no limit."""
+    """Return a copy of `value` as plain data; raises NotPlainDataError.
+
+    `path` names it in errors, `depth` is the number of lists and dicts around it, and `items` yields once per item that
+    is still allowed; None for no limit.
+    """
     kind = type(value)
     if kind is str:
         return _require_encodable(value, path)
@@ -68,13 +73,15 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any
 
 
 def _spend_items(items: Iterator[int] | None, count: int, path: str) -> None:
-    """Use up `count` of the items that are still allowed; raises NotPlainDataError when fewer are left."""
+    """Use up `count` of the items that are still allowed (None: any number); raises NotPlainDataError, naming `path`,
+    when fewer are left."""
     if items is not None and sum(1 for _ in itertools.islice(items, count)) < count:
         raise NotPlainDataError(f"{path} has more items than are read")
 
 
 def _require_encodable(value: str, path: str) -> str:
-    """Return the string; raises NotPlainDataError for half a surrogate pair, which UTF-8 cannot encode."""
+    """Return the string; raises NotPlainDataError, naming `path`, for half a surrogate pair, which UTF-8 cannot
+    encode."""
     if not value.isascii():
         try:
             value.encode()
@@ -84,14 +91,16 @@ def _require_encodable(value: str, path: str) -> str:
 
 
 def _checked_key(key: Any, path: str) -> str:
-    """Return the key of a map as a str; raises NotPlainDataError when it is no string."""
+    """Return the key of a map as a str; raises NotPlainDataError when it is no string or not valid Unicode. `path`
+    names the map."""
     if not isinstance(key, str):
         raise NotPlainDataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
     return _require_encodable(str(key), path)
 
 
 def pack(value: Any) -> bytes:
-    """Return plain data as msgpack bytes."""
+    """Return plain data as msgpack bytes; raises NotPlainDataError for an integer of more than 1000 bytes and for other
+    types."""
     packed: bytes = msgpack.packb(value, default=_pack_big_int, use_bin_type=True)
     return packed
 
@@ -144,20 +153,24 @@ def first_duplicate(keys: Iterable[str]) -> str | None:
 
 
 class _Decoding:
-    """Bounds the memory of lists and maps while msgpack makes them, and refuses values that are not plain data."""
+    """Bounds the memory of lists and maps while msgpack makes them, and refuses values that are not plain data.
+
+    `nbytes` is the length of the encoded data: 256 MiB and eight times that are allowed.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self._left = _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * nbytes
 
     def take_list(self, items: list[Any]) -> list[Any]:
-        """Return `items` after counting their memory; raises ValueError beyond the bound or for other than plain
-        data."""
+        """Return `items` after counting their memory; raises ValueError beyond the bound, and for an item that is not
+        plain data."""
         self._spend(_LIST_BYTES + 8 * len(items))
         self._require_plain(items)
         return items
 
     def take_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the pairs as a dict, as `take_list` does; raises ValueError also for a key that is there twice."""
+        """Return the (key, value) pairs as a dict, counted and checked as in `take_list`; raises ValueError also for a
+        key that is there twice."""
         self._spend(_MAP_BYTES + _PAIR_BYTES * len(pairs))
         table = dict(pairs)
         if len(table) != len(pairs):
@@ -166,12 +179,14 @@ class _Decoding:
         return table
 
     def _spend(self, nbytes: int) -> None:
+        """Count memory; raises ValueError when no more is allowed."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError("its lists and maps take too much memory for its size")
 
     @staticmethod
     def _require_plain(values: Iterable[Any]) -> None:
+        """Raise ValueError when the type of a value is not one of plain data."""
         odd = set(map(type, values)) - _PLAIN_TYPES
         if odd:
             raise ValueError(f"{', '.join(sorted(kind.__name__ for kind in odd))} is not plain data")

@@ -1,8 +1,8 @@
 """Decide which rank writes which elements. Pure arithmetic; every rank computes the same plan from the same input.
 
 Elements that several ranks hold (replicas) are written once, by the candidate with the fewest bytes so far, in runs of
-at most `MAX_SLICE_BYTES`. Elements in a sealed file are preferred to replicas in memory, cost nothing, and are not cut
-here. Elements that nobody holds are an error.
+at most `MAX_SLICE_BYTES`. Elements in a sealed file are preferred to replicas in memory, cost nothing, and are not
+split here. Elements that no rank holds are an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PlannedSlice:
 class SavePlan:
     """`tensors` as (name, kind, shape, dtype), in the order in which ranks first named them; `pieces[rank]` its slices.
 
-    Slices are in order of interval and offset.
+    The slices of a rank are in order of interval and offset.
     """
 
     tensors: tuple[tuple[str, str, tuple[int, ...], str], ...]
@@ -67,8 +67,9 @@ class _Run:
 def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str] | None = None) -> SavePlan:
     """Assign every element of every tensor to exactly one rank, or to one rank of each node that holds it.
 
-    `nodes` names each rank's node where nodes do not share a file system. Raises CheckpointError when ranks disagree on
-    a tensor's shape or dtype, when one rank holds an element twice, or when elements are held by nobody.
+    `holdings` are those of all ranks. `nodes` names each rank's node where nodes do not share a file system, None where
+    they do. Raises CheckpointError when ranks disagree on a tensor's shape or dtype, when one rank holds an element
+    twice, or when no rank holds some element.
     """
     tensors: dict[tuple[str, str], list[Holding]] = {}
     for holding in holdings:
@@ -95,7 +96,8 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
 
 
 def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
-    """Return the holders of a run in groups that each write it: one group per node, one of all without `nodes`."""
+    """Return the holders of a run in groups, one holder of each of which writes it: one group per node, one of all
+    without `nodes`."""
     if nodes is None:
         return [run.holders]
     groups: dict[str, list[Holding]] = {}
@@ -105,7 +107,7 @@ def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Seque
 
 
 def _require_same_shape(group: Sequence[Holding]) -> None:
-    """Raise CheckpointError when ranks disagree on a tensor's shape or dtype."""
+    """Raise CheckpointError when ranks disagree on a tensor's shape or dtype; `group` are its holdings."""
     first = group[0]
     for other in group:
         if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -116,7 +118,10 @@ def _require_same_shape(group: Sequence[Holding]) -> None:
 
 
 def _runs(group: Sequence[Holding]) -> list[_Run]:
-    """Return the longest runs of elements with the same holders, in order; raises CheckpointError for a hole."""
+    """Return the longest runs of elements with the same holders, in order; `group` are the holdings of one tensor.
+
+    Raises CheckpointError for elements that no rank holds, or that a rank holds twice.
+    """
     total = numel(group[0].shape)
     held = [holding for holding in group if holding.length]
     if len(held) == 1 and held[0].length == total:
@@ -155,18 +160,22 @@ def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
 
 
 def _cut(run: _Run) -> list[_Run]:
-    """Return a run in runs of at most `MAX_SLICE_BYTES`."""
+    """Return a run in runs of at most `MAX_SLICE_BYTES`, with the same holders."""
     step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
     return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
 
 
 def _run_nbytes(run: _Run) -> int:
+    """Return the bytes of a run's elements."""
     return (run.end - run.begin) * ITEMSIZE[run.holders[0].dtype]
 
 
 def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[PlannedSlice]]) -> None:
-    """Plan a run for a holder to write, and add its bytes to the rank's load; linked runs cost nothing and stay
-    uncut."""
+    """Plan a run for a holder to write: append its slices to `pieces` of the holder's rank, and add its bytes to
+    `load`.
+
+    Linked runs cost nothing and stay one slice; others are split to at most `MAX_SLICE_BYTES`.
+    """
     load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
     for part in [run] if holder.linked else _cut(run):
         pieces[holder.rank].append(PlannedSlice(holder.index, part.begin, part.end - part.begin))

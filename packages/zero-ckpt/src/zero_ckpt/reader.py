@@ -65,7 +65,8 @@ class Checkpoint:
     """A complete checkpoint, opened for reading; make one with `open_checkpoint`. Safe to use from several threads.
 
     It reads the files of the directory that was opened, even if a save replaces the checkpoint of this tag meanwhile;
-    once those files are gone, reading raises ReplacedError.
+    once those files are gone, reading raises ReplacedError. `path` is that directory and `tag` its name; `report` says
+    which checkpoints were passed over.
     """
 
     def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport, folder: Folder) -> None:
@@ -94,12 +95,12 @@ class Checkpoint:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """The names of tied tensors, with the name under which each is stored."""
+        """The names of tied tensors, each mapped to the name under which it is stored."""
         return self._manifest.aliases
 
     @property
     def frozen(self) -> frozenset[str] | None:
-        """Parameters that were not trained; None where the saver did not say."""
+        """The names of parameters that were not trained; None where the saver did not say."""
         return self._manifest.frozen
 
     @property
@@ -124,11 +125,15 @@ class Checkpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs when the contents do: the checksum of the manifest."""
+        """Text that differs when the contents do: the checksum of the manifest, which holds those of all tensors."""
         return checksum(self._manifest.encode())
 
     def cuts(self, name: str, kind: str) -> list[int]:
-        """Return the elements at which slices begin; reads that begin and end there touch each byte once."""
+        """Return the flat elements at which a tensor's slices begin, ascending; reads that begin and end there touch
+        each byte once.
+
+        `name` may be an alias. Raises NotFoundError.
+        """
         return [piece.offset for piece in self.entry(name, kind).slices]
 
     def entry(self, name: str, kind: str) -> TensorEntry:
@@ -141,16 +146,19 @@ class Checkpoint:
     def read_into(self, name: str, kind: str, offset: int, out: Buffer, *, verify: bool = True) -> None:
         """Fill `out` with elements of a tensor from flat element `offset` on, in the stored dtype.
 
-        `out` is a writable C-contiguous buffer; its size decides how many elements are read. Raises NotFoundError,
-        MismatchError when `out` is no such interval, and DamagedError naming tensor and file.
+        `out` is a writable C-contiguous buffer; its size decides how many elements are read. `name` may be an alias.
+        Without `verify`, bytes are not compared with their checksums. Raises NotFoundError, MismatchError when `out` is
+        not writable and contiguous or not whole elements inside the tensor, DamagedError naming tensor and file, and
+        ReplacedError.
         """
         for job in self._slice_copies(ReadRequest(name, kind, offset, out)):
             self._copy_from_slice([job], verify)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Fill the buffers of many requests as `read_into` does, with several reads in flight.
+        """Fill the buffers of many requests as `read_into` does, with several reads in flight; raises as it does.
 
-        `threads` read; with the `nvme` extra, large requests for whole slices are read past the page cache instead.
+        `threads` read; with the `nvme` extra, when 64 MiB or more are requested and `verify` is set, whole slices are
+        read past the page cache instead. After an exception the buffers may be partly filled.
         """
         jobs = [job for request in requests for job in self._slice_copies(request)]
         if verify and has_direct_reads(sum(job.view.nbytes for job in jobs)):
@@ -172,7 +180,8 @@ class Checkpoint:
                 raise
 
     def _read_whole_slices(self, jobs: list[SliceCopy]) -> list[SliceCopy]:
-        """Read the jobs that are whole slices with direct I/O, 64 files at a time; returns the other jobs."""
+        """Read those jobs that want whole slices with direct I/O, 64 files at a time; returns the other jobs, which are
+        left to do."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
         for first in range(0, len(by_file), _OPEN_FILES):
@@ -180,7 +189,7 @@ class Checkpoint:
         return [job for job in jobs if not job.is_whole]
 
     def _read_directly(self, jobs: list[SliceCopy]) -> None:
-        """Read jobs that are whole slices with direct I/O and compare their checksums."""
+        """Read jobs that want whole slices with direct I/O, and compare their checksums; raises DamagedError."""
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
             for job in jobs:
@@ -196,7 +205,10 @@ class Checkpoint:
                 raise DamagedError(f"{self.path}: {error}") from error
 
     def read(self, name: str, kind: str, offset: int = 0, length: int | None = None) -> bytearray:
-        """Return the verified bytes of an interval, by default of the full tensor; raises as `read_into` does."""
+        """Return the verified bytes of `length` elements from flat element `offset` on, by default of the full tensor.
+
+        Raises as `read_into` does, MismatchError for an interval that is not inside the tensor.
+        """
         entry = self.entry(name, kind)
         count = entry.numel - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > entry.numel:
@@ -206,7 +218,8 @@ class Checkpoint:
         return out
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
-        """Return one copy for each slice that a request overlaps."""
+        """Return one copy for each slice that a request overlaps; raises NotFoundError, and MismatchError when the
+        request does not fit the tensor."""
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
         out = _writable_bytes(request)
@@ -225,7 +238,11 @@ class Checkpoint:
         return jobs
 
     def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
-        """Do jobs that read from the same slice; to verify them it is read once."""
+        """Do jobs that all read from the same slice; with `verify` it is read once, in full, and compared.
+
+        A slice of more than `MAX_SLICE_BYTES` of which parts are wanted is verified once per checkpoint object. Raises
+        DamagedError, or ReplacedError.
+        """
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
         with self._opened(first) as fd:
@@ -244,7 +261,10 @@ class Checkpoint:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
     def _verify_large(self, job: SliceCopy, fd: int, begin: int, where: str) -> None:
-        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did."""
+        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did; raises DamagedError.
+
+        `fd` is its file, `begin` its first byte there; `where` begins errors.
+        """
         place = (job.piece.file, job.piece.key, job.piece.begin)
         with self._large_lock:
             if place not in self._large:
@@ -269,7 +289,8 @@ class Checkpoint:
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
     def _begin(self, job: SliceCopy) -> int:
-        """Return the byte of its file at which a job's slice begins."""
+        """Return the byte of its file at which a job's slice begins; raises DamagedError when the file's header does
+        not hold it."""
         if job.piece.begin is not None:
             return job.piece.begin
         stored = self._header(job.piece.file).get(job.piece.key)
@@ -280,7 +301,7 @@ class Checkpoint:
         return stored.begin
 
     def _header(self, index: int) -> dict[str, HeaderEntry]:
-        """Return the header's entries of file number `index`, which is read once."""
+        """Return the header's entries of file number `index` by key; it is read the first time and kept."""
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
@@ -290,7 +311,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SliceCopy:
-    """A copy of the bytes of one slice, from `skip` bytes after its begin on, into `view`."""
+    """A copy into `view` of bytes of one slice, from `skip` bytes after the slice's begin on."""
 
     entry: TensorEntry
     piece: Slice
@@ -309,7 +330,8 @@ class SliceCopy:
 
 
 def _writable_bytes(request: ReadRequest) -> memoryview:
-    """Return the request's buffer as a flat view of bytes; raises MismatchError when it cannot be written."""
+    """Return the request's buffer as a flat view of bytes; raises MismatchError when it is read-only or not
+    contiguous."""
     view = memoryview(request.out)
     if view.readonly or not view.c_contiguous:
         raise MismatchError(
@@ -319,7 +341,7 @@ def _writable_bytes(request: ReadRequest) -> memoryview:
 
 
 def _overlapping(slices: Sequence[Slice], begin: int, end: int) -> list[Slice]:
-    """Return the slices, of `slices` sorted by offset, that share elements with `begin` to `end`."""
+    """Return the slices, of `slices` sorted by offset, that share elements with `begin` to `end` (exclusive)."""
     low, high = 0, len(slices)
     while low < high:  # the first slice that ends after `begin`
         middle = (low + high) // 2

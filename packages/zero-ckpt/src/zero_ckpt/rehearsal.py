@@ -34,6 +34,8 @@ _HEADS = "heads"
 class CheckpointRehearsal:
     """The stand-in for memory in rehearsed saves and loads, and what it learns of them.
 
+    `manifest` is what loads read, None if there is nothing to load.
+
     Attributes:
         copied_nbytes: host memory for the copies that saves in the background make, kept for the next.
         message_nbytes: host memory of the largest exchange between the ranks: a message of each, padded to the longest.
@@ -59,9 +61,10 @@ _REHEARSAL: ContextVar[CheckpointRehearsal | None] = ContextVar("zero_ckpt_rehea
 
 @contextmanager
 def rehearsed(manifest: Manifest | None = None) -> Iterator[CheckpointRehearsal]:
-    """Rehearse the saves of this context (see [Note: rehearsed saves]); threads that start inside it save for real.
+    """Rehearse the saves of this context (see [Note: rehearsed saves]), and yield what counts them.
 
-    Loads are rehearsed too, of the checkpoint that ``manifest`` describes (see [Note: rehearsed loads]).
+    Loads are rehearsed too, of the checkpoint that `manifest` describes (see [Note: rehearsed loads]). Threads that
+    start inside the context save and load for real.
     """
     rehearsal = CheckpointRehearsal(manifest)
     token = _REHEARSAL.set(rehearsal)
@@ -77,7 +80,10 @@ def current_rehearsal() -> CheckpointRehearsal | None:
 
 
 class RehearsedSink:
-    """A `FileSink` that counts bytes and gives the file its length, without content."""
+    """A `FileSink` that counts bytes and gives the file its length, `nbytes`, without content.
+
+    Raises FileExistsError when there is something at `path`.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._path, self._nbytes, self._position = path, nbytes, 0
@@ -101,14 +107,23 @@ class RehearsedSink:
 
 
 class RehearsedRanks:
-    """A coordinator whose other ranks hold the elements that this one lacks, and write them elsewhere."""
+    """A `Coordinator` whose other ranks hold the elements that this one lacks, and write them elsewhere.
+
+    Rank and world size are those of `given`, which is not called otherwise; the largest exchange is noted in
+    `rehearsal`.
+    """
 
     def __init__(self, given: Coordinator, rehearsal: CheckpointRehearsal) -> None:
         self.rank, self.world_size = given.rank, given.world_size
         self._rehearsal = rehearsal
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the answers to one step of a save (see `coordination.together`), as if the other ranks succeeded."""
+        """Return the answers of all ranks to one step of a save, [problem or None, result] each, as if the other ranks
+        succeeded.
+
+        `obj` is this rank's answer (see `coordination.together`). Where its result describes intervals, the next rank
+        describes the elements that they lack.
+        """
         problem, result = obj
         other: Any = None
         rest: Any = None
@@ -128,9 +143,10 @@ class RehearsedRanks:
 
 
 def rest_of(heads: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Return the heads, of tensors named in ``heads``, for all elements that none of them covers.
+    """Return heads for all elements that no head covers, of the tensors that `heads` name.
 
-    A head is (name, kind, shape, dtype, offset, length, linked).
+    A head is (name, kind, shape, dtype, offset, length, linked), as `saving` makes them: `length` elements from flat
+    element `offset` on. The new ones are not linked.
     """
     tensors: dict[tuple[str, str], list[Sequence[Any]]] = {}
     for head in heads:

@@ -18,9 +18,10 @@ _REHEARSED = "rehearsed"
 
 
 class RehearsedCheckpoint(Checkpoint):
-    """The checkpoint that the manifest of a rehearsal describes; ``root``: any directory. Reads are counted only.
+    """The checkpoint that the manifest of a rehearsal describes; `root`: any directory. Reads are counted only.
 
-    Raises NotFoundError when the rehearsal has no manifest, and for elements of ranks whose saves were not rehearsed.
+    The buffers of requests keep what they hold. Raises NotFoundError when the rehearsal has no manifest, and for
+    elements of ranks whose saves were not rehearsed.
     """
 
     def __init__(self, root: Path, rehearsal: CheckpointRehearsal) -> None:
@@ -34,13 +35,20 @@ class RehearsedCheckpoint(Checkpoint):
         self._scratch: list[int] = []
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Count the reads of many requests."""
+        """Count the bytes that `Checkpoint.read_many` would read, and the host memory that `threads` would read into at
+        a time.
+
+        Both are added to the rehearsal: `read_nbytes` grows, and `scratch_nbytes` is the largest so far. No buffer is
+        filled.
+        """
         self._scratch.clear()
         super().read_many(requests, verify=verify, threads=threads)
         most = sum(sorted(self._scratch, reverse=True)[:threads])
         self._rehearsal.scratch_nbytes = max(self._rehearsal.scratch_nbytes, most)
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
+        """Return the copies as for a real read; raises NotFoundError when the manifest has no slice for some of the
+        elements."""
         found = super()._slice_copies(request)
         if sum(job.view.nbytes for job in found) != memoryview(request.out).nbytes:
             raise NotFoundError(
@@ -50,10 +58,13 @@ class RehearsedCheckpoint(Checkpoint):
         return found
 
     def _read_directly(self, jobs: list[SliceCopy]) -> None:
+        """Count jobs that would be read with direct I/O."""
         for job in jobs:
             self._count(job, job.slice_nbytes)
 
     def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
+        """Count the bytes that jobs of one slice would read, and the bytes of scratch for a slice that is wanted in
+        part."""
         first, parts = jobs[0], sum(job.view.nbytes for job in jobs)
         if verify and first.slice_nbytes > MAX_SLICE_BYTES and not all(job.is_whole for job in jobs):
             place = (first.piece.file, first.piece.key, first.piece.begin)
@@ -65,7 +76,7 @@ class RehearsedCheckpoint(Checkpoint):
             self._count(first, parts)
 
     def _count(self, job: SliceCopy, nbytes: int, scratch: int = 0) -> None:
-        """Count bytes that are read from a job's file, with its header at the first time, and bytes of scratch."""
+        """Count `nbytes` read from a job's file, with its header the first time, and `scratch` bytes of host memory."""
         with self._counting:
             if job.piece.begin is None and job.piece.file not in self._begun_files:
                 self._begun_files.add(job.piece.file)
@@ -75,9 +86,10 @@ class RehearsedCheckpoint(Checkpoint):
 
 
 def merge_manifests(parts: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of one checkpoint of which ``parts`` have one rank's slices each.
+    """Return the manifest of one checkpoint of which `parts`, at least one, have one rank's slices each.
 
-    All else is the first's, but for the ranks' own states (random generators), which a rehearsal leaves alone.
+    All else is the first's, except that `rank_state` is empty: a rehearsal leaves the ranks' own states (random
+    generators) alone.
     """
     files: list[FileEntry] = []
     tensors: dict[tuple[str, str], TensorEntry] = {}

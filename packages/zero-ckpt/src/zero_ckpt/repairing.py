@@ -25,10 +25,10 @@ def repair(
 
     Puts back a checkpoint that an interrupted save had moved aside and sweeps what interrupted saves left; renames
     checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
-    checkpoint of the root holds one with the same checksum; renames what stays damaged to `.damaged-<tag>`; and points
-    `latest` at the newest whole checkpoint when it names none. It changes no tensor of a whole checkpoint, and no
-    directory that was not written as a checkpoint. With `dry_run` nothing is changed: the sentences say what would be
-    done, beginning with "would".
+    checkpoint of the root holds one with the same checksum (its twin); renames what stays damaged to `.damaged-<tag>`;
+    and points `latest` at the newest whole checkpoint when it names none. It changes no tensor of a whole checkpoint,
+    and no directory that was not written as a checkpoint. With `dry_run` nothing is changed: the sentences say what
+    would be done, beginning with "would". `progress` is called with the number of bytes read since its last call.
 
     Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some.
     """
@@ -49,7 +49,11 @@ def repair(
 
 
 def require_root(directory: Path) -> None:
-    """Raise NotFoundError unless checkpoints were saved in `directory`; names the roots below it if there are some."""
+    """Raise NotFoundError unless `directory` holds a checkpoint, whole or not, or remains of a save; names the roots
+    below it if there are some.
+
+    A checkpoint's own directory is no root.
+    """
     if not directory.is_dir():
         raise NotFoundError(f"{directory} is not a directory")
     if holds_checkpoint(directory):
@@ -70,7 +74,10 @@ def is_root(directory: Path) -> bool:
 
 
 def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list[str]:
-    """Return what `repair` would do, one sentence each, without changing anything."""
+    """Return what `repair` would do, one sentence each, without changing anything.
+
+    `progress` is called with the number of bytes read since its last call.
+    """
     done = [f"would sweep or put back {path.name}" for path in sweep(root, dry_run=True)]
     names = _misnamed(root)
     done += [f"would rename {path.name} to {tag}, as which it was saved" for path, tag in names.items()]
@@ -87,7 +94,7 @@ def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list
 
 
 def _misnamed(root: Path) -> dict[Path, str]:
-    """Return whole checkpoints whose directory has another name than their tag, with that tag."""
+    """Return the directories of whole checkpoints whose name is not the tag they were saved as, with that tag."""
     found = {}
     for path in checkpoint_directories(root):
         manifest = examine(path.name, path, in_root=False).manifest
@@ -97,7 +104,10 @@ def _misnamed(root: Path) -> dict[Path, str]:
 
 
 def _restore_names(root: Path) -> list[str]:
-    """Rename misnamed checkpoints to their tags where those are free; returns what was done."""
+    """Rename misnamed checkpoints to their tags where those are free; returns what was done, one sentence each.
+
+    One whose tag is taken keeps its name, and the sentence says so.
+    """
     done = []
     with root_lock(root):
         aside = {path: replaced_path(root, tag) for path, tag in _misnamed(root).items()}
@@ -116,9 +126,11 @@ def _restore_names(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename a damaged checkpoint to `.damaged-<tag>`; returns what was done, nothing if it is whole by now.
+    """Rename a damaged checkpoint to `.damaged-<tag>`; returns what was done as one sentence, none if it is whole by
+    now.
 
-    A file that it shares with another checkpoint may have been restored there, or a save may have replaced it.
+    A file that it shares with another checkpoint may have been restored there, or a save may have replaced it. A number
+    is added to a name that is taken.
     """
     before = _identity(path)
     report = verify_candidate(path)
@@ -153,7 +165,11 @@ def _readable_latest(root: Path) -> str | None:
 
 
 def _fix_latest(root: Path) -> list[str]:
-    """Point `latest` at the newest whole checkpoint unless it names a whole one; returns what was done."""
+    """Point `latest` at the newest whole checkpoint unless it names a whole one; returns what was done as one sentence,
+    if anything.
+
+    Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
+    """
     whole = [candidate.tag for candidate in find_candidates(root) if candidate.problem is None]
     if not whole or _readable_latest(root) in whole:
         return []

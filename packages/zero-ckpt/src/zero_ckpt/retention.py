@@ -13,11 +13,11 @@ from .locking import root_lock
 
 
 def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool = False) -> list[Path]:
-    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step; returns what was removed.
+    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step; returns the removed directories.
 
     The tags in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
-    Other jobs may save into the root and prune it at the same time. Raises CheckpointError, DamagedError when `latest`
-    cannot be read.
+    With `dry_run` nothing is removed, only returned. Other jobs may save into the root and prune it at the same time.
+    Raises CheckpointError when `keep_last` is less than 1, and DamagedError when `latest` cannot be read.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")

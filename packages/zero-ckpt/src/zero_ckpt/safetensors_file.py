@@ -35,8 +35,8 @@ def encode_header(
 ) -> tuple[bytes, int]:
     """Return the header for tensors that follow one another in the order given, and the file's size in bytes.
 
-    Each entry is (key, dtype, shape). The header is padded with spaces to a multiple of 4096 bytes, so that data starts
-    on a block boundary.
+    Each entry is (key, dtype, shape), the dtype a key of `ITEMSIZE`. `metadata` becomes `__metadata__`. The header is
+    padded with spaces to a multiple of 4096 bytes, so that data starts on a block boundary.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -53,7 +53,8 @@ def encode_header(
 def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Return the entries by key, and the metadata, of a header as it is on disk (its 8 bytes of length included).
 
-    `file_nbytes` bounds every position; `where` names the file in errors. Raises DamagedError.
+    `file_nbytes`, the file's size, bounds every position; `where` names the file in errors. Raises DamagedError for
+    anything that is not valid, overlapping entries included.
     """
     _require_small(raw, where)
     try:
@@ -72,7 +73,10 @@ def parse_header(raw: bytes, file_nbytes: int, where: str) -> tuple[dict[str, He
 
 
 def _require_small(raw: bytes, where: str) -> None:
-    """Raise DamagedError, before it is parsed, for a header that would take far more memory than a sound one."""
+    """Raise DamagedError, before a header is parsed, for one that would take far more memory than a sound one.
+
+    `raw` is the header, its 8 bytes of length included; `where` names the file.
+    """
     if len(raw) > MAX_HEADER_BYTES:
         raise DamagedError(f"{where}: a safetensors header of {len(raw)} bytes, expected at most {MAX_HEADER_BYTES}")
     cost = 200 * raw.count(b"{") + 72 * raw.count(b"[") + 40 * raw.count(b",")
@@ -89,7 +93,7 @@ def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _require_encodable_texts(texts: Iterable[str], where: str) -> None:
-    """Raise DamagedError for half a surrogate pair in a text."""
+    """Raise DamagedError for a text with half a surrogate pair, which UTF-8 cannot encode; `where` names the file."""
     for text in texts:
         if not text.isascii():
             try:
@@ -101,7 +105,7 @@ def _require_encodable_texts(texts: Iterable[str], where: str) -> None:
 
 
 def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
-    """Raise DamagedError when two entries share a byte."""
+    """Raise DamagedError when two entries share a byte; entries are by key, and `where` names the file."""
     end, before = 0, ""
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < end and entry.begin < entry.end:
@@ -111,7 +115,11 @@ def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
 
 
 def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> HeaderEntry:
-    """Return one entry of the header, with byte positions in the file; raises DamagedError when it is not valid."""
+    """Return one entry of the header, with byte positions in the file; raises DamagedError when it is not valid.
+
+    `value` is what the JSON has under `key`; its offsets count from the end of the header, which has `header_nbytes`
+    bytes. `where` names the file, which has `file_nbytes`.
+    """
     if not isinstance(value, dict):
         raise DamagedError(f"{where}: entry {key!r} of the safetensors header is not a map")
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
@@ -138,7 +146,11 @@ def _is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[bytes, int]:
-    """Return the raw header of a safetensors file (length included), and the file's size; raises DamagedError."""
+    """Return the raw header of a safetensors file (its 8 bytes of length included), and the file's size in bytes.
+
+    The header is not parsed. Raises DamagedError when the file cannot be read or its header is longer than allowed or
+    than the file.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:

@@ -50,14 +50,16 @@ def save_sharded(
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
     Together the ranks must hold every element of every tensor; elements on several ranks are written once, balanced by
-    bytes. `aliases` (tied names to the name that is stored), `frozen` (names of parameters that are not trained),
-    `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every rank; all are plain data.
-    `beside` (name to contents, from rank 0) becomes small files in the directory, which nothing here reads.
+    bytes. A checkpoint of that tag is replaced. `aliases` (tied names to the name that is stored), `frozen` (names of
+    parameters that are not trained), `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every
+    rank; all are plain data (see `zero_ckpt.plain`). `beside` (name to contents, from rank 0) becomes small files in
+    the directory, which nothing here reads.
 
     `save_latest` points `<root>/latest` at the new checkpoint. `keep_last` then removes all but that many of the newest
     checkpoints; one that cannot be removed is logged and left. `open_sink` decides how bytes reach the disk: by default
     with direct I/O if the `nvme` extra is installed, otherwise through the page cache. An interval that is a
-    `FileExtent` of a sealed file is linked instead (see [Note: linked files]).
+    `FileExtent` of a sealed file is linked instead (see [Note: linked files]). Without a `coordinator` this process is
+    the only rank.
 
     Where nodes do not share a file system, `node` names this rank's: each node then has its own directory with its
     ranks' files and a manifest of the whole, and elements on several nodes are written on each. Such a checkpoint loads
@@ -88,7 +90,7 @@ def save_sharded(
 
 
 class _Save:
-    """One rank's share of one save; the phases are called in the order in which they stand here."""
+    """One rank's share of one save; the phases are called in the order in which they stand here, each on every rank."""
 
     def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, node: str | None) -> None:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
@@ -103,8 +105,12 @@ class _Save:
     def describe(
         self, intervals: Iterable[Interval], extras: dict[str, Any], rank_state: Any, keep_last: int | None
     ) -> dict[str, Any]:
-        """Check the arguments and return what this rank tells the others: its intervals' heads, rank state and
-        extras."""
+        """Check the arguments and return, as plain data, what this rank tells the others.
+
+        That is its tag, node and random token, the head of each interval (see `_interval_head`), its rank state, and
+        `extras` (step, aliases, frozen, client state and configuration; None except on ranks that write a manifest).
+        Raises CheckpointError for an argument that cannot be saved.
+        """
         check_new_tag(self.tag)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")
@@ -121,7 +127,11 @@ class _Save:
         }
 
     def plan(self, described: list[dict[str, Any]]) -> None:
-        """Decide which rank writes which elements; raises CheckpointError when the ranks' descriptions do not fit."""
+        """Decide which rank writes which elements; `described` is what `describe` returned, by rank.
+
+        Takes rank 0's token for all. Raises CheckpointError when the ranks disagree on the tag, on whether nodes are
+        named or on a tensor, or when no rank holds some element.
+        """
         tags = sorted({part["tag"] for part in described})
         if len(tags) > 1:
             raise CheckpointError(f"{self.what}: the ranks disagree on the tag: {tags}")
@@ -140,14 +150,19 @@ class _Save:
         self._plan = make_plan(holdings, self._group.world_size, self._nodes)
 
     def stage(self) -> None:
-        """Sweep the root and make the directory into which the ranks write; on the first rank of each file system."""
+        """Sweep the root and make the directory into which the ranks write; does nothing but on the first rank of each
+        file system."""
         if self._leads:
             sweep(self.root)
             require_replaceable(self.root)
             self._staging = Staging.create(self.root, self.tag, self._token)
 
     def write(self) -> dict[str, Any] | None:
-        """Write this rank's files and return their entries and slices as plain data; None if it writes nothing."""
+        """Write this rank's files into the staged directory, and wait until they are on disk.
+
+        Returns their manifest entries (`files`) and slices (`slices`) as plain data, None if the plan gives this rank
+        nothing. Raises CheckpointError when the rank does not see the directory.
+        """
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:
             return None
@@ -166,8 +181,12 @@ class _Save:
         beside: Mapping[str, bytes],
         save_latest: bool,
     ) -> None:
-        """Write the manifest, rename the directory to the tag and write `latest`; only where `stage` made a
-        directory."""
+        """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, write
+        `latest`.
+
+        `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
+        directory.
+        """
         if self._staging is None:
             return
         for name, data in beside.items():
@@ -193,7 +212,8 @@ class _Save:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints; a failure is only logged, as the save is good."""
+        """Remove all but the newest `keep_last` checkpoints, on the ranks that made a directory; a failure is only
+        logged, as the save is good."""
         if not self._leads:
             return
         try:
@@ -203,7 +223,8 @@ class _Save:
 
 
 def _write_beside(directory: Path, name: str, data: bytes) -> None:
-    """Write a small file into the checkpoint; raises CheckpointError for a name that the checkpoint uses itself."""
+    """Write a new small file into the checkpoint; raises CheckpointError for a name that the checkpoint uses itself or
+    that leads to another directory."""
     path = directory / name
     if path.parent != directory or path.suffix == ".safetensors" or name == MANIFEST_NAME:
         raise CheckpointError(f"beside[{name!r}]: expected a file name that is not the checkpoint's own")
@@ -211,7 +232,11 @@ def _write_beside(directory: Path, name: str, data: bytes) -> None:
 
 
 def _interval_head(interval: Interval) -> list[Any]:
-    """Return name, kind, shape, dtype, offset, length of an interval, and whether it is linked; checks all of them."""
+    """Check an interval and return its head: [name, kind, shape, dtype, offset, length, whether it is linked].
+
+    `offset` and `length` are in elements; linked is one whose data is a `FileExtent`. Raises CheckpointError for a bad
+    name, kind, dtype or range.
+    """
     where = f"{interval.name!r} ({interval.kind!r})"
     if not isinstance(interval.name, str) or not interval.name:
         raise CheckpointError(f"{where}: a tensor's name must be a string that is not empty")
@@ -227,7 +252,11 @@ def _interval_head(interval: Interval) -> list[Any]:
 def _build_manifest(
     plan: SavePlan, described: list[dict[str, Any]], written: list[dict[str, Any] | None], own_ranks: set[int]
 ) -> Manifest:
-    """Return the manifest for the ranks `own_ranks`, which prefer their own copies of what several nodes wrote."""
+    """Return the manifest for the ranks `own_ranks`, those on this file system, which prefer their own copies of what
+    several nodes wrote.
+
+    `described` and `written` are the results of `_Save.describe` and `_Save.write`, by rank.
+    """
     files: list[FileEntry] = []
     slices: dict[tuple[str, str], list[Slice]] = {}
     order = sorted(range(len(written)), key=lambda rank: rank not in own_ranks)
@@ -267,7 +296,7 @@ def _decode_file_entry(table: dict[str, Any]) -> FileEntry:
 def _drop_duplicates(candidates: list[Slice]) -> tuple[Slice, ...]:
     """Return slices in order of offset, without those that overlap an earlier one of the list.
 
-    Nodes may have cut their copies of a tensor differently.
+    Each node writes its own copy of a replicated tensor, and may split it at other elements.
     """
     chosen: list[Slice] = []
     for piece in candidates:

@@ -14,10 +14,10 @@ SCAN_BYTES = 4 << 20
 
 
 def scan(path: Path, begin: int, nbytes: int, where: str, progress: Callable[[int], None] | None = None) -> str:
-    """Return the checksum of `nbytes` bytes of a file from byte `begin` on; calls `progress` with the bytes of each
-    read.
+    """Return the checksum of `nbytes` bytes of a file from byte `begin` on.
 
-    Raises DamagedError, beginning with `where`.
+    Calls `progress` with the number of bytes of each read. Raises DamagedError, beginning with `where`, when they
+    cannot be read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -37,7 +37,7 @@ def scan_fd(
     progress: Callable[[int], None] | None = None,
     whole: Checksummer | None = None,
 ) -> str:
-    """Return the checksum of bytes of an open file, as `scan` does; `whole` is fed the same bytes."""
+    """Return the checksum of bytes of an open file, as `scan` does; `whole` is updated with the same bytes."""
     total, scratch = Checksummer(), memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for position in range(begin, begin + nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, begin + nbytes - position)]

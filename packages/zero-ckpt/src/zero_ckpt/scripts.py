@@ -23,7 +23,8 @@ sys.exit(main())
 
 
 def leave_script(root: Path) -> None:
-    """Put an executable `zero_to_fp32.py` into `root` unless one is there; an empty one (a power cut's) is replaced."""
+    """Put an executable `zero_to_fp32.py` into `root` unless there is one; an empty file (left by a power cut) is
+    replaced."""
     path = root / SCRIPT_NAME
     if _is_wanted(path):
         with root_lock(root):  # a sweep would take the file that is being written for one that was left behind

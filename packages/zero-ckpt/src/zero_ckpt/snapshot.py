@@ -42,10 +42,10 @@ def nothing(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
 
 
 class Arena:
-    """Memory for one snapshot, kept for the next.
+    """Memory for one snapshot, kept for the next, whose beginning overwrites it.
 
-    The caller and kept threads, `threads` together, share large copies that are made at once. `allow` is called with a
-    number of bytes before they are allocated; an exception of it ends the save.
+    The caller and kept threads, `threads` together, share large copies that are made at once; `copy` makes them.
+    `allow` is called with a number of bytes before they are allocated; an exception of it ends the save.
     """
 
     def __init__(self, threads: int, allow: Callable[[int], object], copy: Copy) -> None:
@@ -55,7 +55,10 @@ class Arena:
         self._kept, self._now, self._later = _Memory(allow), _Memory(allow), _Memory(allow)
 
     def start(self, memory: Sequence[Buffer]) -> CopyUnderWay:
-        """Start copying `memory`, and return the copy under way for `begin`."""
+        """Start copying `memory`, and return the copy under way for `begin`.
+
+        The memory must not change until `begin` has returned or `CopyUnderWay.end` was called.
+        """
         buffers = [byte_view(buffer) for buffer in memory]
         places = self._kept.places([buffer.nbytes for buffer in buffers])
         chunks = [pair for target, source in zip(places, buffers, strict=True) for pair in _chunks(target, source)]
@@ -64,8 +67,9 @@ class Arena:
     def begin(self, intervals: list[Interval], copying: CopyUnderWay, behind: Behind) -> Snapshot:
         """Return a snapshot of `intervals`, to be completed by `Snapshot.finish`.
 
-        All memory that may change as soon as this returns is copied, `copying` included; `finish` copies intervals with
-        a `version` and those that `behind` returns.
+        `copying` is what `start` returned. All memory that may change as soon as this returns is copied, that of
+        `copying` included; `finish` copies intervals with a `version` and those that `behind` returns. Raises
+        CheckpointError for an invalid interval, and what `allow` or an interval's function raises.
         """
         copies = _copies_of(intervals, self._now.places([*map(_nbytes, intervals)]))
         chunks = []
@@ -86,11 +90,15 @@ class Arena:
         )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, after the copies that they have begun."""
         self._pool.shutdown()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
-        """Return intervals of `behind` with their data in this arena, and the copies that have to be made for them."""
+        """Return intervals that a `Behind` returned, with their data in this arena, and the copies that have to be made
+        for them.
+
+        Parts of the copies of `start` lie in the arena already and need none.
+        """
         given = list(intervals)
         sizes = [0 if self._kept.has(interval.data) else _nbytes(interval) for interval in given]
         copies = [
@@ -104,8 +112,9 @@ class Arena:
 class CopyUnderWay:
     """A copy of memory to `places`, shared by the caller of `finish` and, when it is large, by threads of `pool`.
 
-    The threads start at construction. The first of them takes a quarter in one batch: it needs the GIL for each further
-    batch, which a caller with work of its own does not give back soon.
+    `chunks` are its (target, source) pairs, and `copy` copies them; `helpers` is the number of threads that help with
+    more than 4 MiB. The threads start at construction. The first of them takes a quarter in one batch: it needs the GIL
+    for each further batch, which a caller with work of its own does not give back soon.
     """
 
     def __init__(
@@ -127,7 +136,8 @@ class CopyUnderWay:
             self._begun.wait(_HANDOVER_SECONDS)
 
     def finish(self) -> None:
-        """Help copying and return when everything is copied; raises what a thread met."""
+        """Help copying and return when everything is copied; raises the exception of a copy that failed here or on a
+        thread."""
         try:
             self._copy_batches()
         finally:
@@ -137,7 +147,7 @@ class CopyUnderWay:
                 work.result()
 
     def end(self) -> None:
-        """Drop what has not begun, and return when nothing is being copied any more."""
+        """Drop the copies that have not begun, and return when nothing is being copied any more."""
         for _ in self._waiting:
             pass
         wait([work for work in self._works if not work.cancel()])
@@ -148,20 +158,26 @@ class CopyUnderWay:
         self._copy_batches()
 
     def _copy_batches(self) -> None:
-        """Copy batches until none is left for this thread to take."""
+        """Copy batches until none is left that another thread has not taken."""
         for targets, sources in self._waiting:  # the next one is taken under the GIL
             self._copy(targets, sources)
 
 
 class _Memory:
-    """One block of memory, allocated when it is first needed and again when it has to be larger."""
+    """One block of memory, allocated when it is first needed and again when it has to be larger.
+
+    `allow` is called with the number of bytes before that, and may raise to refuse them.
+    """
 
     def __init__(self, allow: Callable[[int], object]) -> None:
         self._allow = allow
         self._block: mmap.mmap | None = None
 
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Return a view of each size, 64-byte aligned; the views of the call before are overwritten."""
+        """Return a view of each size in bytes, 64-byte aligned; the views of the call before are overwritten.
+
+        In a rehearsal `allow` is not called; the bytes are counted there.
+        """
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
             return [memoryview(b"")] * len(sizes)
@@ -182,7 +198,7 @@ class _Memory:
 
 
 def _private_memory(nbytes: int) -> mmap.mmap:
-    """Return new memory in huge pages where there are any; shared memory cannot have them.
+    """Return new memory of `nbytes` zeros, in huge pages where there are any; shared memory cannot have them.
 
     Forked processes do not inherit it: otherwise the first write after a fork would copy its pages.
     """
@@ -195,7 +211,11 @@ def _private_memory(nbytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `behind` returns."""
+    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `behind` returns.
+
+    `behind` returns (further intervals with their data in the arena, the copies that are to be made for them); `copy`
+    makes the copies.
+    """
 
     intervals: list[Interval]
     later: list[_Copy]
@@ -203,9 +223,9 @@ class Snapshot:
     copy: Copy
 
     def finish(self) -> None:
-        """Make the remaining copies and add the intervals of `behind`; on any thread, once.
+        """Make the remaining copies and add the intervals of `behind` to `intervals`; on any thread, once.
 
-        Raises CheckpointError for memory that was written meanwhile.
+        Raises CheckpointError for memory that was written since the save began, and what `behind` raises.
         """
         intervals, copies = self.behind()
         for copy in [*self.later, *copies]:
@@ -220,23 +240,27 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The copy of an interval to `target`; `version` is what the interval's function returned when the save began."""
+    """The copy of an interval to `target`; `version` is what the interval's version function returned before it was
+    made."""
 
     interval: Interval
     target: memoryview
     version: object
 
     def copied(self) -> Interval:
-        """Return the interval with its data in the arena."""
+        """Return the interval with `target` as its data, which holds the values once `run` has returned."""
         return replace(self.interval, data=self.target, length=None, version=None)
 
     def run(self, copy: Copy) -> None:
-        """Copy the interval's data to the target."""
+        """Copy the interval's data to the target with the function `copy`."""
         for target, source in self.chunks():
             copy((target,), (source,))
 
     def chunks(self) -> list[tuple[memoryview, memoryview]]:
-        """Return pairs of target and source memory; calls the interval's data if that is a function."""
+        """Return (target, source) pairs of memory of at most 4 MiB; calls the interval's data if that is a function.
+
+        Raises TypeError when the data is a file's extent.
+        """
         data = self.interval.data
         if isinstance(data, FileExtent):
             raise TypeError(f"{self.interval.name!r}: a file's extent is linked, not copied")
@@ -244,7 +268,7 @@ class _Copy:
 
 
 def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
-    """Return the copy of each interval to its place; None for files, which are linked."""
+    """Return the copy of each interval to its place, noting its version now; None for files, which are linked."""
     return [
         None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
         for interval, place in zip(intervals, places, strict=False)
@@ -252,7 +276,8 @@ def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> l
 
 
 def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, memoryview]]:
-    """Return pairs of target and source memory of at most 4 MiB."""
+    """Return (target, source) pairs of parts of two memories of equal size, at most 4 MiB each; none if they are
+    empty."""
     if target.nbytes == source.nbytes == 0:
         return []
     if source.nbytes <= _COPY_BYTES:
@@ -264,9 +289,10 @@ def _chunks(target: memoryview, source: memoryview) -> list[tuple[memoryview, me
 def _batches(
     chunks: Sequence[tuple[memoryview, memoryview]], first_bytes: int
 ) -> list[tuple[list[memoryview], list[memoryview]]]:
-    """Return (targets, sources) batches, one call of a copy function each.
+    """Return (targets, sources) batches of (target, source) chunks, one call of a copy function each.
 
-    The first batch has the leading chunks that fit into `first_bytes`, as each call needs the GIL; then one chunk each.
+    The first batch has the leading chunks that together fit into `first_bytes`, as each call needs the GIL; the others
+    have one chunk each.
     """
     sizes = accumulate(len(target) for target, _ in chunks)
     count = sum(1 for nbytes in sizes if nbytes <= first_bytes)
@@ -289,12 +315,13 @@ def copy_nothing(_targets: Sequence[memoryview], _sources: Sequence[memoryview])
 
 
 def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy with `memmove`: a `Copy`. Raises ValueError when sizes differ."""
+    """Copy each source to the target at its place with `memmove`: a `Copy`. Raises ValueError when sizes differ."""
     for target, source in zip(targets, sources, strict=True):
         _move(target, source)
 
 
 def _move(target: memoryview, source: memoryview) -> None:
+    """Copy `source` to `target`; raises ValueError when their sizes differ."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
     if source.readonly:  # ctypes gives no address of read-only memory

@@ -1,4 +1,5 @@
-"""Rewrite damaged slices from other checkpoints that hold the same bytes."""
+"""Rewrite damaged slices from their twins: slices of other checkpoints with the same checksum, and so the same
+bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from .types import ITEMSIZE
 
 
 class _OpenCheckpoint:
-    """A checkpoint directory, its manifest, and the headers of its files, each read when it is first needed."""
+    """A checkpoint directory, its manifest, and the headers of its files, each read when it is first needed.
+
+    Raises CheckpointError when the manifest cannot be read or a file has another size than it says.
+    """
 
     def __init__(self, path: Path) -> None:
         self.folder = Folder(path, follow=False)
@@ -26,10 +30,12 @@ class _OpenCheckpoint:
         self._headers: dict[int, dict[str, HeaderEntry]] = {}
 
     def slices(self) -> list[tuple[TensorEntry, Slice]]:
+        """Return every slice of the checkpoint, with its tensor."""
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
 
     def begin(self, piece: Slice) -> int:
-        """Return the byte at which a slice begins in its file."""
+        """Return the byte at which a slice begins in its file; raises DamagedError when the file's header does not hold
+        it."""
         if piece.begin is not None:
             return piece.begin
         entry = self.manifest.files[piece.file]
@@ -41,7 +47,10 @@ class _OpenCheckpoint:
         return stored.begin
 
     def open(self, piece: Slice, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of the file that holds a slice; raises DamagedError."""
+        """Return a descriptor of the file that holds a slice, for the caller to close; raises DamagedError.
+
+        `flags` are those of `os.open`.
+        """
         path = self.manifest.files[piece.file].path
         try:
             return self.folder.open(path, flags)
@@ -65,10 +74,11 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 
 
 def restore_slices(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin with the same checksum; returns whether any was rewritten.
+    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`; returns whether any was rewritten.
 
-    The bytes are written into the file in the checkpoint's own directory, through no link: a file with several hard
-    links is first replaced by a copy of its own, and the others keep what they hold.
+    False also when the manifest or a header of `path` is damaged, or a read fails. The bytes are written into the file
+    in the checkpoint's own directory, through no link: a file with several hard links is first replaced by a copy of
+    its own, and the others keep what they hold. Raises OSError when it cannot be written.
     """
     try:
         source = _OpenCheckpoint(path)
@@ -79,7 +89,10 @@ def restore_slices(path: Path, others: list[Path]) -> bool:
 
 
 def _twins_by_checksum(others: list[Path]) -> _Twins:
-    """Return the slices of checkpoints by (checksum, bytes); all of them, since linked files share their damage."""
+    """Return the slices of checkpoints by (checksum, bytes); those that cannot be opened are left out.
+
+    All with the same key are listed, since linked files share their damage.
+    """
     found: _Twins = {}
     for path in others:
         try:
@@ -93,7 +106,10 @@ def _twins_by_checksum(others: list[Path]) -> _Twins:
 
 
 def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
-    """Rewrite a slice if it is damaged and a good twin is found; returns whether it was rewritten."""
+    """Rewrite a slice if it is damaged and a good twin is found; returns whether it was rewritten.
+
+    Raises DamagedError when the slice or a twin cannot be read, OSError when it cannot be written.
+    """
     nbytes, begin = piece.length * ITEMSIZE[tensor.dtype], source.begin(piece)
     fd = source.open(piece)
     try:
@@ -105,7 +121,11 @@ def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, t
 
 
 def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy a slice from a twin whose bytes are good; returns False when they are not, or it cannot be read."""
+    """Copy a slice of `nbytes` bytes from a twin whose bytes are good; returns False when they are not, or its file
+    cannot be opened.
+
+    Raises DamagedError when reading fails later, OSError when writing does.
+    """
     try:
         fd, begin = twin.source.open(twin.piece), twin.source.begin(twin.piece)
     except CheckpointError:
@@ -121,8 +141,11 @@ def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int)
 
 
 def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
-    """Overwrite a slice with `nbytes` bytes of `source` from byte `begin` on; read-only files are made writable for
-    it."""
+    """Overwrite slice `piece` of `target` with `nbytes` bytes of the open file `source` from byte `begin` on, on disk
+    on return.
+
+    A read-only file is made writable for it. Raises OSError, or DamagedError.
+    """
     own = _open_unshared(target, piece)
     try:
         mode = os.fstat(own).st_mode
@@ -140,7 +163,10 @@ def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, n
 
 
 def _open_unshared(target: _OpenCheckpoint, piece: Slice) -> int:
-    """Return a descriptor of the file that holds a slice, which has no other hard link; raises OSError naming it."""
+    """Return a descriptor, for the caller to close, of the file that holds a slice, which has no other hard link.
+
+    A file that has others is first replaced by a copy of its own. Raises OSError naming it, or DamagedError.
+    """
     own = target.open(piece)
     if os.fstat(own).st_nlink == 1:
         return own
@@ -153,7 +179,8 @@ def _open_unshared(target: _OpenCheckpoint, piece: Slice) -> int:
 
 
 def _copy_range(target: int, position: int, source: int, begin: int, nbytes: int) -> None:
-    """Copy bytes between open files and wait until they are on disk."""
+    """Copy `nbytes` bytes between open files, from byte `begin` of `source` to byte `position` of `target`, and wait
+    until they are on disk."""
     scratch = memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for done in range(0, nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, nbytes - done)]

@@ -70,7 +70,7 @@ class Interval:
 
 
 class Coordinator(Protocol):
-    """The collectives of one job's ranks, for an implementation to provide; every rank makes the same calls in
+    """The collectives of one job's ranks, for an implementation to provide; every rank makes the same calls in the same
     order."""
 
     @property
@@ -93,7 +93,7 @@ class Coordinator(Protocol):
 
 
 class SoloCoordinator:
-    """The coordinator of a job of one process."""
+    """A `Coordinator` for a job of one process: no call communicates or waits."""
 
     rank = 0
     world_size = 1
@@ -120,19 +120,20 @@ def is_kind(text: str) -> bool:
 
 
 def is_optimizer_kind(kind: str) -> bool:
-    """Return whether tensors of this kind are optimizer state."""
+    """Return whether tensors of this kind are optimizer state: any kind but `param`, `buffer`, `master` and `state`."""
     return kind not in MODEL_KINDS and kind != STATE_KIND
 
 
 def state_key(kind: str) -> str:
-    """Return the optimizer's own name of a state kind: 0-dimensional state may be stored as `<key>.scalar`."""
+    """Return the key of a state kind in the optimizer's state dict: `kind` without the suffix `.scalar`, under which
+    0-dimensional state may be stored."""
     return kind.removesuffix(".scalar")
 
 
 def byte_view(data: Buffer) -> memoryview:
-    """Return `data` as a flat view of bytes, without a copy.
+    """Return `data` as a flat view of bytes, without a copy; an empty buffer gives an empty read-only view.
 
-    Raises TypeError when it is not a C-contiguous buffer.
+    The view is as writable as `data`. Raises TypeError when `data` is not a C-contiguous buffer.
     """
     view = memoryview(data)
     if view.nbytes == 0:

@@ -26,7 +26,10 @@ _BETWEEN_ATTEMPTS_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Damage:
-    """One damage: `tensor` is `name (kind)`, or empty when it concerns the whole file or the checkpoint."""
+    """One damage, in `file` or, where it concerns the whole checkpoint, in that directory.
+
+    `tensor` is `name (kind)`, or empty when it concerns the whole file or the checkpoint.
+    """
 
     file: Path
     tensor: str
@@ -59,9 +62,9 @@ def verify(
 ) -> VerifyReport:
     """Read every file of a checkpoint directory once, compare every checksum, and return what was found.
 
-    `progress` is called with the number of bytes read since the last call. Nothing on disk makes it raise, be it
-    damaged, missing or hostile: all of it is in the report. A directory that was renamed is no damage; `saved_as` says
-    so.
+    `threads` files are read at a time. `progress` is called, on those threads, with the number of bytes read since the
+    last call. Nothing on disk makes it raise, be it damaged, missing or hostile: all of it is in the report. A
+    directory that was renamed is no damage; `saved_as` says so.
     """
     return verify_candidate(Path(path), in_root=False, threads=threads, progress=progress)
 
@@ -82,7 +85,10 @@ def verify_candidate(
 
 
 def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> tuple[VerifyReport, bool]:
-    """Return the report, and whether a save moved the directory meanwhile, so that its problems say nothing."""
+    """Return the report, and whether a save moved the directory meanwhile, so that its problems say nothing.
+
+    The arguments are those of `verify_candidate`.
+    """
     report = VerifyReport(directory)
     candidate = examine(tag_of(directory), directory, in_root=in_root)
     manifest, folder = candidate.manifest, candidate.folder
@@ -106,7 +112,10 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
 
 
 def checkpoints_in(root: Path) -> list[Path]:
-    """Return every directory in `root` that was written as a checkpoint, whole or not, sorted by tag."""
+    """Return every directory in `root` that was written as a checkpoint, whole or not, sorted by tag.
+
+    One that a save moved aside counts under its tag, unless that is taken again.
+    """
     found = {replaced_tag(path): path for path in replaced_directories(root)}
     found.update({path.name: path for path in checkpoint_directories(root)})
     return [found[tag] for tag in sorted(found)]
@@ -117,7 +126,7 @@ def _ignore(nbytes: int) -> None:
 
 
 def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:
-    """Return the slices in each file of the manifest, with their tensors."""
+    """Return, for each file of the manifest in its order, the slices in it, each with its tensor."""
     contents: list[list[tuple[TensorEntry, Slice]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         for piece in tensor.slices:
@@ -128,7 +137,7 @@ def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]
 def _verify_data_file(
     folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
 ) -> list[Damage]:
-    """Return the damage of one data file; `contents` are the slices that the manifest places in it."""
+    """Return the damage of one data file; `contents` are the slices that the manifest places in it. Does not raise."""
     path = folder.path / entry.path
     check = _verify_safetensors if entry.extents is None else _verify_raw
     try:
@@ -143,7 +152,7 @@ def _verify_data_file(
 
 @dataclass(frozen=True)
 class _OpenDataFile:
-    """A data file that is being verified, open as `fd`; `progress` is called with the bytes that are read."""
+    """A data file that is being verified, open as `fd`; `progress` is called with the number of bytes of each read."""
 
     folder: Folder
     entry: FileEntry
@@ -155,11 +164,14 @@ class _OpenDataFile:
         return self.folder.path / self.entry.path
 
     def scan(self, begin: int, nbytes: int, whole: Checksummer | None = None) -> str:
-        """Return the checksum of `nbytes` bytes from byte `begin` on; `whole` is fed the same bytes."""
+        """Return the checksum of `nbytes` bytes from byte `begin` on; `whole` is updated with the same bytes. Raises
+        DamagedError."""
         return scan_fd(self.fd, begin, nbytes, str(self.path), self.progress, whole)
 
 
 def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
+    """Compare header, slices and the whole of a safetensors file, and return the damage; raises DamagedError for a
+    header or a read that fails."""
     total = Checksummer()
     raw = read_raw_header(file.folder, file.entry)
     total.update(raw)
@@ -173,7 +185,8 @@ def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, S
 
 
 def _verify_raw(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
-    """Compare every extent of a linked file; an extent that is no slice lies between the tensors."""
+    """Compare every extent of a linked file, and return the damage; an extent that is no slice lies between the
+    tensors."""
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
     problems: list[Damage] = []
     for begin, (nbytes, expected) in file.entry.extents_by_begin().items():
@@ -198,7 +211,11 @@ def _slice_damage(path: Path, name: str, piece: Slice, found: str) -> Damage:
 def _verify_slices(
     file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]], stored: dict[str, HeaderEntry], total: Checksummer
 ) -> list[Damage]:
-    """Read the file behind its header, front to back, feeding `total`; returns the damaged and the missing slices."""
+    """Read the file behind its header, front to back, and return the damage of slices that differ or are not in the
+    header.
+
+    `stored` are the header's entries by key; `total` is updated with every byte read.
+    """
     problems, placed = [], []
     for tensor, piece in contents:
         name = f"{tensor.name} ({tensor.kind})"

@@ -24,14 +24,18 @@ if TYPE_CHECKING:
 
 
 class FileSink(Protocol):
-    """The bytes of one file, in order. Bytes handed to `write` must not change until `drain` or `finish` returns."""
+    """The bytes of one file, in order, for an implementation to provide.
+
+    Bytes handed to `write` must not change until `drain` or `finish` returns. A sink ends with one call of `finish` or,
+    without it, of `abort`.
+    """
 
     def write(self, data: memoryview) -> None:
         """Accept the next bytes of the file; may return before they are written."""
         ...
 
     def drain(self) -> None:
-        """Wait until the memory of everything written so far may be reused."""
+        """Wait until the memory of everything written so far may be reused; the bytes need not be on disk yet."""
         ...
 
     def finish(self) -> None:
@@ -39,7 +43,7 @@ class FileSink(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close without any promise; never raises."""
+        """Close the file without finishing it, which is left incomplete; never raises."""
         ...
 
 
@@ -52,7 +56,11 @@ _UNCACHED = 0x80
 
 
 class BufferedSink:
-    """An ordinary file, written by a thread so that hashing overlaps with the copy into the page cache."""
+    """A `FileSink` for an ordinary file, written by a thread so that hashing overlaps with the copy into the page
+    cache.
+
+    Creating it raises FileExistsError when there is something at `path`; `nbytes` is not used.
+    """
 
     def __init__(self, path: Path, nbytes: int) -> None:
         self._flags = _UNCACHED if sys.platform == "linux" else 0
@@ -63,17 +71,18 @@ class BufferedSink:
         self._thread.start()
 
     def write(self, data: memoryview) -> None:
-        """Queue the next bytes of the file; raises the exception of an earlier write."""
+        """Queue the next bytes of the file, and wait while four are queued; raises the exception of an earlier
+        write."""
         self._raise_failure()
         self._queue.put(data)
 
     def drain(self) -> None:
-        """Wait until the memory of everything written so far may be reused."""
+        """Wait until the memory of everything written so far may be reused; raises the exception of a failed write."""
         self._queue.join()
         self._raise_failure()
 
     def finish(self) -> None:
-        """Wait until the whole file is on disk, and close it."""
+        """Wait until the whole file is on disk, and close it; raises the exception of a failed write."""
         self._stop()
         try:
             self._raise_failure()
@@ -82,7 +91,7 @@ class BufferedSink:
             os.close(self._fd)
 
     def abort(self) -> None:
-        """End the thread and close the file."""
+        """Write what is queued, then end the thread and close the file."""
         self._stop()
         os.close(self._fd)
 
@@ -97,7 +106,7 @@ class BufferedSink:
             raise self._error
 
     def _run(self) -> None:
-        """Write what is queued, on the thread; after a failure, only take it off the queue."""
+        """Write what is queued, on the thread, until None is queued; after a failure, only empty the queue."""
         position = 0
         while (data := self._queue.get()) is not None:
             try:
@@ -109,9 +118,10 @@ class BufferedSink:
                 self._queue.task_done()
 
     def _write_all_at(self, data: memoryview, position: int) -> int:
-        """Write all of `data` at `position` and return the position behind it.
+        """Write all of `data` at byte `position` of the file, and return the position behind it.
 
-        Where RWF_DONTCACHE is not supported, it writes through the page cache from then on.
+        Where RWF_DONTCACHE, which keeps written pages out of the cache, is not supported, this and all later calls
+        write without it. Raises OSError.
         """
         while data:
             try:
@@ -127,10 +137,11 @@ class BufferedSink:
 
 @dataclass(frozen=True)
 class WrittenSlice:
-    """One slice on disk, as the manifest needs it: `index` is the rank's interval it came from.
+    """One slice on disk, as the manifest needs it.
 
-    `file` is the number of its file among the rank's own; `begin` its first byte in a raw file, None in a safetensors
-    file.
+    `index` is the position of its interval in the rank's list, `key` its entry in a safetensors file (empty in a raw
+    file), `offset` and `length` its elements in the flattened tensor. `file` is the number of its file among the rank's
+    own; `begin` is its first byte in a raw file, None in a safetensors file.
     """
 
     index: int
@@ -143,22 +154,30 @@ class WrittenSlice:
 
 
 def slice_key(interval: Interval, offset: int) -> str:
-    """Return the safetensors key of a slice; kinds hold no slash, so keys are unique."""
+    """Return the safetensors key of the slice of `interval` that begins at element `offset` of the flattened tensor.
+
+    Kinds hold no slash, so keys are unique.
+    """
     return f"{interval.kind}/{interval.name}@{offset}"
 
 
 def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) -> list[PlannedSlice]:
-    """Return the slices in their order in the file: wider dtypes come first, so each is aligned to its element size."""
+    """Return the slices in their order in the file: wider dtypes come first, so each is aligned to its element size.
+
+    `PlannedSlice.index` refers to `intervals`. Slices of equal width keep their order.
+    """
     return sorted(pieces, key=lambda piece: -ITEMSIZE[intervals[piece.index].dtype])
 
 
 def write_rank_file(
     path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Write slices of `intervals` to a new safetensors file and wait until it is on disk; returns its entry and slices.
+    """Write slices of `intervals` to a new safetensors file and wait until it is on disk; returns its manifest entry
+    and its slices in file order.
 
-    The data of these intervals are buffers or functions. Raises OSError with the file's name, or CheckpointError when
-    an interval's data is not what it claims.
+    `pieces` refer to `intervals` by index; the data of these intervals are buffers or functions, not file extents.
+    `open_sink` creates the file. Raises OSError with the file's name, or CheckpointError when an interval's data is not
+    what it claims; the file is then left incomplete.
     """
     ordered = file_order(intervals, pieces)
     header, nbytes = encode_header(
@@ -198,12 +217,15 @@ def write_rank_file(
 
 
 def _with_path(error: OSError, path: Path) -> OSError:
-    """Return the error, naming `path` if it names no file."""
+    """Return `error` if it names a file, otherwise an error of the same type that names `path`."""
     return type(error)(error.errno, error.strerror, str(path)) if error.filename is None else error
 
 
 class _IntervalBytes:
-    """Reads planned slices from intervals; an interval that is a function is called once, for slices in order."""
+    """Reads planned slices from intervals, in order of interval, so that an interval that is a function is called once.
+
+    `sink` is where the bytes go: it is drained before the next function is called.
+    """
 
     def __init__(self, intervals: Sequence[Interval], sink: FileSink) -> None:
         self._intervals, self._sink = intervals, sink
@@ -211,7 +233,7 @@ class _IntervalBytes:
         self._view = memoryview(b"")
 
     def slice_bytes(self, piece: PlannedSlice) -> memoryview:
-        """Return the bytes of a slice, valid until those of another interval are read."""
+        """Return a view of the bytes of a slice, valid until a slice of an interval that is a function is read."""
         interval = self._intervals[piece.index]
         itemsize = ITEMSIZE[interval.dtype]
         if piece.index != self._index:
@@ -221,7 +243,11 @@ class _IntervalBytes:
         return self._view[begin : begin + piece.length * itemsize]
 
     def _open(self, interval: Interval, itemsize: int) -> memoryview:
-        """Return the interval's buffer as bytes; before a function is called, the sink gives the last buffer up."""
+        """Return the interval's buffer as bytes; before a function is called, the sink is drained, so that it may reuse
+        the last buffer.
+
+        `itemsize` is the bytes per element. Raises CheckpointError when the buffer has another size than the interval.
+        """
         data = interval.data
         if callable(data):
             self._sink.drain()
@@ -237,7 +263,12 @@ class _IntervalBytes:
 
 
 def interval_length(interval: Interval) -> int:
-    """Return the elements of an interval, checked against its shape; raises CheckpointError that names it."""
+    """Return the number of elements of an interval, from its data or, for a function, from `length`; the data is not
+    read.
+
+    Raises CheckpointError, naming the interval, for an unknown dtype, data that is not `length` whole elements, a
+    function without `length`, and elements outside of the shape.
+    """
     where = f"{interval.name!r} ({interval.kind})"
     if interval.dtype not in ITEMSIZE:
         raise CheckpointError(f"{where}: unknown dtype {interval.dtype!r}; expected one of {', '.join(ITEMSIZE)}")
@@ -259,7 +290,8 @@ def interval_length(interval: Interval) -> int:
 
 
 def _data_nbytes(data: Buffer | FileExtent, where: str) -> int:
-    """Return the size of an interval's data; raises CheckpointError when it is invalid."""
+    """Return the bytes of an interval's data; raises CheckpointError, beginning with `where`, for a malformed file
+    extent and for what is no buffer."""
     if isinstance(data, FileExtent):
         if data.file_offset_bytes < 0 or data.nbytes < 0 or not (data.checksum is None or is_checksum(data.checksum)):
             raise CheckpointError(

@@ -33,13 +33,13 @@ def convert(
 
     `source` is anything `open_source` knows. `to` is one of `TARGETS`, by default `pytorch` when `target` ends in
     `.bin`, `.pt` or `.pth` and `safetensors` otherwise: a file when `target` ends in `.safetensors`, else a directory
-    as Hugging Face lays models out, cut at `max_shard_size` (such as `5GB`). `dtype` (`fp32`, `bf16`, `fp16` or `keep`)
-    applies to floating-point tensors of a model; `deepspeed-universal` and `zero-ckpt` keep everything as it is,
-    optimizer state included.
+    as Hugging Face lays models out, cut at `max_shard_size` (bytes, or text such as `5GB`; None: not at all). `dtype`
+    (`fp32`, `bf16`, `fp16` or `keep`) applies to floating-point tensors of a model; `deepspeed-universal` and
+    `zero-ckpt` keep everything as it is, optimizer state included.
 
-    A few pieces of 8 MiB are in memory at a time, `workers` of them at work. An interrupted conversion goes on where it
-    was when it is started again (to `zero-ckpt`, which is saved as any checkpoint is, it starts anew). `progress` is
-    called with bytes written since its last call, from several threads. What exists already and was not made by this
+    A few pieces of 8 MiB are in memory at a time, `workers` of them at work. An interrupted conversion continues where
+    it was when it is started again (to `zero-ckpt`, which is saved as any checkpoint is, it starts again). `progress`
+    is called with bytes written since its last call, from several threads. What exists already and was not made by this
     very conversion is refused, unless `overwrite`. Raises CheckpointError.
     """
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
@@ -65,14 +65,16 @@ def convert(
 
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
-    """Return about how many bytes `convert` writes with the same arguments: the total of its progress."""
+    """Return about how many bytes `convert` writes with the same arguments: the total of its progress. Raises
+    CheckpointError as it does."""
     if _kind(target, to) in ("safetensors", "pytorch"):
         return sum(tensor.nbytes for tensor in _model(source, dtype))
     return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
 
 
 def _kind(target: str | os.PathLike[str], to: str | None) -> str:
-    """Return the target's format, from `to` or the suffix; raises CheckpointError for an unknown one."""
+    """Return the target's format, one of `TARGETS`: `to`, or by the suffix of `target`; raises CheckpointError for an
+    unknown one."""
     kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
     if kind not in TARGETS:
         raise CheckpointError(f"{kind!r} is no target; expected one of {', '.join(TARGETS)}")
@@ -80,7 +82,8 @@ def _kind(target: str | os.PathLike[str], to: str | None) -> str:
 
 
 def _model(source: Source, dtype: str) -> list[ModelTensor]:
-    """Return the tensors of the model, to be written as `dtype`; raises CheckpointError for an unknown dtype."""
+    """Return the source's parameters and buffers, to be written as `dtype`; raises CheckpointError for an unknown dtype
+    or without any."""
     if dtype != "keep" and dtype not in NAMES:
         raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")
     return model_tensors(source, None if dtype == "keep" else NAMES[dtype])

@@ -20,7 +20,8 @@ _MAX_PICKLE_BYTES = 256 << 20
 def require_stored_archive(path: Path) -> None:
     """Raise unless `path` is a zip archive as `torch.save` writes it: nothing compressed, no name twice, sizes bounded.
 
-    Sizes are checked before memory is allocated for them. Raises CheckpointError, DamagedError for a damaged archive.
+    Sizes are checked before memory is allocated for them. Raises CheckpointError, and its subclass DamagedError for a
+    damaged archive.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -39,9 +40,10 @@ def require_stored_archive(path: Path) -> None:
 
 
 def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = None) -> int:
-    """Return the size of an archive's central directory, from the record at its very end, as `torch.save` writes it.
+    """Return the bytes of an archive's central directory, from the record at its very end, as `torch.save` writes it.
 
-    The archive is the file, or `length` bytes of it from `begin` on. Raises CheckpointError when it is no such archive.
+    The archive is the file, or `length` bytes of it from `begin` on; `where` names it in errors. Raises CheckpointError
+    when it is no such archive, DamagedError when it is damaged.
     """
     end = os.fstat(fd).st_size if length is None else begin + length
     if end - begin < _END.size:
@@ -70,6 +72,8 @@ def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = N
 
 
 def _require_stored(file: object, nbytes: int, path: Path) -> None:
+    """Raise CheckpointError for a compressed record or a pickle of more than 256 MiB, and DamagedError for a name that
+    is there twice or a record that reaches beyond the file's `nbytes`."""
     with zipfile.ZipFile(file) as archive:  # type: ignore[call-overload]
         records = archive.infolist()
     names = set()

@@ -72,6 +72,7 @@ class _Unpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of the allowlist; raises UnpicklingError for any other."""
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
@@ -89,10 +90,12 @@ class _Unpickler(pickle._Unpickler):
         super().load_reduce()  # type: ignore[misc]
 
     def load_setitem(self) -> None:
+        """Set an item of a mapping, once its key is found to be allowed."""
         _require_key(self.stack[-2])
         super().load_setitem()  # type: ignore[misc]
 
     def load_setitems(self) -> None:
+        """Set items of a mapping, once their keys are found to be allowed."""
         for key in self.stack[::2]:  # what came since the mark; `pop_mark` has not been called yet
             _require_key(key)
         super().load_setitems()  # type: ignore[misc]
@@ -104,7 +107,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _require_key(key: Any) -> None:
-    """Raise UnpicklingError unless `key` is of a kind that metadata has: hashing nested tuples may take for ever."""
+    """Raise UnpicklingError unless `key` is of a kind that metadata has: hashing nested tuples may take forever."""
     if type(key) in (str, int):
         return
     if isinstance(key, MetadataIndex):
@@ -119,7 +122,9 @@ def open_dcp(directory: Path) -> SegmentSource:
     """Open a torch distributed checkpoint directory.
 
     A key such as `model.layer.weight` is the parameter `layer.weight` when all tensors of the checkpoint that are not
-    the optimizer's share that first part; `optimizer.state.<name>.<kind>` becomes the parameter's state.
+    the optimizer's share that first part, and it is `model`, `module`, `app` or `state_dict`;
+    `optimizer.state.<name>.<kind>` becomes the parameter's state. Entries that are no tensors are left out. Raises
+    DamagedError, and CheckpointError for what torch could write but is not read here.
     """
     path = directory / ".metadata"
     try:
@@ -143,6 +148,7 @@ def open_dcp(directory: Path) -> SegmentSource:
 
 
 def _read_metadata(path: Path) -> bytes:
+    """Return the bytes of a metadata file; raises DamagedError, also for more than 256 MiB."""
     fd = _open(path)
     try:
         return read_bounded(fd, _MAX_METADATA_BYTES, str(path))
@@ -151,7 +157,8 @@ def _read_metadata(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a regular file, which may be reached by a link; raises DamagedError."""
+    """Return a descriptor of a regular file, for the caller to close, which may be reached by a link; raises
+    DamagedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -163,7 +170,7 @@ def _open(path: Path) -> int:
 
 
 def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """Return (name, kind) of every key."""
+    """Return the tensor's (name, kind) for every key of the checkpoint, as `open_dcp` describes it."""
     optimizer = [key for key in keys if ".state." in key and key.startswith(("optim.", "optimizer."))]
     model = [key for key in keys if key not in optimizer]
     firsts = {key.split(".", 1)[0] for key in model}
@@ -176,10 +183,11 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int) -> SegmentedTensor:
-    """Return a tensor of the checkpoint; `places` has the storage info of its chunks by their offsets.
+    """Return a tensor of the checkpoint in `directory`; `value` is the metadata of `key`, and `places` has the storage
+    info of its chunks by their offsets.
 
     A tensor in one chunk may be stored without an offset. Raises DamagedError, before memory is allocated, when there
-    would be more than `most` segments.
+    would be more than `most` segments, and for metadata or files that are not valid.
     """
     shape, dtype = _sizes(value.size), dtype_name(value.properties.dtype)
     boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in value.chunks]
@@ -205,7 +213,11 @@ def _inside(directory: Path, relative: str) -> Path:
 
 
 def _data_begin(file: Path, place: Any, nbytes: int) -> int:
-    """Return the byte of `file` at which the data of the one tensor in the `torch.save` archive at `place` begins."""
+    """Return the byte of `file` at which the data of the one tensor in the `torch.save` archive at `place` begins.
+
+    `place` has `offset` and `length` of the archive in the file, `nbytes` is the size of the tensor. Raises
+    CheckpointError, or DamagedError for what is not inside the file.
+    """
     with open(_open(file), "rb") as handle:
         total = os.fstat(handle.fileno()).st_size
         if not 0 <= place.offset <= place.offset + place.length <= total:
@@ -233,7 +245,8 @@ def _data_begin(file: Path, place: Any, nbytes: int) -> int:
 
 
 class _Window(io.RawIOBase):
-    """Bytes `begin` to `begin + length` of a file, as a file of their own."""
+    """Bytes `begin` to `begin + length` of a file, as a read-only file of their own; it moves the position of
+    `file`."""
 
     def __init__(self, file: BinaryIO, begin: int, length: int) -> None:
         self._file, self._begin, self._length = file, begin, length
@@ -262,7 +275,8 @@ class _Window(io.RawIOBase):
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a shape or offsets as a tuple; raises DamagedError unless all are sizes."""
+    """Return a shape or offsets as a tuple; raises DamagedError unless it has at most 64 integers from 0 to 2**62 -
+    1."""
     found = tuple(value)
     if len(found) > 64 or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):
         raise DamagedError(f"a shape or an offset of type {type(value).__name__} holds what is no size")
@@ -270,21 +284,29 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the last dimension in which a box covers only a part of the tensor; 0 if there is none."""
+    """Return the last dimension in which a box of shape `sizes` covers only a part of a tensor of shape `shape`; 0 if
+    there is none.
+
+    Raises DamagedError when the numbers of dimensions differ.
+    """
     if len(sizes) != len(shape):
         raise DamagedError(f"a part of shape {sizes} is no part of a tensor of shape {shape}")
     return max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
 
 
 def _runs(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
-    """Return the number of runs of consecutive elements in a box of a tensor."""
+    """Return the number of runs of consecutive elements in a box of shape `sizes` of a tensor of shape `shape`."""
     return 0 if 0 in sizes else numel(sizes[: _split(shape, sizes)])
 
 
 def _rows(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, begin: int, itemsize: int
 ) -> list[Segment]:
-    """Return a box of a tensor as runs of consecutive elements; its data begin at byte `begin` of `file`."""
+    """Return a box of a tensor as runs of consecutive elements, in order.
+
+    The box has shape `sizes` and begins at `offsets` of the tensor of shape `shape`; its data, in C order, begin at
+    byte `begin` of `file`.
+    """
     if 0 in sizes:
         return []
     split = _split(shape, sizes)

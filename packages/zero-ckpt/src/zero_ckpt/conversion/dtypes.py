@@ -15,14 +15,16 @@ _NUMPY = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
 def output_dtype(stored: str, wanted: str | None) -> str:
-    """Return the dtype to write: `wanted` for floating-point tensors, the stored one for all others."""
+    """Return the dtype to write: `wanted` for floating-point tensors, the stored one for all others or where `wanted`
+    is None."""
     return wanted if wanted is not None and stored in FLOATS else stored
 
 
 def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
-    """Return elements of dtype `stored` as `wanted`, rounded to nearest, ties to even.
+    """Return elements of dtype `stored` as `wanted`, rounded to nearest, ties to even (F64 to BF16 by way of F32).
 
-    Raises CheckpointError unless both are in `FLOATS` or equal.
+    Equal dtypes give a view of `data` itself, others new memory. What is too large becomes infinite. Raises
+    CheckpointError unless both are in `FLOATS` or equal.
     """
     if stored == wanted:
         return memoryview(data).cast("B")
@@ -40,12 +42,15 @@ def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
 
 
 def _to_numpy(numpy: Any, data: Buffer, stored: str) -> Any:
+    """Return the elements as an array of the same values; BF16, which NumPy lacks, as F32."""
     if stored != "BF16":
         return numpy.frombuffer(data, dtype=_NUMPY[stored])
     return (numpy.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")
 
 
 def _to_bfloat16(numpy: Any, values: Any) -> Any:
+    """Return the BF16 bits of an array of F32 values as 16-bit integers, rounded to nearest, ties to even; NaN stays
+    NaN."""
     bits = values.view("<u4")
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype("<u4")) >> 16
     return numpy.where(numpy.isnan(values), 0x7FC0 | ((bits >> 16) & 0x8000), rounded).astype("<u2")

@@ -39,8 +39,9 @@ class ModelTensor:
 def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
     """Return parameters and buffers of a source, in its order; `dtype` None keeps each parameter's own.
 
-    A parameter is read from its `master` unless its own dtype is kept, and stays at its position. Raises
-    CheckpointError when there is nothing to write.
+    `dtype` is that of floating-point tensors in the output, by its safetensors name. A parameter is read from its
+    `master` where there is one, unless its own dtype is kept, and stays at its position. Raises CheckpointError when
+    there is nothing to write.
     """
     found: dict[str, ModelTensor] = {}
     for (name, kind), tensor in source.tensors.items():
@@ -61,15 +62,16 @@ def model_tensors(source: Source, dtype: str | None) -> list[ModelTensor]:
 
 
 def model_aliases(source: Source, tensors: list[ModelTensor]) -> dict[str, str]:
-    """Return the tied names of the tensors that are written."""
+    """Return the tied names of the tensors that are written, each with the name of its tensor."""
     names = {tensor.name for tensor in tensors}
     return {alias: name for alias, name in source.aliases.items() if name in names and alias not in names}
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of a size such as `5GB` (powers of 1000, as Hugging Face counts) or `512MiB`.
+    """Return the bytes of a size such as `5GB` (powers of 1000, as Hugging Face counts) or `512MiB`; an integer is
+    returned as it is.
 
-    Raises CheckpointError.
+    Raises CheckpointError for other text.
     """
     if isinstance(text, int):
         return text
@@ -83,7 +85,11 @@ def parse_size(text: str | int) -> int:
 def split_files(
     tensors: list[ModelTensor], limit: int | None, stem: str, suffix: str
 ) -> Mapping[str, list[ModelTensor]]:
-    """Return the tensors by file name, filled in order up to `limit` bytes each; a larger tensor has its own file."""
+    """Return the tensors by file name, filled in order up to `limit` bytes each (None: one file); a larger tensor has
+    its own file.
+
+    One file is `<stem><suffix>`, one of several `<stem>-00001-of-00003<suffix>`.
+    """
     groups: list[list[ModelTensor]] = [[]]
     size = 0
     for tensor in tensors:

@@ -52,7 +52,10 @@ class SegmentedTensor:
 
 
 class SegmentSource:
-    """Tensors by (name, kind), read with plain file reads: no file is ever loaded as a whole."""
+    """A `Source` whose tensors are read with plain file reads: no file is ever loaded as a whole.
+
+    Raises DamagedError when the segments of a tensor do not cover it exactly once.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,8 @@ class SegmentSource:
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        """Fill `out` with a tensor's elements from flat element `offset` on; raises MismatchError when the tensor has
+        fewer, and DamagedError."""
         tensor = self.tensors[name, kind]
         size = ITEMSIZE[tensor.dtype]
         view = memoryview(out).cast("B")

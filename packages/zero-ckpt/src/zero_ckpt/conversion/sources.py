@@ -37,7 +37,10 @@ class SourceTensor(Protocol):
 
 
 class Source(Protocol):
-    """Tensors by (name, kind) that can be read piece by piece. A `zero_ckpt.Checkpoint` is one."""
+    """Tensors by (name, kind) that can be read piece by piece. A `zero_ckpt.Checkpoint` is one.
+
+    `aliases` maps tied names to the name in `tensors`, `step` counts optimizer steps, `client_state` is plain data.
+    """
 
     @property
     def tensors(self) -> Mapping[tuple[str, str], SourceTensor]: ...
@@ -58,20 +61,25 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Text that differs when the contents differ."""
+        """Text that differs when the contents differ; interrupted conversions are continued only from an equal one."""
         ...
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Return elements, beside 0, at which reads of a tensor should begin; may be empty."""
+        """Return elements, beside 0, at which reads of a tensor should begin to be cheap; may be empty."""
         ...
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on, in the stored dtype."""
+        """Fill `out` with a tensor's elements from flat element `offset` on, in the stored dtype; raises
+        CheckpointError."""
         ...
 
 
 def pieces(source: Source, name: str, kind: str, count: int, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield (first element, number of elements) of reads of at most `PIECE_BYTES` that together cover a tensor."""
+    """Yield (first element, number of elements) of reads of at most `PIECE_BYTES` that together cover a tensor, in
+    order.
+
+    The tensor (`name`, `kind`) has `count` elements of `itemsize` bytes; no read crosses one of the source's `cuts`.
+    """
     step = PIECE_BYTES // itemsize
     for begin, end in pairwise(sorted({0, count, *source.cuts(name, kind)})):
         for offset in range(begin, end, step):
@@ -82,8 +90,9 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     """Open the checkpoint that `spec` names, whatever its format.
 
     It recognises a root or checkpoint directory of this package, a safetensors file or a directory of them, a DeepSpeed
-    checkpoint (stages 0 to 3, or universal), and a torch distributed checkpoint. After `@` stands a tag or a step.
-    Raises NotFoundError when there is nothing, CheckpointError when it is none of these.
+    checkpoint (stages 0 to 3, or universal), and a torch distributed checkpoint. After `@` stands a tag or, for this
+    package's, a step. No tensor is read. Raises NotFoundError when there is nothing, DamagedError when it is one of
+    these and not valid, CheckpointError when it is none of these.
     """
     path, which = split_spec(os.fspath(spec))
     if path.is_file():
@@ -104,8 +113,11 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
 
 
 def _tagged(path: Path, which: str | None) -> Path:
-    """Return the directory in a DeepSpeed root that `which`, `latest` or `latest_universal` names, or the path
-    itself."""
+    """Return the directory in a DeepSpeed root that `which`, else `latest`, else `latest_universal` names, or the path
+    itself.
+
+    Raises NotFoundError when there is no directory `which`, and DamagedError for a `latest` that cannot be read.
+    """
     tags: Sequence[str | None] = (which,) if which else (read_latest(path), _text(path / "latest_universal"))
     for tag in tags:
         if tag and is_tag(tag) and (path / tag).is_dir():
@@ -116,12 +128,14 @@ def _tagged(path: Path, which: str | None) -> Path:
 
 
 def _text(path: Path) -> str | None:
-    """Return the stripped text of a small file; None if there is none."""
+    """Return the stripped text of a file of at most 4096 bytes; None if there is none. Raises DamagedError for a larger
+    one."""
     return read_text(path, 4096).strip() if path.is_file() else None
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return a small text file; raises DamagedError when it is larger than `limit` bytes or not UTF-8."""
+    """Return the text of a small file; raises DamagedError when it cannot be read, is larger than `limit` bytes or not
+    UTF-8."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -135,7 +149,10 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def _foreign(path: Path) -> Source:
-    """Open a checkpoint directory that is not of this package; raises CheckpointError for an unknown format."""
+    """Open a checkpoint directory that is not of this package, recognised by the names of its files.
+
+    Raises CheckpointError for an unknown format, or when it needs torch, which is not installed.
+    """
     if list(path.glob("*model_states.pt")) or (path / ".metadata").is_file():
         require_torch(f"reading {path}, a checkpoint of DeepSpeed or torch,")
     if (path / "zero").is_dir() and list(path.glob("*model_states.pt")):
@@ -165,7 +182,8 @@ def _foreign(path: Path) -> Source:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Return the files that a `model.safetensors.index.json` names, which lie beside it."""
+    """Return the files that a `model.safetensors.index.json` names, which lie beside it, sorted; raises
+    DamagedError."""
     try:
         names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
