@@ -16,7 +16,8 @@ class Addresses:
         """The address at which this process listens for nodes that connect by themselves; empty while it does not."""
 
     def of_launcher(self) -> str:
-        """Return the address at which this process is to listen for nodes that connect by themselves."""
+        """Return the address at which this process is to listen for nodes that connect by themselves: the one that the
+        job names to bind to, else its master address, else the loopback address."""
         return self._spec.bind_address or self._spec.master_address or LOOPBACK
 
     def of_local_host(self, peer: Peer) -> str:
@@ -26,5 +27,6 @@ class Addresses:
         return (self.listening or LOOPBACK) if here else ""
 
     def of_store(self, peer: Peer) -> str:
-        """Return the address at which the ranks reach their store, which ``peer`` opens."""
+        """Return the address at which the ranks reach their store, which ``peer`` opens: the job's master address, else
+        the address at which ``peer`` is reached. Call it after the host's hello."""
         return self._spec.master_address or self.of_local_host(peer) or peer.hello["address"] or LOOPBACK

@@ -37,11 +37,12 @@ _STANDBY_SECONDS = 10.0
 class Agent(LocalElasticAgent):
     """torch's elastic agent for the ranks of one host, with our rules about output, failures and ends.
 
-    ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout and
-    stderr go, ``colours``: whether with colours (default: the terminal). ``host``: its name in reports.
-    ``stopped_seconds``: how long a rank may be stopped (SIGSTOP) before it is named. ``started``: called with rank ->
-    pid when an attempt's ranks are started. ``ranks_now``: returns the number of ranks of the next attempt.
-    ``own_signals``: signals whose handlers stay as they are when ranks start.
+    ``spec``: torch's description of the ranks. ``files``: the folders of their files. ``job_id``: of the job on this
+    host. ``grace_seconds``: how long ranks may take to end once the job is to stop. ``sinks``: where the ranks' stdout
+    and stderr go, ``colours``: whether with colours (default: the terminal). ``host``: its name in reports.
+    ``stopped_seconds``: how long a rank may be stopped (SIGSTOP) before it is named. ``quiet``: print no remarks.
+    ``started``: called with rank -> pid when an attempt's ranks are started. ``ranks_now``: returns the number of ranks
+    of the next attempt. ``own_signals``: signals whose handlers stay as they are when ranks start.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks of an attempt, and the threads and objects that follow it; return local rank -> pid."""
+        """Start the ranks of an attempt, show their output, and watch them; return local rank -> pid (torch's
+        contract)."""
         self._streamer = Streamer()
         self._started_at = time.time()
         self._stopping = False
@@ -160,7 +162,8 @@ class Agent(LocalElasticAgent):
         return context.pids()
 
     def _status_of(self, pid: int) -> int | None:
-        """Return the exit status of a rank (a signal is negative); None while it runs."""
+        """Return the exit status of a rank (a signal is negative); None while it runs. Raises ChildProcessError if it
+        is reaped."""
         standbys = self._files.standbys
         forked = None if standbys is None else standbys.rank(pid)
         return exit_status(pid) if forked is None else forked.poll()
@@ -176,7 +179,8 @@ class Agent(LocalElasticAgent):
             self._files.standbys.close()
 
     def _prepare_restart(self) -> None:
-        """Start the next standby if restarts remain, once every rank trains or the ranks have run for some time."""
+        """Start the next standby if the job has standbys and restarts remain, once every rank trains or 10 s after the
+        start."""
         standbys = self._files.standbys
         if standbys is None or self._remaining_restarts <= 0:
             return
@@ -187,7 +191,8 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the attempt; end it first if a rank failed, is stuck, or cannot finish.
 
-        torch's agent calls it again and again, and restarts the ranks or ends the job as the state says.
+        torch's agent calls it again and again, and restarts the ranks or ends the job as the state says. Raises OSError
+        when the output can no longer be shown.
         """
         self._pass_request_on()
         if self._streamer.broken is not None:
@@ -234,14 +239,16 @@ class Agent(LocalElasticAgent):
         self.asked_to_end = True
 
     def _pass_request_on(self) -> None:
-        """Carry out a request of `ask_to_end`, once."""
+        """Carry out a request of `ask_to_end`: print why and order the ranks to leave; does nothing after the first
+        time."""
         if self.asked_to_end and not self._has_asked:
             self._has_asked = True
             self._say_all([self._why_asked] if self._why_asked else [])
             self._files.orders.give(END)
 
     def _have_left(self, order: str) -> RunResult:
-        """Return the result of an attempt in which every rank has ended, some on ``order``."""
+        """Return the result, a success, of an attempt in which every rank has ended, some on ``order``; keep the
+        order."""
         self.left_for = order
         return RunResult(state=WorkerState.SUCCEEDED, return_values={record.rank: None for record in self._records})
 
@@ -258,7 +265,8 @@ class Agent(LocalElasticAgent):
             print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
     def _set_divergence(self, why: str | None) -> None:
-        """Keep why the ranks cannot go on together (None: they can); if they cannot, no restart follows."""
+        """Set ``divergence`` to why the ranks cannot go on together (None: they can); if they cannot, no restart
+        follows."""
         self.divergence = why
         if why is not None:
             self._remaining_restarts = 0  # the same would happen again
@@ -268,7 +276,8 @@ class Agent(LocalElasticAgent):
         print(f"zero-launch: {why}", file=sys.stderr, flush=True)
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-        """Return why the ranks cannot finish, by the records of this host's ranks; None while they may."""
+        """Return why the ranks cannot finish, by the records of this host's ranks; None while they may. ``stalled``:
+        the ranks of this host all wait, and none has moved."""
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
     def _fail(self) -> None:
@@ -293,7 +302,11 @@ class Agent(LocalElasticAgent):
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End the ranks and everything that they started, and stop following their output."""
+        """End the ranks and everything that they started, by ``death_sig`` first, and stop following their output.
+
+        If all ranks succeeded, their helpers get the grace period to end by themselves. ``timeout`` is part of torch's
+        interface and has no effect.
+        """
         for record in self._records:
             record.refresh()
         if self._records and all(record.status == 0 for record in self._records):
@@ -314,7 +327,8 @@ class Agent(LocalElasticAgent):
         return False
 
     def _end(self, signum: signal.Signals) -> None:
-        """End the ranks by ``signum``, then by SIGKILL, with everything that they started; note what was left."""
+        """End the ranks by ``signum``, then by SIGKILL, with everything that they started; add what had to be killed to
+        ``notes``."""
         self._note_ends()
         pids = {record.pid for record in self._records}
         if self._files.takes_requests:
@@ -342,10 +356,10 @@ class Agent(LocalElasticAgent):
         return [record.rank for record in well if record.end is None or record.end.at < failed]
 
     def failures(self) -> list[RankFailure]:
-        """Return the ranks that failed by themselves, in the order of their failures.
+        """Return the ranks of this host that failed by themselves in the last attempt, in the order of their failures.
 
-        A rank that died without a traceback counts from when it was last seen alive: the collectives of the others
-        fail a moment after its death.
+        A rank that died without a traceback counts from when it was last seen alive: the collectives of the others fail
+        a moment after its death.
         """
         found = (failure_of(r, self._host, self._started_at, self._watcher.step_of) for r in self._records)
         return [failure for _, failure in sorted(filter(None, found), key=lambda pair: pair[0])]
@@ -377,6 +391,6 @@ class Agent(LocalElasticAgent):
 
 
 def _terminal_colours() -> tuple[bool, bool]:
-    """Return whether stdout and stderr are terminals that want colours."""
+    """Return whether stdout and stderr are terminals that want colours (NO_COLOR is not set)."""
     wanted = "NO_COLOR" not in os.environ
     return wanted and sys.stdout.isatty(), wanted and sys.stderr.isatty()

@@ -23,9 +23,10 @@ _PART_CHARACTERS = 1 << 20
 class Channel:
     """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller.
 
-    ``kinds`` are the messages that the other end may send. ``seal`` signs and checks lines where strangers may reach
-    the connection. Received messages go to ``inbox`` as ``(name, message)``; the end of the stream as a message of kind
-    `eof`.
+    ``name``: of the other end, in ``inbox``. ``reader``, ``writer``: the connection. ``kinds``: the messages that the
+    other end may send. ``seal``: signs and checks lines where strangers may reach the connection; else None. Received
+    messages go to ``inbox`` as ``(name, message)``, without `beat` and without the field `at`; the end of the stream as
+    a message of kind `eof` with the reason, `why`. ``broken``: True once nothing more can be sent or received.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Channel:
             thread.start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Queue a message of ``kind`` with the fields of ``content`` (see messages.py); never blocks."""
+        """Queue a message of ``kind`` with the fields of ``content`` (see messages.py); never blocks.
+        A message to a broken connection is lost."""
         self._outbox.put({"kind": kind, **content})
 
     def wait_for_room(self) -> None:
@@ -66,11 +68,14 @@ class Channel:
         return time.monotonic() - self.heard_at
 
     def close(self, seconds: float = 1.0) -> None:
-        """Send the queued messages, waiting up to ``seconds``, and close this end."""
+        """Send the queued messages, waiting up to ``seconds``, and close the writing end; the other end may still
+        send."""
         self._outbox.put(None)
         self._threads[1].join(seconds)
 
     def _write(self) -> None:
+        """Send what is queued, and `beat` after each half second without, until `close`
+        or an error; a thread's function."""
         try:
             while True:
                 try:
@@ -90,6 +95,8 @@ class Channel:
             self.broken = True
 
     def _read(self) -> None:
+        """Put the messages that arrive into the inbox until the stream ends or has a line that is no
+        message, then `eof`; a thread's function."""
         why = "the connection was closed"
         try:
             while line := self._reader.readline(MAX_MESSAGE_BYTES + 1):

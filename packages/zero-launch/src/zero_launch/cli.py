@@ -35,9 +35,12 @@ _DEFAULT_HOSTFILE = Path("/job/hostfile")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 0, the first failing rank's, or 2 for a wrong command line.
+    """Run the command line and return its exit status; errors are printed, not raised.
 
-    ``argv``: default sys.argv[1:].
+    It is 0; the first failing rank's; 1 when hosts or nodes cannot be reached, or the launcher's own work fails; 2 for
+    a wrong command line or a missing file; 75 for a job that saved and left (`--requeue`); 128 plus a signal's number.
+    ``argv``: the words after the command's name; None takes those of `sys.argv`, and has torch imported without the
+    garbage collector. Words that argparse refuses, and `--help`, raise SystemExit.
     """
     if argv is None:  # this process is the command's
         keep_from_collector()
@@ -97,6 +100,8 @@ def _recording_failures(folder: str | None) -> Iterator[None]:
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Run the job that the options describe to its end: on this machine, as one node of several, on the chosen hosts,
+    or by srun or mpirun, which replaces this process. Raises as `launch` and `launch_cluster` do."""
     node = _node(options)
     if options.launcher == "slurm":
         _become(srun_command(_job(options, _ranks(options)), _node_count(options)[1], [], _arguments(options)))
@@ -120,6 +125,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
+    """Run the job on ``hosts``, or on as many of them as `--nnodes` allows, started through the chosen launcher."""
     minimum, maximum = _node_count(options)
     if maximum is not None and maximum < len(hosts.hosts):
         hosts = hosts.first(hosts=maximum)
@@ -144,6 +150,8 @@ def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
 
 
 def _run_node(options: argparse.Namespace, node: Node) -> None:
+    """Run this node's part of a job in which every node has a command line of its own: lead the job as node 0, else
+    join it. Raises ValueError for a node number out of range, and as `launch_cluster` and `join` do."""
     job = _held(options, _ranks) if node.rank == 0 else _job(options, _ranks(options))
     job.check_target()
     if not 0 <= node.rank < node.nodes:
@@ -172,7 +180,8 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
 
 
 def _node(options: argparse.Namespace) -> Node | None:
-    """Return this node, if every node of the job has a command line of its own; else None."""
+    """Return this node, if every node of the job has a command line of its own, by `--no_ssh` or Slurm's or a pod's
+    variables; else None. Raises ValueError if `--no_ssh` lacks options that it needs."""
     if not options.no_ssh:
         if options.hostfile or options.launcher != "ssh":
             return None
@@ -187,7 +196,11 @@ def _node(options: argparse.Namespace) -> Node | None:
 
 
 def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
-    """Return the hosts that the options select; None for this machine alone. Raises ValueError as `Hostfile` does."""
+    """Return the hosts that the options select; None for this machine alone. Raises ValueError as `Hostfile` does.
+
+    They are those of `--hostfile`, else of /job/hostfile, else this machine if `--include` or `--exclude` is given.
+    `--num_nodes` and `--nproc` take the first hosts and the first slots of each.
+    """
     if options.hostfile is not None:
         hosts = Hostfile.read(options.hostfile)
     elif _DEFAULT_HOSTFILE.is_file():
@@ -203,7 +216,8 @@ def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
 
 
 def _node_count(options: argparse.Namespace) -> tuple[int | None, int | None]:
-    """Return the fewest and the most hosts that `--nnodes` allows; None for both without it."""
+    """Return the fewest and the most hosts that `--nnodes` allows; None for both without it. Raises
+    ValueError for anything but N or MIN:MAX."""
     if options.nnodes is None:
         return None, None
     first, colon, last = options.nnodes.partition(":")
@@ -213,6 +227,8 @@ def _node_count(options: argparse.Namespace) -> tuple[int | None, int | None]:
 
 
 def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
+    """Return the job that the options describe, with ``nproc`` ranks on this machine. Raises
+    ValueError as `LaunchSpec` and `search_paths` do."""
     return LaunchSpec(
         options.target,
         args=tuple(options.args),
@@ -237,7 +253,7 @@ def _job(options: argparse.Namespace, nproc: int) -> LaunchSpec:
 def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int]) -> LaunchSpec:
     """Return the job; with `--requeue`, first hold back the signals that ask it to end, until it can handle them.
 
-    ``ranks``: returns the number of ranks, which may take a while.
+    ``ranks``: called with ``options``; returns the number of ranks, which may take a while.
     """
     if options.requeue:
         hold()
@@ -245,6 +261,11 @@ def _held(options: argparse.Namespace, ranks: Callable[[argparse.Namespace], int
 
 
 def _ranks_here(options: argparse.Namespace) -> int:
+    """Return the number of ranks on this machine: that of `--nproc`, or as many as `--elastic` allows for its
+    accelerators.
+
+    Raises ValueError for a number out of the bounds of `--elastic`.
+    """
     elastic = _elastic(options)
     if elastic is None or options.nproc not in (None, "auto"):
         count = _ranks(options)
@@ -255,7 +276,8 @@ def _ranks_here(options: argparse.Namespace) -> int:
 
 
 def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
-    """Return the least and the most ranks that `--elastic` allows; None without it."""
+    """Return the least and the most ranks that `--elastic` allows; None without it.
+    Raises ValueError for anything but MIN:MAX."""
     if options.elastic is None:
         return None
     least, colon, most = options.elastic.partition(":")
@@ -265,13 +287,14 @@ def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _ranks(options: argparse.Namespace) -> int:
+    """Return the number of ranks that `--nproc` means, without it as for `auto`."""
     return ranks_for(options.nproc or "auto")
 
 
 def ranks_for(nproc: str) -> int:
     """Return the number of ranks that `--nproc` means: the number itself; for `auto` one per accelerator, at least 1.
 
-    Raises ValueError for any other word.
+    Raises ValueError for any other word. `auto` imports torch.
     """
     if nproc != "auto":
         try:
@@ -284,15 +307,19 @@ def ranks_for(nproc: str) -> int:
 
 
 def _variables(options: argparse.Namespace) -> Forwarded:
+    """Return the environment variables to send to other hosts, the files of `.deepspeed_env` and `--forward`
+    included."""
     files = [read_env_file(path) for path in env_files(os.environ, Path.cwd(), Path.home())]
     return forwarded({**os.environ, **search_paths(options.stand_ins, os.environ)}, files, options.forward)
 
 
 def _arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the words of `--launcher_args`."""
     return tuple(shlex.split(options.launcher_args))
 
 
 def _greeting(hosts: Hostfile, chosen: Forwarded) -> str:
+    """Return the line that says what starts on several hosts: the ranks of each, and which variables stay behind."""
     ranks = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.hosts.items())
     text = f"{hosts.world_size} ranks on {len(hosts.hosts)} hosts ({ranks}); {len(chosen.variables)} variables go along"
     if chosen.withheld:
@@ -301,11 +328,12 @@ def _greeting(hosts: Hostfile, chosen: Forwarded) -> str:
 
 
 def _is_here(host: str) -> bool:
+    """Return whether ``host`` is a name of this machine that needs no look-up: localhost, or its host name."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 
 def _become(command: list[str]) -> None:
-    """Replace this process by ``command``. Raises FileNotFoundError when its program is not in PATH."""
+    """Print ``command`` and replace this process by it. Raises FileNotFoundError when its program is not in PATH."""
     _say(shlex.join(command))
     try:
         os.execvp(command[0], command)
@@ -315,7 +343,10 @@ def _become(command: list[str]) -> None:
 
 @contextlib.contextmanager
 def _pid_file() -> Iterator[None]:
-    """Keep this process's pid in `<temporary folder>/PID.ds` (`--save_pid`) while the block runs."""
+    """Keep this process's pid in `<temporary folder>/PID.ds` (`--save_pid`) while the block runs.
+
+    Raises FileExistsError if something lies at that path.
+    """
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.ds"
     # Others may write into that folder and know the name: what lies there is neither followed nor written over, and
     # nobody reads a file that is still empty.

@@ -31,8 +31,8 @@ _POLL_SECONDS = 0.2
 class Cluster(abc.ABC):
     """The launcher's side of a job on several hosts; `run` runs it once.
 
-    Subclasses decide which hosts take part in each attempt: fixed_cluster.py and elastic_cluster.py. `_on_KIND` handles
-    a host's message KIND (see messages.py).
+    Subclasses (fixed_cluster.py, elastic_cluster.py) decide which hosts take part in each attempt. `_on_KIND` handles a
+    host's message of that kind, whose fields messages.py lists.
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
@@ -75,7 +75,7 @@ class Cluster(abc.ABC):
     # -- from start to end
 
     def run(self) -> None:
-        """Call the hosts, lead them through the job, end it everywhere, and report; see `launch_cluster`."""
+        """Call the hosts, lead them through the job, end it everywhere; return or raise as `launch_cluster` does."""
         self._check()
         self._signals.take()
         try:
@@ -101,7 +101,7 @@ class Cluster(abc.ABC):
             )
 
     def _greet_all(self) -> None:
-        """Wait for every host's hello and send the job to all; stop if fewer hosts than needed can take part."""
+        """Wait for hellos, and send the job to the hosts that can take part; stop if they are fewer than `_minimum`."""
         end = time.monotonic() + self._roster.seconds_to_greet
         say_at = time.monotonic() + WAIT_SECONDS
         while self._stopping is None and any(peer.state == "called" for peer in self._roster.peers.values()):
@@ -133,7 +133,7 @@ class Cluster(abc.ABC):
         """Return the fewest hosts with which the job begins."""
 
     def _send_job(self, peer: Peer) -> None:
-        """Send the host the job, with the number of its own ranks and its devices."""
+        """Send the host the job with the number of its ranks and its devices, and the order to end if there is one."""
         job = self._spec.job
         env = dict(job.env)
         if self._spec.bind_devices:
@@ -157,7 +157,7 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return the parameters of an elastic job's rendezvous on ``peer``; None in jobs with fixed hosts."""
+        """Return what the host needs for an elastic job's rendezvous (`_terms` in messages.py); None in other jobs."""
 
     @abc.abstractmethod
     def _lead(self) -> None:
@@ -213,7 +213,7 @@ class Cluster(abc.ABC):
             self.hear(name, message)
 
     def _heed(self, signum: int) -> None:
-        """Act on a signal to this process: ask the ranks to save, or stop the job; see [Note: requeue signals]."""
+        """Act on a signal to this process: have the ranks save, or stop the job; see [Note: requeue signals]."""
         if not (self._spec.job.requeue and signum in SIGNALS):
             self._interrupted = signum
             self._stop(f"interrupted by {signal_name(signum)}")
@@ -244,6 +244,7 @@ class Cluster(abc.ABC):
             handler(peer, message)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
+        """Take the host in, or drop it if a package there has another version than here."""
         peer.hello = message
         if (other := other_version(message["versions"])) is not None:
             self._drop(peer, f"{title(peer)}: {other}")
@@ -254,6 +255,7 @@ class Cluster(abc.ABC):
         self._ask_to_end(f"{title(peer)} is asked to end")
 
     def _on_environment(self, peer: Peer, message: Message) -> None:
+        """Print which variables the host keeps with values of its own, unless the job is quiet."""
         kept: dict[str, str] = message["kept"]
         if kept and not self._spec.job.quiet:
             listing = ", ".join(f"{name}={value}" for name, value in sorted(kept.items()))
@@ -264,8 +266,8 @@ class Cluster(abc.ABC):
         """Keep the host's report of the attempt before, and begin the next when all hosts for it are ready."""
 
     def _is_hopeless(self, number: int) -> bool:
-        """Stop the job, and return True, if restart ``number`` would be in vain: the last attempts failed alike, or
-        ranks waited for others that had ended with status 0."""
+        """Count a failed attempt; return whether restart ``number`` cannot help, and then stop the job: the last
+        attempts failed alike, or ranks waited for others that had ended with status 0."""
         failures = self._failures()
         self._divergence = left_alone(list(self._roster.peers.values()), failures, self._began_at)
         if self._divergence is not None:
@@ -302,7 +304,7 @@ class Cluster(abc.ABC):
         """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
-        """Stop the job if all hosts are stalled and their records tell why."""
+        """Keep the host's records; stop the job if all hosts are stalled and the records tell why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         records = {rank: record for other in self._roster.there for rank, record in other.records.items()}
@@ -329,6 +331,7 @@ class Cluster(abc.ABC):
         """Record that the host's ranks are done; once those of all hosts are, tell the hosts to finish."""
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
+        """Keep the host's account of its end; stop the job if it failed."""
         if peer.state == "ready":
             peer.failures = []  # it has said them before
         peer.failures += message["failures"]
@@ -346,7 +349,7 @@ class Cluster(abc.ABC):
         self._stop(f"{title(peer)} cannot run the job")
 
     def _on_eof(self, peer: Peer, message: Message) -> None:
-        """Give up the host, whose connection has ended."""
+        """Give up the host, whose connection has ended: drop one that never said hello, lose any other."""
         status = peer.exit_status()
         if peer.state == "called":
             why = message["why"] if status is None else self._spec.transport.explain(status)
@@ -372,15 +375,13 @@ class Cluster(abc.ABC):
     def _lose(self, peer: Peer, why: str) -> None:
         """Give up a host that had begun, whose ranks count as failed at its last message; restart or stop the job."""
 
-    # -- small things
-
     @property
     @abc.abstractmethod
     def _world_size(self) -> int:
         """Return the number of ranks of the attempt."""
 
     def _stop(self, why: str) -> None:
-        """Have the job end; the first ``why`` is kept for the report."""
+        """Have the job end with ``why`` in its report; only the first call counts."""
         if self._stopping is None:
             self._stopping = why
 

@@ -30,8 +30,11 @@ _NO_LIMIT = 1 << 30
 
 
 class ClusterAgent(Agent):
-    """The agent of one host of several. ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to
-    the launcher."""
+    """An `Agent` for one host of several: every event goes to the launcher, which decides about rounds, restarts and
+    the end.
+
+    ``rendezvous`` takes the launcher's orders about rounds, ``channel`` leads to the launcher. Make it by `for_host`.
+    """
 
     rendezvous: LedRendezvous | Meeting
     channel: Channel
@@ -50,8 +53,9 @@ class ClusterAgent(Agent):
     ) -> ClusterAgent:
         """Return the agent for ``order``, the launcher's message `job`; ``job_id`` is the job's id on this host.
 
-        ``folder``: for the ranks' files. ``recorders``: for their flight recorders. ``guard``: gets their pids.
-        ``own_signals``: signals whose handlers stay as they are when the ranks start.
+        ``spec``: the job with this host's number of ranks. ``folder``: for the ranks' files. ``recorders``: folder for
+        their flight recorders. ``guard``: gets the pids of every attempt. ``own_signals``: signals whose handlers stay
+        as they are when the ranks start.
         """
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)
@@ -68,6 +72,7 @@ class ClusterAgent(Agent):
             spec = dataclasses.replace(spec, max_restarts=_NO_LIMIT)  # the launcher counts
 
         def started(pids: Mapping[int, int]) -> None:
+            """Tell the guard and the launcher about the processes of an attempt; ``pids``: rank -> pid."""
             guard.watch(list(pids.values()))
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
@@ -106,7 +111,7 @@ class ClusterAgent(Agent):
 
     @property
     def pids(self) -> list[int]:
-        """The pids of this host's ranks."""
+        """The pids of this host's ranks in the attempt that runs or ran last."""
         return [record.pid for record in self._records]
 
     def prepare(self) -> None:
@@ -124,7 +129,8 @@ class ClusterAgent(Agent):
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
-        """Return the fields of the message `ended`: how the last attempt ended on this host."""
+        """Return the fields of the message `ended`, whose types messages.py lists: how the last attempt ended on this
+        host."""
         return {
             "failures": self._told_failures(),
             "fates": self.fates() if self._records else [],
@@ -140,12 +146,16 @@ class ClusterAgent(Agent):
         return {"failures": self._told_failures(), "ended": ended, "records": self._told_records()}
 
     def _told_failures(self) -> list[Message]:
+        """Return this host's failures as fields of a message, with the time of each as `at` (seconds since the
+        epoch)."""
         return [{**vars(failure), "at": self._started_at + failure.seconds} for failure in self.failures()]
 
     def _told_records(self) -> Message:
+        """Return the flight records of this host's ranks as plain data, by rank as text."""
         return {str(rank): record.to_json() for rank, record in self._watcher.records.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """Report the last attempt to the launcher, wait for its next round, and count restarts as the launcher does."""
         self._store = worker_group.store = None  # the last attempt's store gives its port back
         if self._records:
             self.rendezvous.report = self._report()
@@ -156,8 +166,8 @@ class ClusterAgent(Agent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Return the ranks that the launcher gave this host. torch's agents ask each other through the store, and wait
-        in it for a host that was lost meanwhile."""
+        """Return torch's description of each rank, with the numbers that the launcher gave this host. torch's agents
+        ask each other through the store, and wait in it for a host that was lost meanwhile."""
         first, ranks = self.rendezvous.place
         return [
             Worker(here, first + here, role_rank=first + here, world_size=ranks, role_world_size=ranks)
@@ -165,6 +175,8 @@ class ClusterAgent(Agent):
         ]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Do as `Agent._monitor_workers`; when this host's ranks are done, report that and count as running until
+        `finish` is set."""
         if self._success is None:
             result = super()._monitor_workers(worker_group)
             if result.state is not WorkerState.SUCCEEDED:
@@ -174,22 +186,27 @@ class ClusterAgent(Agent):
         return self._success if self.finish.is_set() else RunResult(state=WorkerState.HEALTHY)
 
     def _fail(self) -> None:
+        """Report the failure of this attempt to the launcher, which decides about a restart, and end the other ranks
+        here."""
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
 
     def ask_to_regroup(self, attempt: int) -> None:
-        """Have the ranks of that attempt leave at their next checkpoint."""
+        """Have the ranks leave at their next checkpoint for a new round; does nothing unless ``attempt`` is the one
+        that runs."""
         if attempt == self.rendezvous.attempt:
             self._files.orders.give(REGROUP)
 
     def _have_left(self, order: str) -> RunResult:
+        """Begin a new round if the ranks left to regroup in an elastic job; else do as `Agent._have_left`."""
         if order == REGROUP and isinstance(self.rendezvous, Meeting):
             self.rendezvous.regroup()
             return RunResult(state=WorkerState.HEALTHY)
         return super()._have_left(order)
 
     def _notice(self, ended: Sequence[int]) -> None:
-        """Send the launcher which ranks have come, ended or are stopped; it prints the remarks for all hosts."""
+        """Send the launcher which ranks have connected to the store or ended, and which are stopped; it prints the
+        remarks for all hosts. ``ended``: the ranks with status 0."""
         self._here.find_arrivals(ended)
         for text in self._here.stopped():
             self.channel.send("notice", text=text)
@@ -202,6 +219,8 @@ class ClusterAgent(Agent):
         """Do nothing: the message about the failure carries ``why``, and the launcher prints it."""
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
+        """Do as `Agent._explain` for this host's ranks. Also send the launcher the records while they are stalled, and
+        once when they no longer are: only it can compare all hosts."""
         if stalled or self._said_stalled:
             data = {str(rank): record.to_json() for rank, record in records.items()}
             self.channel.send("stalled", stalled=stalled, records=data)

@@ -31,9 +31,10 @@ def connect(
 ) -> Connection:
     """Connect to the launcher at ``address`` and ``port``, and return the authenticated connection.
 
-    ``token``: the job's. ``about``: what this host says of itself (plain data). Tries for ``seconds``, because the
-    launcher may start later; prints that it waits after five, unless ``quiet``. Raises ConnectionError when nobody
-    answers in time, and `Refused` when the launcher does not let this host take part.
+    ``token``: the job's. ``about``: what this host says of itself (plain data), `node_rank` and `nproc` where it comes
+    by itself. Tries for ``seconds``, because the launcher may start later; prints that it waits after 5 s, unless
+    ``quiet``. Raises ConnectionError when no launcher answers in time, and `Refused` at once when the launcher does not
+    let this host take part.
     """
     begin = time.monotonic()
     said = quiet
@@ -59,7 +60,7 @@ _ADVICE = "ZERO_LAUNCH_TOKEN, or the file ~/.zero-launch/token, is to be the sam
 
 
 def _try_once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:
-    """Connect and do the handshake once. Raises OSError, ValueError or `Refused`."""
+    """Connect and do the handshake once. Raises OSError, ValueError for no proper answer, or `Refused`."""
     connection = socket.create_connection((address, port), timeout=_TRY_SECONDS)
     try:
         reader, writer = connection.makefile("rb"), connection.makefile("wb")

@@ -11,7 +11,8 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that this process may use: its affinity mask, capped by its control group's quota."""
+    """Return the number of cores that this process may use: its affinity mask, capped by its control group's quota,
+    rounded up; at least 1. ``quota_file``: the group's `cpu.max`."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = quota_file.read_text().split()[:2]
@@ -23,7 +24,8 @@ def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def threads_per_rank(nproc: int) -> int:
-    """Return the number of OpenMP threads for each of ``nproc`` ranks with which they share the cores; at least 1."""
+    """Return the number of OpenMP threads with which each of ``nproc`` ranks gets an
+    equal share of the cores; at least 1."""
     return max(1, usable_cores() // nproc)
 
 
@@ -45,9 +47,10 @@ def parse_cores(text: str) -> list[int]:
 def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tuple[int, ...]]:
     """Return the cores of each of ``nproc`` ranks: equally many for each, neighbours in the host's topology.
 
-    Ranks are laid over the NUMA nodes in order; hyperthreads of one core stay together. When the nodes divide the
-    ranks evenly, no rank spans two nodes. ``core_list`` restricts the cores (see `parse_cores`). Raises ValueError for
-    a core that this process may not use, and when there are fewer cores than ranks.
+    Ranks are laid over the NUMA nodes in order; hyperthreads of one core stay together. When the nodes divide the ranks
+    evenly, no rank spans two nodes. Cores that cannot be divided evenly are left out. ``core_list`` restricts the cores
+    (see `parse_cores`); empty for all that this process may use. ``system``: the folder of the kernel that describes
+    the host. Raises ValueError for a core that this process may not use, and when there are fewer cores than ranks.
     """
     usable = os.sched_getaffinity(0)
     wanted = set(parse_cores(core_list)) if core_list else set(usable)
@@ -72,6 +75,7 @@ def _split(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
 
 
 def _numa_nodes(system: Path) -> list[list[int]]:
+    """Return the cores of each NUMA node, in order; empty where the kernel names none."""
     folders = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:]))
     texts = [(folder / "cpulist").read_text().strip() for folder in folders]
     return [parse_cores(text) for text in texts if text]

@@ -25,7 +25,13 @@ _COUNTS = ("started", "finished", "waiting", "failed")
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """One collective of one rank."""
+    """One collective of one rank, as its flight recorder has it.
+
+    ``number``: in the order in which the rank started its collectives, from 1. ``sequence``: within its process
+    ``group``. ``step``: the optimizer step. ``same_bytes``: its size, which every rank must have; 0 where sizes may
+    differ. ``phase``: the kind of collective. ``name``: of the unit or parameter. ``site``: the line of code that asked
+    for it, or empty.
+    """
 
     number: int
     sequence: int
@@ -38,7 +44,7 @@ class RecordedCollective:
 
     @property
     def what(self) -> tuple[str, str, int]:
-        """Phase, name and bytes, which must be equal on every rank."""
+        """Phase, name and bytes, which must be equal on every rank of the group."""
         return self.phase, self.name, self.same_bytes
 
     @property
@@ -54,8 +60,12 @@ class RecordedCollective:
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """The content of a rank's flight recorder: the newest entries in order, how many began and finished, the one waited
-    for, and the first whose wait failed since another's succeeded (0: none)."""
+    """The content of a rank's flight recorder.
+
+    ``entries``: the newest collectives, oldest first. ``started``, ``finished``: how many the rank has started and
+    finished. ``waiting``: the number of the one that it waits for. ``failed``: the number of the first whose wait
+    failed since another's succeeded. Both are 0 for none.
+    """
 
     entries: tuple[RecordedCollective, ...]
     started: int
@@ -74,10 +84,12 @@ class FlightRecord:
         return self._entry(self.failed) or self.awaited
 
     def _entry(self, number: int) -> RecordedCollective | None:
+        """Return the recent collective with that number; None if there is none."""
         return next((entry for entry in self.entries if entry.number == number), None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record as plain data for a message; `from_json` is the inverse."""
+        """Return the record as plain data for a message: `entries` (a list of values for each) and the numbers by name;
+        `from_json` is the inverse."""
         rows = [list(vars(entry).values()) for entry in self.entries]
         return {"entries": rows, **{name: getattr(self, name) for name in _COUNTS}}
 
@@ -88,7 +100,8 @@ class FlightRecord:
 
 
 def read_flight_record(path: Path) -> FlightRecord | None:
-    """Read the flight recorder file of one rank; None if there is none, as before the rank first uses zero-comm.
+    """Return the content of one rank's flight recorder file, up to 256 entries; None if there is none, as before the
+    rank first uses zero-comm. Entries that are being written over are left out.
 
     Raises ValueError for a file in another format.
     """
@@ -112,7 +125,8 @@ def read_flight_record(path: Path) -> FlightRecord | None:
 def difference(records: Mapping[int, FlightRecord]) -> str | None:
     """Return a text about the first collective that differs between ranks that started it; None if none differs.
 
-    ``records``: by rank.
+    ``records``: by rank. Collectives are the same if they have the same number in the same group; they differ in phase,
+    name or bytes. Control messages, with 0 bytes, are not compared.
     """
     tables = {rank: {(e.group, e.sequence): e for e in record.entries} for rank, record in records.items()}
     shared = [key for key in set().union(*tables.values()) if sum(key in table for table in tables.values()) > 1]
@@ -132,8 +146,8 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
     """Return whether ranks that all wait are deadlocked: each waits for a collective that some rank of its group has
     not started.
 
-    A collective that all have started may be a long transfer, after which they continue. The ranks of a group are taken
-    to be the ranks that have used it.
+    ``records``: by rank. A collective that all have started may be a long transfer, after which they continue. The
+    ranks of a group are taken to be the ranks that have used it.
     """
     asked: dict[str, dict[int, int]] = {}
     for rank, record in records.items():
@@ -148,7 +162,10 @@ def deadlocked(records: Mapping[int, FlightRecord]) -> bool:
 
 def stall(records: Mapping[int, FlightRecord]) -> str:
     """Return a text about a deadlock: for each rank, the collective that it waits in and the ranks that have not
-    started it."""
+    started it.
+
+    ``records``: by rank, of ranks that are `deadlocked`.
+    """
     awaited = {rank: record.awaited for rank, record in records.items()}
     lines = ["every rank waits for another, and none of them gets any further:"]
     for rank, entry in sorted(awaited.items()):
@@ -165,8 +182,9 @@ def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int], *, is
     """Return a text about ranks that wait in a collective which ranks that ended with status 0 never started; None if
     there are none.
 
-    ``ended``: the ranks with status 0. ``is_over``: the job has failed, so that a rank counts whose wait ended with an
-    error; while the job runs, such a rank may go on. The ranks of a group are taken to be the ranks that have used it.
+    ``records``: by rank. ``ended``: the ranks with status 0. ``is_over``: the job has failed, so that a rank counts
+    whose wait ended with an error; while the job runs, such a rank may go on. The ranks of a group are taken to be the
+    ranks that have used it.
     """
     left: set[int] = set()
     lines = []
@@ -190,6 +208,7 @@ def _has_started(entry: RecordedCollective, record: FlightRecord) -> bool:
 
 
 def _listing(found: Mapping[int, RecordedCollective]) -> str:
+    """Return a line for each different collective in ``found`` (by rank), with the ranks that have it."""
     alike: dict[str, list[int]] = {}
     for rank, entry in sorted(found.items()):
         alike.setdefault(str(entry), []).append(rank)
@@ -202,7 +221,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 class Watcher:
-    """Reads the flight recorders of this host's ranks, at most twice a second. ``recorders``: rank -> file."""
+    """Reads the flight recorders of this host's ranks. ``recorders``: rank -> file, which need not exist yet."""
 
     def __init__(self, recorders: Mapping[int, Path]) -> None:
         self._recorders = dict(recorders)
@@ -222,7 +241,7 @@ class Watcher:
         return True
 
     def read(self) -> None:
-        """Read the flight recorders now."""
+        """Read the flight recorders now, into ``records``; ranks without one are left out."""
         found = {rank: read_flight_record(path) for rank, path in self._recorders.items()}
         self.records = {rank: record for rank, record in found.items() if record is not None}
         progress = {rank: (record.started, record.finished) for rank, record in self.records.items()}
@@ -236,13 +255,17 @@ class Watcher:
 
     @property
     def stalled(self) -> bool:
-        """Return whether every rank of this host waits in a collective, and none has moved for `STALL_SECONDS`."""
+        """Return whether, when last read, every rank of this host waited in a collective, and none has started or
+        finished one for `STALL_SECONDS`."""
         all_wait = len(self.records) == len(self._recorders) and all(record.waiting for record in self.records.values())
         return all_wait and time.monotonic() - self._moved_at > STALL_SECONDS
 
 
 def explain(records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-    """Return why these ranks will not finish; None while they may. ``stalled``: all wait, and none has moved."""
+    """Return a text about why these ranks will not finish; None while they may, and for fewer than two records.
+
+    ``records``: by rank. ``stalled``: these are all ranks of the job, all wait, and none has moved.
+    """
     if len(records) < 2:
         return None
     return difference(records) or (stall(records) if stalled and deadlocked(records) else None)

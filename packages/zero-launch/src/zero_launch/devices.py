@@ -20,9 +20,8 @@ def devices() -> int:
 
 
 def ranks_within(elastic: tuple[int, int], count: int) -> int:
-    """Return the number of ranks for ``count`` accelerators: one each, at most MAX of ``elastic`` = (MIN, MAX); MAX if
-    there are none, as ranks then compute on the CPU. Raises ValueError for fewer accelerators than MIN.
-    """
+    """Return the number of ranks for ``count`` accelerators: one each, at most MAX of ``elastic`` = (MIN, MAX); MAX for
+    0, as ranks then compute on the CPU. Raises ValueError for fewer accelerators than MIN, but not for 0."""
     least, most = elastic
     if count and count < least:
         raise ValueError(f"--elastic {least}:{most}: this machine has {count} accelerators, {least} are needed")
@@ -30,15 +29,16 @@ def ranks_within(elastic: tuple[int, int], count: int) -> int:
 
 
 def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
-    """Return a function to call before each attempt for its number of ranks: first ``first``, later by a new count of
-    the accelerators. On a machine without accelerators at the first attempt it is always ``first``.
-    """
+    """Return a function to call before each attempt for its number of ranks: first ``first``, later `ranks_within`
+    ``elastic`` by a new count of the accelerators, with its errors and those of `devices`. On a machine without
+    accelerators when the function is made it is always ``first``."""
     import torch
 
     uses_devices = torch.accelerator.is_available()
     numbers = iter([first])
 
     def count() -> int:
+        """Return the number of ranks of the next attempt."""
         return next(numbers, None) or (ranks_within(elastic, devices()) if uses_devices else first)
 
     return count

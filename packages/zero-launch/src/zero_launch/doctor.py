@@ -26,7 +26,12 @@ _LITTLE_MEMLOCK = 4 << 20
 
 @dataclass(frozen=True)
 class HostReport:
-    """One host's answer (``facts``), or why there is none (``trouble``). ``skew`` is in seconds."""
+    """One host's answer, or why there is none.
+
+    ``facts``: as `examination` returns them; None without an answer. ``trouble``: the reason then. ``skew``: seconds
+    that this clock is ahead of the host's. ``shared_folder``: whether it shares this working directory; None if
+    unknown.
+    """
 
     host: str
     facts: Mapping[str, Any] | None = None
@@ -36,7 +41,12 @@ class HostReport:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table and return 0, or 1 when something in it stops a job."""
+    """Print the table of the hosts in ``argv`` and return 0, or 1 when something in it stops a job.
+
+    ``argv``: the words after `doctor`. With `--swap` it does as `leftovers` instead. Raises ValueError for a wrong
+    hostfile, filter or option, FileNotFoundError if the hostfile or the launcher's program is missing, and SystemExit
+    for words that argparse refuses, or `--help`.
+    """
     parser = argparse.ArgumentParser(
         prog="zero-launch doctor",
         description="Look at every host of a job before it starts. Exit status 1 when something would stop it.",
@@ -75,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def leftovers(folders: Sequence[str], remove: bool) -> int:
-    """Print what killed ranks left in the folders, and remove it if asked to; 1 when something is left.
+    """Print what killed ranks left in the folders, and remove it if asked to; return 1 when something is left, else 0.
 
     Packages that write such files register a function by the entry point `zero_launch.leftovers`: it takes the folders
     and whether to remove, and returns a line per thing. Raises ValueError when no installed package does.
@@ -89,7 +99,11 @@ def leftovers(folders: Sequence[str], remove: bool) -> int:
 
 
 def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
-    """Return the reports of all ``hosts``, asked at the same time, with whether each shares this working directory."""
+    """Return the reports of all ``hosts``, in their order, with whether each shares this working directory.
+
+    The hosts are asked at the same time, and have 90 s to answer; one that does not gets a report with a trouble. A
+    file in this working directory, which is removed at the end, shows whether it is shared.
+    """
     inbox: Inbox = queue.SimpleQueue()
     peers = {name: Peer(name, slots) for name, slots in hosts.hosts.items()}
     listener = None if transport.carries_input else Listener(inbox)
@@ -123,6 +137,8 @@ def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
 def _take(
     peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, HostReport]
 ) -> None:
+    """Handle a message of a host: ask it for its facts, or put its report into ``reports`` (by host); a host that has
+    one is left alone. ``mark``: the file that it looks for, None to leave that open."""
     if peer.name in reports:
         return
     if message["kind"] == "hello":
@@ -137,7 +153,10 @@ def _take(
 
 
 def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
-    """Return two lists of texts: problems that stop a job, and remarks."""
+    """Return two lists of texts: problems that stop a job, and remarks.
+
+    Hosts without an answer, other versions than elsewhere, no torch and no free port are problems.
+    """
     problems = [f"{r.host}: {r.trouble}" for r in reports if r.facts is None]
     remarks = []
     there = [(r, r.facts) for r in reports if r.facts is not None]
@@ -165,6 +184,7 @@ def diagnose(reports: Sequence[HostReport]) -> tuple[list[str], list[str]]:
 
 
 def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequence[str]) -> None:
+    """Print the table, then ``problems`` and ``remarks``, one per line."""
     from rich.console import Console
     from rich.table import Table
 
@@ -185,6 +205,9 @@ def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequ
 
 
 def _rows() -> list[tuple[str, Any]]:
+    """Return the rows of the table: (label, function of a `HostReport` with facts that returns the text of its
+    cell)."""
+
     def fact(name: str) -> Any:
         return lambda r: str(r.facts[name])
 
@@ -215,6 +238,7 @@ def _rows() -> list[tuple[str, Any]]:
 
 
 def _size(count: int) -> str:
+    """Return a number of bytes as text, in the largest unit up to TiB."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -27,11 +27,8 @@ _HOLD_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class _Question:
-    """A host's request for the rendezvous's state that is not answered yet.
-
-    ``number``: of the request. ``replaced``: the host's own new state was accepted. ``until``: answer it by then
-    (`time.monotonic`).
-    """
+    """A host's request for the rendezvous's state that is not answered yet. ``number``: of the request. ``replaced``:
+    the host's own new state was accepted. ``until``: answer it by then (`time.monotonic`)."""
 
     peer: Peer
     number: int
@@ -60,8 +57,8 @@ def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
 
 
 class ElasticCluster(Cluster):
-    """The launcher's side of an elastic job. torch's rendezvous decides which hosts take part in a round (an attempt
-    with a fixed set of hosts); its state is kept here."""
+    """A `Cluster` whose hosts come and go. torch's rendezvous decides which hosts take part in a round (an attempt with
+    a fixed set of hosts); its state is kept here. Raises ValueError as `host_bounds` does."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -107,6 +104,7 @@ class ElasticCluster(Cluster):
         }
 
     def _drop(self, peer: Peer, why: str) -> None:
+        """Give up a host that never began; once rounds have begun, print why and call it again later."""
         peer.state = "lost"
         if self._leading:
             self._keep_reason(peer, why)
@@ -121,7 +119,7 @@ class ElasticCluster(Cluster):
             self._remark(why)
 
     def _call_later(self, peer: Peer) -> None:
-        """Have a lost host called again after `CALL_AGAIN_SECONDS`; a node that connects by itself may come at once."""
+        """Call a lost host again after `CALL_AGAIN_SECONDS`, or let it connect by itself; not once the job stops."""
         if self._stopping is not None:
             return
         if self._roster.comes_by_itself(peer):
@@ -138,6 +136,7 @@ class ElasticCluster(Cluster):
             self._roster.renew(lost)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
+        """Take a host in, and send it the job if rounds have begun; have it stop if it brings too many ranks."""
         super()._on_hello(peer, message)
         if peer.state != "greeted":
             return
@@ -150,12 +149,12 @@ class ElasticCluster(Cluster):
             self._send_job(peer)
 
     def _slots(self) -> list[int]:
-        """The number of ranks of each host; of those that come by themselves, until then, as many as here."""
+        """Return the ranks of each host; as many as here for one that comes by itself and has not come yet."""
         return [len(peer.slots) or self._spec.job.nproc for peer in self._roster.peers.values()]
 
     def _has_too_many(self, peer: Peer) -> str | None:
-        """Say why the ranks that a host brings are too many for the job; None where they are not. A host that comes by
-        itself says how many it has, and another number when it comes back."""
+        """Return why the ranks that a host brings are too many for the job, or None. Before the first round, set the
+        bounds on the number of hosts for the ranks that they bring."""
         slots = self._slots()
         if self._leading:
             most = sum(sorted(slots, reverse=True)[: self._most])
@@ -174,6 +173,7 @@ class ElasticCluster(Cluster):
     # -- rounds
 
     def _lead(self) -> None:
+        """Handle messages and lost hosts; stop the job after `MEET_SECONDS` in which no rank ran."""
         self._leading = True
         for peer in [peer for peer in self._roster.peers.values() if peer.state == "lost"]:
             self._call_later(peer)
@@ -200,6 +200,7 @@ class ElasticCluster(Cluster):
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
+        """Let the host replace the state if it had seen the newest, and queue its request for `_answer`."""
         strange = places_in(message["state"]) - set(self._places.values())
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
@@ -212,10 +213,8 @@ class ElasticCluster(Cluster):
         self._questions.append(_Question(peer, message["number"], replaced, until))
 
     def _answer(self) -> None:
-        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`.
-
-        Answering on news keeps a host from sleeping while a round begins.
-        """
+        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`; the others
+        wait, since an answer on news keeps a host from sleeping while a round begins."""
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:
@@ -230,11 +229,8 @@ class ElasticCluster(Cluster):
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Tell the keeper which hosts the next round waits for.
-
-        Only the first round waits for hosts that are still getting ready. A round after all hosts were lost (this
-        launcher was stopped, or cut off) waits for every host until the last call.
-        """
+        """Tell the keeper which hosts the next round waits for: the first also for hosts that are getting ready; one
+        after all hosts were lost (this launcher was stopped, or cut off) for every host, until the last call."""
         peers = list(self._roster.peers.values())
         waits_for_all = self._all_lost and (self._last_call is None or time.monotonic() <= self._last_call)
         if waits_for_all:
@@ -308,6 +304,7 @@ class ElasticCluster(Cluster):
         self._ask_to_grow()
 
     def _ordered(self, peers: list[Peer]) -> list[Peer]:
+        """Return the hosts in the host list's order."""
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
     def _tell_of_restart(self) -> None:
@@ -338,6 +335,7 @@ class ElasticCluster(Cluster):
         return True
 
     def _lose(self, peer: Peer, why: str) -> None:
+        """Give up a host and call it again later. If its ranks ran, they failed: all ranks restart or the job stops."""
         before, peer.state = peer.state, "lost"
         self._keeper.lost(self._places[peer.name])
         if before in ("running", "done"):
@@ -363,6 +361,7 @@ class ElasticCluster(Cluster):
             self._troubles.append(f"{title(peer)}: {message['why']}")
 
     def _on_done(self, peer: Peer, message: Message) -> None:
+        """Record that a host's ranks are done; once no other host's run, have all finish or, if they wait, end."""
         peer.state = "done"
         if self._restarting or any(other.state == "running" for other in self._roster.there):
             return
@@ -373,6 +372,7 @@ class ElasticCluster(Cluster):
                 other.state = "ended"  # it waited for a round that does not come
 
     def _on_ended(self, peer: Peer, message: Message) -> None:
+        """Record the host's end. One that failed without being asked to end counts as lost, and is called again."""
         if message["failed"] and self._ended_by_itself(peer, message):
             why = message.get("why") or "it ended its ranks without being asked"
             self._keep_failures(peer, message)

@@ -38,11 +38,12 @@ class Forwarded:
 def forwarded(
     environ: Mapping[str, str], files: Collection[Mapping[str, str]] = (), names: Collection[str] = ()
 ) -> Forwarded:
-    """Return the variables of ``environ`` to send to other hosts: all but host-bound variables and secrets, and these
-    too if ``names`` lists them.
+    """Return the variables of ``environ`` to send to other hosts: all but host-bound variables and secrets
+    (`HOST_BOUND`, `SECRET`), and these too if ``names`` lists them.
 
-    ``files``: contents of `.deepspeed_env` files, whose variables travel too; for one that also travels from
-    ``environ``, the value there counts. Raises ValueError for a name in ``names`` that is not set.
+    ``files``: contents of `.deepspeed_env` files, whose variables travel too, whatever their names; for one that also
+    travels from ``environ``, or that an earlier file has, the value there counts. Raises ValueError for a name in
+    ``names`` that is set nowhere.
     """
     for name in names:
         if name not in environ and not any(name in file for file in files):
@@ -64,20 +65,23 @@ def forwarded(
 
 
 def _matches(name: str, patterns: Collection[str]) -> bool:
+    """Return whether ``name``, in capitals, matches one of the shell-style ``patterns``."""
     return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in patterns)
 
 
 def env_files(environ: Mapping[str, str], folder: Path, home: Path) -> list[Path]:
-    """Return the existing `.deepspeed_env` files in ``folder`` and ``home``; DS_ENV_FILE gives another name or path."""
+    """Return the existing `.deepspeed_env` files in ``folder`` and ``home``, in this order and each once. DS_ENV_FILE
+    in ``environ`` gives another name, or the absolute path of the only file."""
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     candidates = [Path(name)] if os.path.isabs(name) else [folder / name, home / name]
     return list(dict.fromkeys(path.resolve() for path in candidates if path.is_file()))
 
 
 def read_env_file(path: Path) -> dict[str, str]:
-    """Return the variables of a file with lines `NAME=value`; a line that starts with `#` is a comment.
+    """Return the variables of a file with lines `NAME=value`, which may begin with `export` and have the value in
+    quotes.
 
-    Raises ValueError with the file and line for anything else.
+    Empty lines and lines that start with `#` are skipped. Raises ValueError with the file and line for anything else.
     """
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -92,13 +96,14 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def _unquoted(value: str) -> str:
+    """Return ``value`` without the quotes around it, if it has a pair."""
     quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
     return value[1:-1] if quoted else value
 
 
 def applied(variables: Mapping[str, str], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return ``(new, kept)`` for a host that receives ``variables``: the variables to add to its ``environ``, and its
-    own values of those that it has with another value already."""
+    own values of those that it has with another value already. Changes neither."""
     new = {name: value for name, value in variables.items() if name not in environ}
     kept = {name: environ[name] for name, value in variables.items() if environ.get(name, value) != value}
     return new, kept

@@ -27,7 +27,8 @@ _PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Return package -> installed version, for torch and the zero packages."""
+    """Return package -> installed version, for torch and the zero packages; those that are not installed are left
+    out."""
     import importlib.metadata  # not for every rank: it is slow to import
 
     found = {}
@@ -40,7 +41,10 @@ def versions() -> dict[str, str]:
 
 
 def greeting() -> dict[str, Any]:
-    """Return the fields of the message `hello`: host, process and versions, without importing torch."""
+    """Return the fields of the message `hello`: host, process and versions, without importing torch.
+
+    `address` is the one by which ssh reached this host; empty without ssh.
+    """
     connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "hostname": socket.gethostname(),
@@ -60,9 +64,10 @@ def memlock_bytes() -> int | None:
 
 
 def examination(folder: str) -> dict[str, Any]:
-    """Return the facts about this host for the doctor: `greeting`'s, memory, limits, devices; imports torch.
+    """Return the facts about this host for the doctor (`_facts` in messages.py): `greeting`'s, memory, limits, devices.
 
-    ``folder``: whose disk's free bytes to report. Memory and disk are in bytes.
+    ``folder``: whose disk's free bytes to report. Memory and disk are in bytes; None for no limit, or no /dev/shm.
+    Imports torch, and may start a process to ask zero-nvme-aio.
     """
     import psutil
 
@@ -86,7 +91,7 @@ def examination(folder: str) -> dict[str, Any]:
 
 
 def free_port() -> int | None:
-    """Return a free TCP port of the loopback interface; None when there is none."""
+    """Return a TCP port of the loopback interface that is free now; None when there is none. It is not reserved."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return int(server.getsockname()[1])
@@ -95,7 +100,8 @@ def free_port() -> int | None:
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Return the devices and backends of torch, or why it cannot be imported (`torch_error`)."""
+    """Return the names of torch's `devices` and `backends`; both are empty, and
+    `torch_error` says why, if the import fails."""
     try:
         import torch
         import torch.distributed as dist
@@ -116,7 +122,7 @@ def _torch_facts() -> dict[str, Any]:
 
 
 def _io_engine() -> str:
-    """Return the I/O engine that zero-nvme-aio chooses here, or why none; asks a new process."""
+    """Return the I/O engine that zero-nvme-aio chooses here, or a text about why there is none; asks a new process."""
     if importlib.util.find_spec("zero_nvme_aio") is None:
         return "zero-nvme-aio is not installed"
     code = "import zero_nvme_aio; print(zero_nvme_aio.probe().chosen)"

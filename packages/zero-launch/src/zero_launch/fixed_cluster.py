@@ -14,7 +14,7 @@ from zero_launch.spec import ClusterSpec
 
 
 class FixedCluster(Cluster):
-    """The launcher's side of a job with a fixed set of hosts."""
+    """A `Cluster` with a fixed set of hosts: every attempt runs on all of them that were not lost."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -41,13 +41,15 @@ class FixedCluster(Cluster):
                 self._remark(text)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
+        """Keep the host's report of the attempt before; begin the next round once all hosts that are left are ready."""
         peer.state = "ready"
         peer.take_report(message)
         if all(other.state == "ready" for other in self._roster.there):
             self._begin_round()
 
     def _begin_round(self) -> None:
-        """Have the first host open the ranks' store; on a restart, print the failure first. All hosts are ready."""
+        """Have the first host open the ranks' store; on a restart, print the failure first, or stop the job if it is
+        hopeless. Call it when all hosts are ready."""
         if self._restarting and self._is_hopeless(self._attempt):
             return
         if self._restarting:
@@ -64,7 +66,8 @@ class FixedCluster(Cluster):
         self._store_host.send("serve", address=address, port=self._roster.store_port)
 
     def _on_store(self, peer: Peer, message: Message) -> None:
-        """Send every host its ranks and the address of the store, which ``peer`` has opened."""
+        """Begin the round: send every host its ranks and the address of the store, which ``peer`` has opened. Does
+        nothing if ``peer`` was not asked to open it."""
         if peer is not self._store_host:
             return
         address = self._roster.addresses.of_store(peer)
@@ -105,7 +108,10 @@ class FixedCluster(Cluster):
         return True
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job."""
+        """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job.
+
+        During a restart, begin the next round if all others are ready, or stop the job if too few hosts are left.
+        """
         heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
         ended_well = peer.state == "done"
         peer.state = "lost"

@@ -24,10 +24,11 @@ _ROUND_SECONDS = 0.3
 
 
 class Guard:
-    """The launcher's end of the pipe. ``folder`` is removed when the launcher was killed.
+    """The launcher's end of the pipe to the guard process, which starts at once.
 
-    ``silent``: the guard does not keep the launcher's standard error open. On a host of several, that is the channel
-    whose end says that this host was lost.
+    ``job_id``: of the job on this host. ``folder``: removed when the launcher was killed. ``silent``: the guard does
+    not keep the launcher's standard error open. On a host of several, that is the channel whose end says that this host
+    was lost.
     """
 
     def __init__(self, job_id: str, folder: str, *, silent: bool = False) -> None:
@@ -55,6 +56,7 @@ class Guard:
         self._process.wait()
 
     def _say(self, line: str) -> None:
+        """Write a line for the guard; do nothing if it has ended."""
         if self._process.stdin is None or self._process.poll() is not None:
             return
         with contextlib.suppress(BrokenPipeError):  # somebody killed the guard; the job itself is well
@@ -63,7 +65,10 @@ class Guard:
 
 
 def main() -> None:
-    """End every process of a job whose launcher was killed. Arguments: job id, folder to remove, the ranks' pids."""
+    """End every process of a job whose launcher was killed, and remove its folder.
+
+    The arguments are those of the command line: job id, folder, the ranks' pids.
+    """
     job_id, folder, *pids = sys.argv[1:]
     from zero_launch.processes import end_job
 

@@ -31,7 +31,10 @@ class Refused(ConnectionError):
 
 
 class Seal:
-    """Signs the lines that this end sends and checks the lines that it receives, both in order."""
+    """Signs the lines that this end sends and checks the lines that it receives, both in order.
+
+    ``key``: of this connection. ``launcher``: this end is the launcher's.
+    """
 
     def __init__(self, key: bytes, *, launcher: bool) -> None:
         self._key = key
@@ -39,17 +42,21 @@ class Seal:
         self._counts = [0, 0]
 
     def sign(self, line: bytes) -> bytes:
-        """Return the next line to send, with its digest in front."""
+        """Return the next line to send, with its digest in front; each line must be signed once and sent in that
+        order."""
         return self._digest(0, line) + b" " + line
 
     def open(self, line: bytes) -> bytes:
-        """Return a received line without its digest. Raises ValueError when it is not the other end's next line."""
+        """Return a received line without its digest. Raises ValueError when it is not the other end's next
+        line, after which the seal is of no more use."""
         digest, _, content = line.partition(b" ")
         if not hmac.compare_digest(digest, self._digest(1, content)):
             raise ValueError("a line that the other end did not send")
         return content
 
     def _digest(self, direction: int, line: bytes) -> bytes:
+        """Return the hexadecimal digest of the next line in ``direction`` (0: sent, 1: received), and count the
+        line."""
         number = self._counts[direction]
         self._counts[direction] += 1
         header = self._names[direction] + struct.pack("<Q", number)
@@ -85,8 +92,8 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
     """Do the host's part of the handshake, check that the launcher knows ``token`` too, and return the connection's
     seal.
 
-    ``about``: what this host says of itself. Raises Refused with the launcher's reason, or when the other end does not
-    know the token.
+    ``about``: what this host says of itself, as plain data. Raises Refused with the launcher's reason, or when the
+    other end does not know the token; ValueError or OSError when it does not answer properly.
     """
     challenge = read_object(_line(reader))
     theirs = challenge.get("number")
@@ -107,6 +114,7 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
 
 
 def _line(reader: BinaryIO) -> bytes:
+    """Return the next line of a handshake. Raises ValueError if the connection ended or the line has 16 KiB or more."""
     line = reader.readline(_FIRST_LINE_BYTES)
     if not line.endswith(b"\n"):
         raise ValueError("the connection ended, or a first line is too long")
@@ -119,16 +127,19 @@ def _send(writer: BinaryIO, message: Mapping[str, Any]) -> None:
 
 
 def _proof(token: str, who: str, said: str) -> bytes:
+    """Return the hexadecimal digest by which ``who`` (`host`, `launcher`; `lines` for the seal's key) shows that it
+    knows ``token``. ``said``: both numbers and what the host says of itself."""
     return hmac.new(token.encode(), f"zero-launch 1 {who} {said}".encode(), hashlib.sha256).hexdigest().encode()
 
 
 def shared_token(environ: Mapping[str, str], home: Path) -> str:
     """Return the token that all nodes of a job share when each has its own command line.
 
-    It is ``ZERO_LAUNCH_TOKEN`` or, without it, the content of `.zero-launch/token` in ``home``, which the first node
-    writes: nodes with the same home folder share it.
+    It is ``ZERO_LAUNCH_TOKEN`` in ``environ`` or, without it, the content of `.zero-launch/token` in ``home``. That
+    file is written with a new token if it is missing: nodes with the same home folder share it.
 
-    Raises ValueError for a token of fewer than 16 characters, and PermissionError for a file that others may read.
+    Raises ValueError for a token of fewer than 16 characters, and PermissionError for a file of another user or one
+    that others may read.
     """
     told = environ.get(TOKEN_VARIABLE)
     if told is None:
@@ -139,7 +150,8 @@ def shared_token(environ: Mapping[str, str], home: Path) -> str:
 
 
 def _token_of(path: Path) -> str:
-    """Return the token in the file ``path``, which is made with a new one if it is missing."""
+    """Return the token in the file ``path``, which is made with a new one if it is missing. Raises as
+    `shared_token` does, and OSError for a symbolic link."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)
         scratch = path.with_name(f"token.{secrets.token_hex(8)}")

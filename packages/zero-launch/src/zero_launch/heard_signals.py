@@ -16,7 +16,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 class HeardSignals:
     """Turns signals into messages in ``inbox``, from `take` to `give_back`; only in the main thread.
 
-    ``requeue``: the job goes back into the scheduler's queue when asked to end (see [Note: requeue signals]).
+    A message is `("", {"kind": "signal", "signal": number})`. ``requeue``: the job goes back into the scheduler's queue
+    when asked to end (see [Note: requeue signals]); then SIGUSR1 is heard too.
     """
 
     def __init__(self, inbox: Inbox, *, requeue: bool) -> None:
@@ -25,7 +26,8 @@ class HeardSignals:
         self._saved: dict[signal.Signals, Any] = {}
 
     def take(self) -> None:
-        """Install handlers, which put signals into the inbox, for those that this process does not ignore."""
+        """Install the handlers, except for signals that this process ignores; with ``requeue``, no longer hold signals
+        back. Do nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         heard = (*_SIGNALS, signal.SIGUSR1) if self._requeue else _SIGNALS
@@ -39,7 +41,8 @@ class HeardSignals:
         self._inbox.put(("", {"kind": "signal", "signal": signum}))
 
     def give_back(self, *, held: bool) -> None:
-        """Restore the handlers of before `take`. ``held``: from here on hold back the signals of `requeue.SIGNALS`."""
+        """Restore the handlers of before `take`, if it installed any. ``held``: from here on
+        hold back the signals of `requeue.SIGNALS`."""
         if held and self._saved:
             hold()
         for signum, handler in self._saved.items():

@@ -36,11 +36,14 @@ _FORCE_SECONDS = 2.0
 
 
 class _Stopped(BaseException):
-    """A signal ended the job before torch's agent had installed its signal handlers."""
+    """A signal ended the job before torch's agent had installed its signal handlers; the text says which."""
 
 
 class Hand:
-    """Carries out the launcher's orders on this host: examines it, or runs its part of the job."""
+    """Carries out the launcher's orders on this host: examines it, or runs its part of the job.
+
+    ``channel``: leads to the launcher. ``inbox``: where that channel puts the launcher's messages.
+    """
 
     def __init__(self, channel: Channel, inbox: queue.SimpleQueue[tuple[str, Message]]) -> None:
         self._channel = channel
@@ -58,7 +61,8 @@ class Hand:
     def run(self, own_spec: LaunchSpec | None = None) -> int:
         """Serve the launcher until the job is over, and return the exit status for this process: 0 or 1.
 
-        ``own_spec``: the job, if this host has it from its own command line; else the launcher sends it.
+        ``own_spec``: the job, if this host has it from its own command line; else the launcher sends it. Every failure
+        is sent to the launcher. Call it in the main thread: it installs signal handlers.
         """
         order = self._first_order()
         if order["kind"] == "examine":
@@ -84,7 +88,7 @@ class Hand:
             self._channel.close()
 
     def _first_order(self) -> Message:
-        """Return the launcher's first message; one of kind `eof` if it falls silent."""
+        """Return the launcher's first message, however long it takes; one of kind `eof` if it falls silent for 4 s."""
         while True:
             try:
                 return self._inbox.get(timeout=SILENCE_SECONDS)[1]
@@ -93,6 +97,11 @@ class Hand:
                     return {"kind": "eof"}
 
     def _job(self, order: Message, own_spec: LaunchSpec | None) -> int:
+        """Run this host's part of the job that ``order`` (a message `job`) describes; return 1 if it failed, else 0.
+
+        Sends `ended` with the outcome, and removes the folder of logs unless they are to be kept or the ranks failed.
+        Changes this process's environment. Raises what keeps the ranks from starting.
+        """
         from zero_launch.cluster_agent import ClusterAgent
         from zero_launch.job import guarded, recorder_folder, run_folder, sweep
 
@@ -137,10 +146,12 @@ class Hand:
         return int(failed)
 
     def _follow(self, agent: ClusterAgent, job_id: str, spec: LaunchSpec) -> None:
-        """Start a thread that carries out the launcher's messages while ``agent`` runs, and ends the job if told to or
-        if the launcher falls silent."""
+        """Start a thread that carries out the launcher's messages while ``agent`` runs. When told to stop, or when the
+        launcher is gone or silent, it sends this process SIGTERM, and kills everything if that does not end the job in
+        time."""
 
         def follow() -> None:
+            """Carry out messages until the job is over or is to end; the thread's function."""
             while not self._over.is_set():
                 try:
                     _, message = self._inbox.get(timeout=0.25)
@@ -178,8 +189,8 @@ class Hand:
         threading.Thread(target=follow, name="zero-launch-follow", daemon=True).start()
 
     def _ask_launcher(self, signum: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM of a `--requeue` job: ask the launcher to have the whole job save and end, or, if it has
-        ordered the end, end this host's ranks."""
+        """Handle SIGTERM of a `--requeue` job: ask the launcher to have the whole job save and end. If the end has been
+        ordered already, raise SignalException, with which torch's agent ends this host's ranks."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         if self._stops:
@@ -188,9 +199,9 @@ class Hand:
 
 
 def _end_earlier(job_id: str, generation: int) -> str:
-    """End what earlier agents of the job left on this host, such as stopped ranks; return the job's id for this one.
+    """End what earlier agents of the job left on this host, such as stopped ranks; return the job's id for this agent.
 
-    ``generation``: the number of earlier ones.
+    ``job_id``: of the job on this host, without the number of the agent. ``generation``: the number of earlier agents.
     """
     for number in range(generation):
         end_job(f"{job_id}#{number}", (), grace_seconds=0.0)
@@ -198,7 +209,7 @@ def _end_earlier(job_id: str, generation: int) -> str:
 
 
 def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
-    """Run the agent to its end; return whether it failed, and the signal that stopped it as text, or None."""
+    """Run the agent to its end; return whether it failed, and a text about the signal that stopped it, or None."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.job import quiet_engine
@@ -214,6 +225,7 @@ def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
 
 
 def _stop_early(signum: int, frame: FrameType | None) -> None:
+    """Raise `_Stopped`; the handler of signals before torch's agent has its own."""
     raise _Stopped(_got(signum))
 
 
@@ -222,7 +234,8 @@ def _got(signum: int) -> str:
 
 
 def main() -> int:
-    """Serve the launcher over the standard streams or, with arguments `PORT TOKEN`, over a connection back to it."""
+    """Serve the launcher over the standard streams or, with arguments `PORT TOKEN`, over a connection back to it;
+    return the exit status. The connection goes to the host that SSH_CONNECTION names."""
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     reader: BinaryIO
     writer: BinaryIO

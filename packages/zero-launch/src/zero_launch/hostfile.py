@@ -21,8 +21,8 @@ _LISTED = 64
 class Hostfile:
     """The hosts of a job in rank order, each with the indices of the slots (one rank per slot) that it offers.
 
-    ``hosts`` maps a host name to its slot indices, at least one each. Two hostfiles are equal when hosts, order and
-    slots are.
+    ``hosts`` maps a host name to its slot indices, at least one each; a read-only copy of it is kept. Two hostfiles are
+    equal when hosts, order and slots are.
 
     Raises ValueError for a name that ssh, pdsh or mpirun would take for something else: one that begins with `-`, or
     holds anything but letters, digits and `._:%@-`.
@@ -43,7 +43,8 @@ class Hostfile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Hostfile:
-        """Read a hostfile. Raises FileNotFoundError, and ValueError for no UTF-8 or text that `parse` refuses."""
+        """Read a hostfile, whose lines `parse` describes. Raises FileNotFoundError, and ValueError
+        for no UTF-8 or text that `parse` refuses."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -54,7 +55,8 @@ class Hostfile:
     def parse(cls, text: str, *, source: str = "hostfile") -> Hostfile:
         """Return the hostfile of a text with lines `host slots=N`; `#` starts a comment, empty lines are skipped.
 
-        Raises ValueError, naming ``source`` and the line, for anything else, a host named twice, or no slot.
+        A host with N slots gets the indices 0 to N-1. Raises ValueError, naming ``source`` and the line, for anything
+        else, a host named twice, no slot, more than 65536 hosts or slots of one, or no host at all.
         """
         hosts: dict[str, tuple[int, ...]] = {}
         lines: dict[str, int] = {}
@@ -94,7 +96,9 @@ class Hostfile:
         """Return the hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
 
         The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b.
-        Raises ValueError for a host or slot that the hostfile does not have, or when nothing is left.
+        Hosts keep their order, and hosts without a slot are left out; with neither filter it is this hostfile. Raises
+        ValueError for a host or slot that the hostfile does not have, a host named twice, both filters, or when nothing
+        is left.
         """
         if include and exclude:
             raise ValueError(f"give include ({include!r}) or exclude ({exclude!r}), not both")
@@ -113,7 +117,7 @@ class Hostfile:
     def first(self, *, hosts: int | None = None, slots: int | None = None) -> Hostfile:
         """Return the first ``hosts`` hosts, with the first ``slots`` slots of each; None means all.
 
-        Raises ValueError when there are fewer.
+        Raises ValueError for a number below 1, and when there are fewer.
         """
         if hosts is not None and not 1 <= hosts <= len(self.hosts):
             raise ValueError(f"--num_nodes {hosts}: the hostfile leaves {len(self.hosts)}: {', '.join(self.hosts)}")
@@ -124,7 +128,10 @@ class Hostfile:
         return Hostfile({host: have[:slots] for host, have in chosen.items()})
 
     def _parse_filter(self, text: str, what: str) -> dict[str, set[int]]:
-        """Return host -> slots that a filter names; ``what`` is `include` or `exclude`, for errors."""
+        """Return host -> slots that a filter (see `select`) names; ``what`` is `include` or `exclude`, for errors.
+
+        Raises ValueError for a host or slot that the hostfile does not have, and for a host named twice.
+        """
         named: dict[str, set[int]] = {}
         for part in text.split("@"):
             host, colon, slots = part.strip().partition(":")
@@ -151,6 +158,7 @@ def _listing(slots: tuple[int, ...]) -> str:
 
 
 def _check_name(host: str, where: str) -> None:
+    """Raise ValueError if ``host`` is no host name (see `Hostfile`); ``where`` begins the message."""
     if _NAME.fullmatch(host) is None:
         raise ValueError(
             f"{where}: {host!r} is no host name: expected letters, digits and ._:%@-, and no - at its beginning"

@@ -109,7 +109,12 @@ def _run_agent(
     recorders: Path,
     guard: Guard,
 ) -> tuple[Agent, int | None, bool]:
-    """Run the job to its end; return the agent, the signal that interrupted it (or None), and whether it failed."""
+    """Run the job to its end; return the agent, the signal that interrupted it (or None), and whether it failed.
+
+    ``folder``: for the ranks' files. ``env``: variables of every rank. ``cores``: those of each rank, empty if none is
+    bound. ``recorders``: the folder for flight recorders. ``guard``: gets the ranks' pids. The other arguments are as
+    in `run_job`. With an interruption the agent has ended the ranks, and failed is False.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.agent import Agent
@@ -157,12 +162,13 @@ def _run_agent(
 
 def heed_requeue_signals(agent: Agent) -> None:
     """Install handlers with which the first SIGUSR1 or SIGTERM has the ranks save and leave, and a later SIGTERM ends
-    them at once (see requeue.py); from here on these signals are no longer held back."""
+    them at once (see requeue.py); from here on these signals are no longer held back. Call it in the main thread."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     requests = requeue.Requests()
 
     def heed(signum: int, frame: FrameType | None) -> None:
+        """Ask ``agent`` to end, or raise SignalException to end at once, as `Requests.hear` says."""
         meaning = requests.hear(signum)
         if meaning == "now":
             raise SignalException("asked to end again", signal.SIGTERM)
@@ -179,7 +185,8 @@ def worker_group_spec(
 ) -> WorkerSpec:
     """Return torch's description of the ranks that the elastic agent starts on this host.
 
-    ``kind``: see `run_job`. ``local_address``: by which other hosts reach this one; None for torch's default.
+    ``spec``: the job, with this host's number of ranks. ``kind``: see `run_job`. ``rendezvous``: where the agent gets
+    its rounds. ``local_address``: by which other hosts reach this one; None for torch's default.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -198,7 +205,11 @@ def worker_group_spec(
 def standbys_of(
     spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, recorders: Path, say: Callable[[str], object]
 ) -> Standbys | None:
-    """Return the standbys of a job's ranks on this host; None for jobs without. ``say``: see `Standbys`."""
+    """Return the standbys of a job's ranks on this host; None unless it is elastic, wants standbys, and runs Python.
+
+    ``worker_spec``: names the command of a rank. ``files``: give the variables of a rank. ``recorders``: the folder in
+    which ranks record their imports. ``say``: see `Standbys`.
+    """
     from zero_launch.standbys import Standbys
 
     if spec.elastic is None or spec.program or not spec.standby:
@@ -228,7 +239,10 @@ def recorder_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[Guard]:
-    """Run the block with a guard that ends the job's processes and removes ``recorders`` if this process is killed."""
+    """Run the block with a guard that ends the job's processes and removes ``recorders`` if this process is killed.
+
+    ``silent``: see `Guard`.
+    """
     guard = Guard(job_id, str(recorders), silent=silent)
     try:
         yield guard
@@ -239,7 +253,8 @@ def guarded(job_id: str, recorders: Path, *, silent: bool = False) -> Iterator[G
 def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str) -> dict[str, str]:
     """Return the variables that every rank of this host gets on top of this process's environment.
 
-    ``job_id``: the job's id on this host.
+    ``cores``: those of each rank, empty if none is bound; they set OMP_NUM_THREADS where the environment does not.
+    ``job_id``: the job's id on this host. ``spec.env`` overrides all others.
     """
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
@@ -250,11 +265,13 @@ def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str)
 
 
 def core_variables(cores: list[tuple[int, ...]]) -> list[dict[str, str]]:
-    """Return the variables, by local rank, that tell each rank its cores (see rank.py)."""
+    """Return, by local rank, the variables that tell each rank its cores (see rank.py); empty without ``cores``."""
     return [{CORES_VARIABLE: ",".join(map(str, own))} for own in cores]
 
 
 def _greeting(spec: LaunchSpec, env: dict[str, str], folder: Path | None) -> str:
+    """Return the line that says what starts: the number of ranks, their threads and, unless ``folder`` is None, the
+    logs."""
     threads = env.get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
     source = f"{usable_cores()} cores" if "OMP_NUM_THREADS" in env and "OMP_NUM_THREADS" not in spec.env else "as set"
     source += ", bound" if spec.bind_cores else ""
@@ -268,7 +285,8 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Restore the caller's signal handlers after the block: torch's agent installs its own and leaves them."""
+    """Restore the caller's signal handlers after the block: torch's agent installs its own and leaves them. Only in the
+    main thread; elsewhere it does nothing."""
     main_thread = threading.current_thread() is threading.main_thread()
     saved = {sig: signal.getsignal(sig) for sig in _SIGNALS} if main_thread else {}
     try:
@@ -297,7 +315,8 @@ def quiet_engine() -> Iterator[None]:
 
 
 def sweep(agent: Agent, job_id: str) -> None:
-    """End what of the job still runs after torch's agent has ended, and note it; ignore signals from here on."""
+    """End what of the job still runs after torch's agent has ended: standbys, then all else by SIGKILL, each added to
+    the agent's ``notes``. In the main thread, also ignore signals from here on."""
     main_thread = threading.current_thread() is threading.main_thread()
     for sig in _SIGNALS if main_thread else ():
         signal.signal(sig, signal.SIG_IGN)

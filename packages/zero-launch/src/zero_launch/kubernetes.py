@@ -85,7 +85,10 @@ class Pods:
             self.host_bounds()
 
     def host_bounds(self) -> tuple[int, int]:
-        """Return the fewest and the most pods with which the job runs. Raises ValueError if ``elastic`` fits none."""
+        """Return the fewest and the most pods with which the job runs; all of them without ``elastic``.
+
+        Raises ValueError if ``elastic`` fits no number of pods.
+        """
         least, most = self.elastic or (self.nodes * self.nproc, self.nodes * self.nproc)
         return host_bounds([self.nproc] * self.nodes, least, most)
 
@@ -96,12 +99,12 @@ class Pods:
 
 
 def manifest(kind: str, pods: Pods) -> dict[str, Any]:
-    """Return the object to be created, as plain data. ``kind``: one of `KINDS`."""
+    """Return the object to be created, as plain data for YAML or JSON. ``kind``: one of `KINDS`."""
     return _pytorchjob(pods) if kind == "pytorchjob" else _jobset(pods)
 
 
 def _pytorchjob(pods: Pods) -> dict[str, Any]:
-    """The operator gives every pod `PET_NODE_RANK` and `PET_MASTER_ADDR` when there is a Master."""
+    """Return a PyTorchJob. The operator gives every pod `PET_NODE_RANK` and `PET_MASTER_ADDR`, as there is a Master."""
     template = {"spec": _pod(pods, node_rank="$(PET_NODE_RANK)", address="$(PET_MASTER_ADDR)", variables=[])}
     # Restarts of all containers are counted together; a round restarts one in each pod.
     replica = {"restartPolicy": "OnFailure", "template": template}
@@ -120,7 +123,7 @@ def _pytorchjob(pods: Pods) -> dict[str, Any]:
 
 
 def _jobset(pods: Pods) -> dict[str, Any]:
-    """One indexed Job; its first pod has a name of its own, by which the others find it."""
+    """Return a JobSet of one indexed Job; its first pod has a name of its own, by which the others find it."""
     variables = [{"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
     address = f"{pods.name}-{_WORKERS}-0-0.{pods.name}"
     pod = _pod(pods, node_rank="$(PET_NODE_RANK)", address=address, variables=variables if pods.nodes > 1 else [])
@@ -150,11 +153,17 @@ def _jobset(pods: Pods) -> dict[str, Any]:
 
 
 def _metadata(pods: Pods) -> dict[str, Any]:
+    """Return the object's `metadata`: its name, and its namespace if one was named."""
     return {"name": pods.name, **({"namespace": pods.namespace} if pods.namespace else {})}
 
 
 def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the pod: one container and its volumes."""
+    """Return the `spec` of a pod: one container, its volumes, and the time to save before it is killed.
+
+    ``node_rank``, ``address``: the pod's number and the first pod's address, in which Kubernetes replaces `$(NAME)`.
+    ``variables``: environment variables that these need, as Kubernetes writes them. With a single pod none of them is
+    used.
+    """
     command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *pods.options]
     container: dict[str, Any] = {"name": _CONTAINER, "image": pods.image}
     if pods.nodes > 1:

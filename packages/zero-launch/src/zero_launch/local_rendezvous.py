@@ -13,7 +13,7 @@ from zero_launch.sockets import LOOPBACK, open_store
 
 
 class LocalRendezvous(RendezvousHandler):
-    """One agent, alone; every attempt gets a store of its own."""
+    """The rendezvous of one agent, alone; every attempt gets a store of its own. ``job_id``: torch's `run_id`."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id

@@ -59,7 +59,7 @@ def print_manifest(options: argparse.Namespace) -> None:
 
 
 def pods_from_options(options: argparse.Namespace) -> Pods:
-    """Return the pods that the options describe.
+    """Return the pods that the options of `zero-launch --manifest` describe (see options.py).
 
     Raises ValueError for options without meaning in pods, and for missing or malformed values.
     """
@@ -115,14 +115,18 @@ def _target_arguments(options: argparse.Namespace) -> list[str]:
 
 
 def _parse_count(option: str, word: str | None, meaning: str) -> int:
-    """Return the number, at least 1, that an option was given; ``meaning`` is for the error message."""
+    """Return the number that an option was given as ``word``; ``meaning`` is for the error message.
+
+    Raises ValueError for None, and for anything but a number of at least 1.
+    """
     if word is None or not str(word).isdigit() or int(word) < 1:
         raise ValueError(f"{option}: --manifest needs a number ({meaning}), got {word!r}")
     return int(word)
 
 
 def _parse_range(word: str | None) -> tuple[int, int] | None:
-    """Return the least and the most ranks of `--elastic MIN:MAX`; None without it."""
+    """Return the least and the most ranks of `--elastic MIN:MAX`; None without it. Raises ValueError for anything
+    else."""
     if word is None:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", word)
@@ -132,7 +136,8 @@ def _parse_range(word: str | None) -> tuple[int, int] | None:
 
 
 def _parse_pair(option: str, form: str, word: str) -> tuple[str, str]:
-    """Return the two sides of ``word`` at its first colon; ``form`` says in the error message what they are."""
+    """Return the two sides of ``word`` at its first colon; ``form`` says in the error message what they are. Raises
+    ValueError if a side is missing or empty."""
     first, colon, second = word.partition(":")
     if not (first and colon and second):
         raise ValueError(f"{option}: expected {form}, got {word!r}")
@@ -140,6 +145,7 @@ def _parse_pair(option: str, form: str, word: str) -> tuple[str, str]:
 
 
 def _job_name(target: str) -> str:
-    """Return a name for the job, made of the target's: `train` for `my_job/Train.py`."""
+    """Return a name for the job, made of the target's: `train` for `my_job/Train.py`,
+    `run-1` for the module `jobs.run_1`."""
     stem = PurePath(target).name.removesuffix(".py").rsplit(".", 1)[-1]
     return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")

@@ -35,11 +35,15 @@ _BEATS = 120  # the launcher knows of lost hosts, and moves times from one clock
 
 
 class _Again(Exception):
-    """The round cannot begin, as the host of its store is gone; meet again."""
+    """The store of the agreed round cannot be used, as its host is gone or the round restarts; meet again."""
 
 
 class ChannelBackend(RendezvousBackend):
-    """The state of the rendezvous, which the launcher holds (see `meeting_state.StateKeeper`)."""
+    """A `RendezvousBackend` whose state the launcher holds (see `meeting_state.StateKeeper`).
+
+    Its methods block until the launcher answers, and raise RendezvousConnectionError when the channel is broken or
+    silent for 30 s. States are pickles that this process makes and reads; a token is the version of a state.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -53,14 +57,19 @@ class ChannelBackend(RendezvousBackend):
         return "zero-launch"
 
     def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the newest state and its version; None before there is one."""
         answer = self._ask(None, None)
         return None if answer["state"] is None else (to_pickle(answer["state"]), answer["version"])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Offer ``state`` in place of version ``token`` (None: the first); return the newest state, its version, and
+        whether it is this one."""
         answer = self._ask(to_plain(state), token)
         return to_pickle(answer["state"]), answer["version"], answer["replaced"]
 
     def _ask(self, state: dict[str, Any] | None, version: int | None) -> Message:
+        """Send the request (``state`` None: only ask for the newest), and return the launcher's answer, a message
+        `state`."""
         with self._lock:
             self._number += 1
             self._channel.send("state", number=self._number, state=state, version=version)
@@ -81,7 +90,7 @@ class Meeting(DynamicRendezvousHandler):
 
     The first host of a round opens a store on its own address and tells the launcher, which tells the others. A round
     ends when the launcher says `again` (a rank or a host was lost) or when this host's ranks have left to regroup; a
-    new host waits until then.
+    new host waits until then. Make it by `of`.
     """
 
     backend: ChannelBackend
@@ -94,7 +103,8 @@ class Meeting(DynamicRendezvousHandler):
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
-        """Return the rendezvous with the parameters ``terms``, from the launcher's message `job` (`elastic`)."""
+        """Return the rendezvous for a host; ``terms``: `elastic` of the launcher's message `job` (see `_terms` in
+        messages.py)."""
         backend = ChannelBackend(channel)
         join = timedelta(days=_JOIN_DAYS)
         made: Meeting = cls.from_backend(
@@ -148,7 +158,11 @@ class Meeting(DynamicRendezvousHandler):
         return int(self._regroups or self._restart_of == self.attempt)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Send `ready`, wait for the next round with this host, and return it; see `DynamicRendezvousHandler`."""
+        """Send `ready` with the report of the attempt before, wait for the next round with this host, and return it.
+
+        Blocks until there is a round, as torch's `DynamicRendezvousHandler` does, and meets again if the round's store
+        is lost.
+        """
         self._server, self._regroups = None, False
         self._channel.send("ready", **self.report)
         self.report = no_report()
@@ -177,8 +191,8 @@ class Meeting(DynamicRendezvousHandler):
         return PrefixStore("zero-launch", store)
 
     def _wait_for_server(self, address: str, port: int) -> None:
-        """Wait until the store answers; raise `_Again` if the launcher restarts the round first. torch's own client
-        would try for a minute after its host was lost."""
+        """Wait until the store accepts connections; raise `_Again` if the launcher restarts the round first. torch's
+        own client would try for a minute after its host was lost."""
         while True:
             if self._restart_of == self.attempt:
                 raise _Again
@@ -189,7 +203,8 @@ class Meeting(DynamicRendezvousHandler):
                 time.sleep(_PAUSE_SECONDS)
 
     def _wait_for_store(self, number: int) -> Message:
-        """Return the launcher's message `meet` for round ``number``; raise `_Again` if its store's host is lost."""
+        """Return the launcher's message `meet` for round ``number``; raise `_Again` when torch's state no longer has
+        that round, or has lost the host that opens its store."""
         while True:
             try:
                 order = self._meets.get(timeout=_LOOK_SECONDS)

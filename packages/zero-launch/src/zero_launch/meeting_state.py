@@ -19,7 +19,10 @@ of [node, number]), `waiting` and `redundant` (lists of nodes). A node is [place
 
 
 def to_plain(pickled: bytes) -> State:
-    """Return torch's rendezvous state, which this process has just pickled, as plain data."""
+    """Return torch's rendezvous state as plain data.
+
+    ``pickled``: by torch's handler in this process, just now; nothing else may be passed.
+    """
     state = pickle.loads(pickled)
     return {
         "round": state.round,
@@ -34,7 +37,7 @@ def to_plain(pickled: bytes) -> State:
 
 
 def places_in(plain: Mapping[str, Any] | None) -> set[str]:
-    """Return every host's place that a state names; empty for None."""
+    """Return every host's place (its number in the host list, as text) that a state names; empty for None."""
     if plain is None:
         return set()
     numbered = [node for node, _ in [*plain["participants"], *plain["heartbeats"]]]
@@ -56,7 +59,7 @@ def on_another_clock(plain: State | None, ahead: float) -> State | None:
 
 
 def to_pickle(plain: Mapping[str, Any]) -> bytes:
-    """Return plain data as the pickled state that torch's handler in this process reads."""
+    """Return the pickled state that torch's handler in this process reads. ``plain``: a checked `State`."""
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
     def node(entry: list[Any]) -> _NodeDesc:
@@ -73,20 +76,22 @@ def to_pickle(plain: Mapping[str, Any]) -> bytes:
 
 
 def _plain(node: Any) -> list[Any]:
+    """Return torch's description of a node as [place, pid, number]."""
     return [node.addr, node.pid, node.local_id]
 
 
 def _when(seconds: float) -> datetime:
+    """Return the time, in UTC, of ``seconds`` since the epoch."""
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
 class StateKeeper:
     """The launcher's copy of the state, which a host may replace only if it has seen the newest version.
 
-    All times in it are by the launcher's clock.
+    All times in it are by the launcher's clock. A place is a host's number in the host list, as text.
 
     torch's handlers know of a lost node by its missing heartbeats, and wait some time for late ones. The launcher knows
-    sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when nobody else can come.
+    sooner: `lost` lets the heartbeats of a place expire, and `review` ends the wait when no other host can come.
     """
 
     def __init__(self) -> None:
@@ -94,7 +99,8 @@ class StateKeeper:
         self._version = 0
 
     def replace(self, state: State, version: int | None) -> bool:
-        """Replace version ``version`` (None: none yet) by ``state``; return False, without a change, if outdated."""
+        """Replace version ``version`` (None: none yet) by a copy of ``state`` and return True; return False, without a
+        change, if another version is the newest."""
         if version != (None if self._state is None else self._version):
             return False
         self._state = copy.deepcopy(state)
@@ -102,7 +108,7 @@ class StateKeeper:
         return True
 
     def newest(self) -> dict[str, Any]:
-        """Return a copy of the `state` (None before there is one) and its `version`."""
+        """Return {"state": a copy of the state, None before there is one; "version": its number}."""
         return {"state": copy.deepcopy(self._state), "version": self._version}
 
     def waits(self, place: str) -> bool:
@@ -117,11 +123,11 @@ class StateKeeper:
 
     @property
     def participants(self) -> set[str]:
-        """The places that take part in the present round."""
+        """The places that take part in the present round; empty before there is a state."""
         return set() if self._state is None else {entry[0] for entry, _ in self._state["participants"]}
 
     def lost(self, place: str) -> None:
-        """Let the heartbeats of the host at ``place`` expire: it is lost."""
+        """Let the heartbeats of the host at ``place`` expire: it is lost. Does nothing before there is a state."""
         if self._state is not None:
             beats = self._state["heartbeats"]
             self._state["heartbeats"] = [[node, 0.0 if node[0] == place else at] for node, at in beats]
@@ -130,7 +136,7 @@ class StateKeeper:
     def review(self, expected: Collection[str], slots: Mapping[str, int], least: int) -> None:
         """Let the round begin if every ``expected`` place takes part and the participants have ``least`` ranks.
 
-        ``slots``: number of ranks at each place.
+        Does nothing while no hosts meet, and once the round has begun. ``slots``: number of ranks at each place.
         """
         state = self._state
         if state is None or state["complete"] or not state["deadline"]:

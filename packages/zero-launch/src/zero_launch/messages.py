@@ -78,6 +78,7 @@ def _row(*checks: Check) -> Check:
     """Return a check for lists with one value for each of ``checks``, in this order."""
 
     def passes(value: Any) -> bool:
+        """Return whether ``value`` is a list of the right length whose values pass their checks."""
         return (
             type(value) is list and len(value) == len(checks) and all(c(v) for c, v in zip(checks, value, strict=True))
         )
@@ -93,6 +94,7 @@ def _fields(**checks: Check) -> Check:
 
 
 def _anything(value: Any) -> bool:
+    """Return True: any value passes."""
     return True
 
 
@@ -228,19 +230,20 @@ _OPTIONAL: Mapping[str, Check] = {
 
 
 def no_report() -> Message:
-    """Return the fields of the message `ready` of a host that has run no attempt yet."""
+    """Return the fields of the message `ready` (see `FROM_HOST`) of a host that has run no attempt yet."""
     return {"failures": [], "ended": [], "records": {}}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return the message as one line of JSON, without the newline."""
+    """Return the message as one line of JSON, without the newline. Raises TypeError for what JSON does not have."""
     return json.dumps(message).encode()
 
 
 def decode(line: bytes, kinds: Mapping[str, Mapping[str, Check]]) -> Message:
-    """Return the message in a line of JSON, checked.
+    """Return the message in a line of JSON, checked: its `kind`, the time `at` when it was sent, and the kind's fields.
 
-    ``kinds``: the messages that are allowed, as in `FROM_HOST`. Raises ValueError, which says what is wrong.
+    ``kinds``: the messages that are allowed, as in `FROM_HOST`. Fields that the kind does not have pass unchecked.
+    Raises ValueError, which says what is wrong.
     """
     message = read_object(line)
     kind = message.get("kind")
@@ -258,7 +261,8 @@ def decode(line: bytes, kinds: Mapping[str, Mapping[str, Check]]) -> Message:
 
 
 def read_object(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``line``. Raises ValueError for anything else, or if it is too long."""
+    """Return the JSON object in ``line``. Raises ValueError for anything else, or if it
+    has more than `MAX_MESSAGE_BYTES`."""
     if len(line) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of more than {MAX_MESSAGE_BYTES} bytes")
     try:

@@ -12,7 +12,10 @@ _PORTS = (20000, 10000)  # first port and number of ports, below the ephemeral r
 
 @dataclass(frozen=True)
 class Node:
-    """This node among ``nodes``, and where node 0 listens. ``source`` says who told: `Slurm`, `Kubernetes`."""
+    """This node among ``nodes``, with number ``rank``, and the ``address`` and ``port`` where node 0 listens.
+
+    ``source`` says who told: `Slurm`, `Kubernetes`, or `--no_ssh` for the command line.
+    """
 
     source: str
     rank: int
@@ -22,9 +25,11 @@ class Node:
 
 
 def discover_node(environ: Mapping[str, str]) -> Node | None:
-    """Read the node from the environment of `srun` with one task per node, or of torchrun's variables in a pod (PET_*).
+    """Return the node that this process is, by the environment of `srun` with one task per node, or of torchrun's
+    variables in a pod (PET_*).
 
-    None when there is only one node or nothing is said. Raises RuntimeError when Slurm's node list cannot be read.
+    MASTER_ADDR and MASTER_PORT override where node 0 of a Slurm job listens. None when there is only one node, a range
+    of nodes, or nothing is said. Raises RuntimeError when Slurm's node list cannot be read.
     """
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if "SLURM_STEP_ID" in environ and nodes > 1 and environ.get("SLURM_STEP_NUM_TASKS", "") == str(nodes):
@@ -40,7 +45,8 @@ def discover_node(environ: Mapping[str, str]) -> Node | None:
 
 
 def slurm_hosts(node_list: str) -> list[str]:
-    """Return the host names of a Slurm node list, by `scontrol`. Raises RuntimeError with its message if it fails."""
+    """Return the host names of a Slurm node list such as `node[1-3]`, by `scontrol`. Raises RuntimeError with its
+    message if it fails, FileNotFoundError if it is not installed."""
     command = ["scontrol", "show", "hostnames", node_list]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -46,8 +46,8 @@ def notebook_launch(
 
     Each rank is a new process, for ``nproc=1`` too, so the caller's CUDA context and threads do not matter. ``fn`` may
     be a function of a cell, a lambda or a closure; it, its arguments and its results are copied between the processes
-    (cloudpickle). ``every_rank``: return the results of all ranks. Raises LaunchError with the rank's traceback if one
-    fails.
+    (cloudpickle). ``every_rank``: return a list with the results of all ranks. Raises LaunchError with the rank's
+    traceback if one fails; signals act as in `launch`.
     """
     import cloudpickle
 
@@ -60,7 +60,10 @@ def notebook_launch(
 
 
 def run_call(path: str) -> None:
-    """Run the call that `notebook_launch` wrote to ``path``, and write its result to a file beside it; for a rank."""
+    """Run the call that `notebook_launch` wrote to ``path``, and write its result to a file beside it; for a rank.
+
+    Replaces this process's import path by the caller's. Raises what the call raises.
+    """
     import cloudpickle
 
     # The caller's import path comes first: the function's own module may be found there only.

@@ -22,9 +22,11 @@ also: zero-launch doctor, zero-launch slurm-script (each has --help)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an unknown ``--as-NAME`` as a package that is not installed. Named as the parsers of other commands."""
+    """An ArgumentParser that reports an unknown ``--as-NAME`` as a package that is not installed. Its name is
+    like those of the other commands' parsers."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error and exit with status 2; with advice if ``message`` is about an unknown ``--as-NAME``."""
         missing = re.search(r"unrecognized arguments:.* --as-([\w.-]+)", message)
         super().error(not_registered_error(missing[1]) if missing else message)
 
@@ -36,6 +38,7 @@ class _ShowVersion(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="show program's version number and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Print the version, and exit with status 0."""
         from importlib.metadata import version
 
         print(f"zero-launch {version('zero-launch')}")

@@ -20,18 +20,22 @@ _MOST_BYTES = 64
 
 
 class Orders:
-    """The folder of one attempt on one host; it is there once ranks were told of it or an order was given."""
+    """The folder of the orders to the ranks of one attempt on one host, and of their answers.
+
+    ``folder``: made by `open` or `give`. See [Note: orders].
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def open(self) -> dict[str, str]:
-        """Make the folder, and return the variable that names it to the ranks."""
+        """Make the folder, and return the environment variable (name -> value) that names it to the ranks."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return {ORDERS_VARIABLE: str(self.folder)}
 
     def give(self, order: str) -> None:
-        """Order the ranks to leave, by writing the file `order`; `REGROUP` never replaces an earlier order."""
+        """Order the ranks to leave, by writing the file `order`. ``order``: `REGROUP` or `END`;
+        `REGROUP` never replaces an earlier order."""
         self.open()
         path, part = self.folder / "order", self.folder / "order.part"
         if order == REGROUP and path.exists():
@@ -40,7 +44,8 @@ class Orders:
         os.replace(part, path)
 
     def answer(self, rank: int) -> str | None:
-        """Return the order on which a rank has left; None if it has not, or died while it wrote its answer."""
+        """Return the order on which a rank has left, `REGROUP` or `END`; None if it has
+        not, or died while it wrote its answer."""
         try:
             with open(self.folder / f"left.{rank}", "rb") as file:
                 said = file.read(_MOST_BYTES)

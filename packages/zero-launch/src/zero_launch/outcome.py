@@ -15,8 +15,10 @@ def failures_in_order(
 ) -> list[RankFailure]:
     """Return the ranks that failed by themselves, in the order of their failures.
 
-    ``lost``: ranks of lost hosts, with when those were last heard; ``began_at``: when the attempt began. Both are
-    seconds since the epoch by this host's clock, to which the times that other hosts reported are corrected.
+    ``peers``: the hosts, with the failures that they reported. ``lost``: failures of ranks of lost hosts, each with
+    when the host was last heard; ``began_at``: when the attempt began. Both times are seconds since the epoch by this
+    host's clock, to which those that other hosts reported are corrected; `seconds` of each reported failure is counted
+    from ``began_at``.
     """
     found = list(lost)
     for peer in peers:
@@ -30,7 +32,8 @@ def failures_in_order(
 def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
     """Return a text about ranks that waited for ranks which had ended with status 0 before any failed; None if none.
 
-    ``failures`` are those of `failures_in_order`, ``began_at`` is as there.
+    ``peers``: the hosts, with what they reported in `ready`. ``failures`` are those of `failures_in_order`,
+    ``began_at`` is as there.
     """
     failed = began_at + min((failure.seconds for failure in failures), default=0.0)
     ended = [rank for peer in peers for rank, at in peer.ended if at + peer.clock_offset < failed]

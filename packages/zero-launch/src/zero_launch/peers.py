@@ -33,7 +33,14 @@ _MOST_RANKS = 4096
 
 @dataclass
 class Peer:
-    """One host. ``state`` goes from `called` over `greeted`, `ready`, `running` to `done`, `ended` or `lost`."""
+    """One host, and what the launcher knows of it.
+
+    ``state`` goes from `called` over `greeted`, `ready`, `running` to `done`, `ended` or `lost`. ``slots``: the indices
+    of its slots, one rank each. ``channel``: None until it connects. ``process``: the start command (ssh, pdsh); None
+    for a host that connects by itself. ``errors``: the last lines of that command's standard error. ``failures``,
+    ``fates``, ``notes`` and ``records`` are as the host's messages `ready`, `stalled` and `ended` reported them;
+    ``folder``: of its logs, empty if they are not kept.
+    """
 
     name: str
     slots: tuple[int, ...]
@@ -76,7 +83,8 @@ class Peer:
         return 0.0 if self.channel is None else self.channel.clock_offset
 
     def take_report(self, message: Message) -> None:
-        """Store how the host's ranks ended in the last attempt, from its message `ready`."""
+        """Store how the host's ranks ended in the last attempt, from its message `ready`; failures are added to earlier
+        ones."""
         self.failures += message["failures"]
         self.ended = [(rank, at) for rank, at in message["ended"]]
         self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
@@ -86,7 +94,10 @@ class Peer:
         self.failures, self.ended, self.records, self.stalled, self.divergence = [], [], {}, False, None
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message (see `Channel.send`); do nothing for a host that has ended, is lost, or never connected."""
+        """Send a message (see `Channel.send`); do nothing for a host that has ended, is lost, or never connected.
+
+        The messages `stop` and `dismiss` set ``asked_to_stop`` in any case.
+        """
         self.asked_to_stop = self.asked_to_stop or kind in ("stop", "dismiss")
         if self.channel is not None and self.there:
             self.channel.send(kind, **content)
@@ -124,10 +135,12 @@ class Peer:
 
 
 def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, heedless: bool = False) -> None:
-    """Start the launcher's agent on the host ``peer``; its hello arrives in ``inbox``.
+    """Start the launcher's agent on the host ``peer``: set its ``process`` and, unless there is a listener, its
+    ``channel``.
 
-    ``listener``: takes the agent's connection, where ``transport`` carries no input. ``heedless``: the start command
-    ignores SIGTERM and SIGUSR1.
+    Its hello, and `eof` when the command or the connection ends, arrive in ``inbox``. ``listener``: takes the agent's
+    connection, where ``transport`` carries no input; None elsewhere. ``heedless``: the start command ignores SIGTERM
+    and SIGUSR1.
     """
     arguments: list[str] = []
     if listener is not None:
@@ -154,6 +167,7 @@ def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | No
 
 
 def _binary(stream: IO[bytes]) -> BinaryIO:
+    """Return ``stream`` itself, with the type that `Channel` asks for."""
     return stream  # type: ignore[return-value]
 
 
@@ -164,9 +178,9 @@ def _keep_errors(peer: Peer, stream: IO[bytes] | None) -> None:
 
 
 def _report_command_exit(peer: Peer, inbox: Inbox) -> None:
-    """Wait until the command that started the host (ssh, pdsh) exits, and put ``eof`` into ``inbox``.
+    """Wait until the command that started the host (pdsh) exits, and put ``eof`` into ``inbox``; a thread's function.
 
-    For hosts that connect back by themselves; over the command's own pipes the channel sees the end of file.
+    For hosts that connect back; over the command's own pipes the channel sees the end of file.
     """
     if peer.process is not None:
         peer.process.wait()
@@ -174,6 +188,7 @@ def _report_command_exit(peer: Peer, inbox: Inbox) -> None:
 
 
 def _break_off(connection: socket.socket) -> None:
+    """Shut the connection down, so that a thread that reads from it stops waiting; do nothing if it has ended."""
     with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -182,8 +197,10 @@ class Listener:
     """Accepts connections from hosts that know a token (see handshake.py), in a thread of its own.
 
     A host that the launcher starts gets its own token, valid for one connection. Nodes that connect by themselves share
-    ``token`` and send their node number; each number is accepted once. ``nodes``: those that may connect from the
-    start. ``address``: where to listen; empty for every interface of this host. ``port``: 0 for a free one.
+    ``token`` and send their node number; each number is accepted once. An accepted host's `Peer` gets its channel,
+    whose messages go into ``inbox``. ``nodes``: those that may connect from the start. ``address``: where to listen;
+    empty for every interface of this host. ``port``: 0 for a free one. The attributes ``address`` and ``port`` hold the
+    real ones. Raises OSError as `sockets.listen` does.
     """
 
     def __init__(
@@ -214,10 +231,12 @@ class Listener:
             self._open_peers[peer.name] = peer
 
     def close(self) -> None:
-        """Stop accepting connections."""
+        """Stop accepting connections; those that were accepted stay."""
         self._server.close()
 
     def _accept(self) -> None:
+        """Accept connections until `close`, each served by `_welcome` in a new thread; refuse any beyond 64 that have
+        not shown a token. The thread's function."""
         while True:
             try:
                 connection, address = self._server.accept()
@@ -229,6 +248,11 @@ class Listener:
             threading.Thread(target=self._welcome, args=(connection, str(address[0])), daemon=True).start()
 
     def _welcome(self, connection: socket.socket, address: str) -> None:
+        """Do the handshake on a new connection within 10 s, and give its host a channel; close the connection if that
+        fails.
+
+        A host that was admitted and broke off puts `eof` into the inbox; a refusal is printed.
+        """
         admitted: list[Peer] = []
         # A stranger who sends a byte now and then must not keep one of the few places for strangers.
         limit = threading.Timer(_WELCOME_SECONDS, _break_off, (connection,))
@@ -241,6 +265,7 @@ class Listener:
                 tokens = [*self._expected, *([] if self._token is None else [self._token])]
 
             def admit(token: str, about: Mapping[str, Any]) -> str | None:
+                """Return why the connection is refused, or None; then ``admitted`` holds its peer."""
                 peer, why = self._who(token, about)
                 admitted.extend([] if peer is None else [peer])
                 return why
@@ -263,6 +288,7 @@ class Listener:
         peer.channel = Channel(peer.key, reader, writer, self._inbox, kinds=FROM_HOST, seal=seal)
 
     def _say_refused(self, address: str, why: str) -> None:
+        """Print why a connection from ``address`` was refused; only the first ten refusals are printed."""
         with self._lock:
             self._refusals += 1
             if self._refusals > _MOST_REFUSALS:

@@ -21,7 +21,10 @@ _MOST_NAMES = 8
 
 
 class Presence:
-    """The last known state of all ranks of an attempt; ``where`` is the address of their store."""
+    """The last known state of all ranks of an attempt, and what was remarked about it.
+
+    ``world_size``: number of ranks. ``where``: the address of their store, for remarks.
+    """
 
     def __init__(self, world_size: int, where: str) -> None:
         self._world_size = world_size
@@ -46,7 +49,10 @@ class Presence:
             self._ended_at = now
 
     def remarks(self) -> list[str]:
-        """Return the remarks to print now about ranks that have not connected or have ended; each is returned once."""
+        """Return the remarks to print now about ranks that have not connected or have ended; each is returned once.
+
+        Empty while no rank that has connected still runs. Ranks that are late are remarked after 5 s without a new one.
+        """
         now = time.monotonic()
         every = set(range(self._world_size))
         waiting = self._arrived - self._ended
@@ -94,9 +100,10 @@ class HostPresence:
         self.arrived: set[int] = set()
 
     def find_arrivals(self, ended: Collection[int]) -> bool:
-        """Add to ``arrived`` the ranks that have connected since, and return whether there are any.
+        """Add to ``arrived`` the ranks that have connected since the last look, and return whether there are any.
 
-        Looks once a second at first, later less often; costs nothing once all have connected. ``ended``: ranks to skip.
+        Looks once a second in the first minute, later every ten seconds, and no more once all have connected; calls
+        between are cheap and return False. ``ended``: ranks to skip.
         """
         now = time.monotonic()
         pause = _LOOK_SECONDS if now - self._began_at < _SLOW_AFTER_SECONDS else _SLOW_LOOK_SECONDS
@@ -109,7 +116,8 @@ class HostPresence:
         return bool(new)
 
     def stopped(self) -> list[str]:
-        """Return the remarks to print now about ranks that have been stopped (SIGSTOP) or have been continued."""
+        """Return the remarks to print now about ranks that have been stopped (SIGSTOP) for long, or have been continued
+        after such a remark; each is returned once."""
         now = time.monotonic()
         found = []
         for rank, pid in self._pids.items():
@@ -130,6 +138,7 @@ class HostPresence:
 
 
 def _ranks(ranks: Collection[int]) -> str:
+    """Return the ranks as text, as `ranks_text` does, with at most eight numbers."""
     named = sorted(ranks)
     more = f" and {len(named) - _MOST_NAMES} more" if len(named) > _MOST_NAMES else ""
     return ranks_text(named[:_MOST_NAMES]) + more
@@ -140,7 +149,7 @@ def _waits(ranks: Collection[int]) -> str:
 
 
 def _connected(pid: int, port: int) -> bool:
-    """Return whether a process has a connection to that port."""
+    """Return whether a process has a TCP connection to that port on any host; False if the process cannot be read."""
     import psutil
 
     try:
@@ -151,6 +160,7 @@ def _connected(pid: int, port: int) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
+    """Return whether the process is stopped by a signal or a debugger; False if there is none with that pid."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[:1] in (["T"], ["t"])

@@ -37,7 +37,7 @@ def exit_status(pid: int) -> int | None:
     """Return the exit status of a child that has ended and is not reaped (a signal is negative); None while it runs.
 
     The child stays a zombie, so that torch's agent still gets its status. Raises ChildProcessError when ``pid`` is no
-    child of this process.
+    child of this process, or is reaped already.
     """
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
@@ -61,7 +61,11 @@ def ended_status(pid: int) -> int | None:
 
 
 def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[int] = ()) -> list[psutil.Process]:
-    """Return the running processes of a job, ranks first, except ``spared`` pids; see [Note: What belongs to a job]."""
+    """Return the running processes of a job, ranks first; see [Note: What belongs to a job].
+
+    ``job_id``: of the job on this host. ``rank_pids``: the pids of its ranks, in whose sessions to look too.
+    ``spared``: pids to leave out; this process always is, and so are other users' processes.
+    """
     import psutil
 
     found = []
@@ -90,9 +94,10 @@ def end_job(
 ) -> list[tuple[int, str]]:
     """End every process of a job; return those that needed SIGKILL, as (pid, text that says what happened).
 
-    The ranks get ``signum``. Half a second before ``grace_seconds`` are over, or as soon as all processes have ended,
-    the job's other processes get SIGTERM. Processes that then still run get SIGKILL. Returns at once when nothing runs.
-    Processes with ``spared`` pids are left alone.
+    ``job_id``, ``rank_pids`` and ``spared`` are as in `job_processes`; spared processes are left alone. The ranks get
+    ``signum``. Half a second before ``grace_seconds`` are over, or as soon as all processes have ended, the job's other
+    processes get SIGTERM. Processes that then still run get SIGKILL, and 2 s to be gone. Returns at once when nothing
+    runs.
     """
     alive = job_processes(job_id, rank_pids, spared)
     for process in alive:
@@ -116,7 +121,8 @@ def end_job(
 
 
 def kill_heedless(pids: Collection[int], signum: int) -> None:
-    """Send SIGKILL to the processes that ignore ``signum``, for which waiting would be in vain."""
+    """Send SIGKILL to the processes that ignore ``signum``, because they would not end on
+    it; skip those that have ended."""
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -128,7 +134,7 @@ def kill_heedless(pids: Collection[int], signum: int) -> None:
 def wait_for_helpers(
     job_id: str, rank_pids: Collection[int], *, grace_seconds: float, spared: Collection[int] = ()
 ) -> None:
-    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves."""
+    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves; see `job_processes`."""
     _wait(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 
@@ -146,6 +152,7 @@ def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Proces
 
 
 def _status(process: psutil.Process) -> str:
+    """Return psutil's word for the state of a process; that of a zombie if it is gone."""
     import psutil
 
     try:
@@ -155,6 +162,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _name(process: psutil.Process) -> str:
+    """Return the name of a process, for reports; `process` if it is gone."""
     import psutil
 
     try:
@@ -164,6 +172,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _send(process: psutil.Process, signum: int) -> None:
+    """Send a signal to a process; do nothing if it has ended."""
     import psutil
 
     try:

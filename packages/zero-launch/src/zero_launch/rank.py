@@ -32,7 +32,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Run the target that `sys.argv` names."""
+    """Run the target that `sys.argv` names, as this module's docstring says; return when it has returned.
+
+    Raises SystemExit with the script's status, or with 1 after an uncaught exception, which is printed and written to
+    the error file. A program replaces this process.
+    """
     _die_with_launcher()
     cores = os.environ.get(CORES_VARIABLE)
     if cores:
@@ -89,15 +93,17 @@ def main() -> None:
 
 
 def _end_rank(rank: int) -> None:
-    """End the process groups of the process ``rank``; do nothing in one that its script forked."""
+    """End the process groups of the process with pid ``rank``; do nothing in one that its script forked."""
     if os.getpid() == rank:
         end_process_groups()
 
 
 def write_error_file(error: BaseException, when: float) -> None:
-    """Write an uncaught exception to the error file of torch's agent, in its format, with our time stamp.
+    """Write an uncaught exception to the error file of torch's agent, in its format, with our time stamp; do nothing if
+    TORCHELASTIC_ERROR_FILE does not name that file.
 
-    ``when``: seconds since the epoch.
+    ``when``: seconds since the epoch. The file is `{"message": {"message": ..., "extraInfo": {"py_callstack",
+    "timestamp", "uncaught_at"}}}`.
     """
     path = os.environ.get(_ERROR_FILE_VARIABLE)
     if not path:
@@ -117,7 +123,7 @@ def write_error_file(error: BaseException, when: float) -> None:
 
 def write_end_file(code: object, when: float) -> None:
     """Write next to the error file that the script has ended: its exit status by ``code``, the argument of `sys.exit`
-    (None: it returned), and ``when`` (seconds since the epoch).
+    (None: it returned), and ``when`` (seconds since the epoch). Do nothing without an error file.
 
     The interpreter takes up to a second more to end, in which a rank that waits for this one may fail first.
     """
@@ -128,7 +134,7 @@ def write_end_file(code: object, when: float) -> None:
 
 
 def _write_json(path: str, record: object) -> None:
-    """Write a file that appears whole or not at all: the launcher may look at any moment."""
+    """Write ``record`` as JSON to a file that appears whole or not at all: the launcher may look at any moment."""
     scratch = f"{path}.part"
     with open(scratch, "w", encoding="utf-8") as file:
         json.dump(record, file)
@@ -136,7 +142,10 @@ def _write_json(path: str, record: object) -> None:
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel send this process SIGKILL when the launcher ends; exit at once if it has ended already."""
+    """Have the kernel send this process SIGKILL when the launcher ends; exit at once if it has ended already.
+
+    The launcher is the process that ZERO_LAUNCH_PID names; without that variable do nothing.
+    """
     launcher = os.environ.get(LAUNCHER_PID_VARIABLE)
     if launcher is None:
         return
@@ -154,6 +163,7 @@ def _own_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _is_ours(filename: str) -> bool:
+    """Return whether the file is of this package or runpy."""
     return os.path.dirname(filename) == os.path.dirname(__file__) or filename in (runpy.__file__, "<frozen runpy>")
 
 

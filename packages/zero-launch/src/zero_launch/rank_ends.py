@@ -13,8 +13,8 @@ def failure_of(
 ) -> tuple[float, RankFailure] | None:
     """Return when a rank failed by itself (seconds since the epoch), and its failure; None if it did not.
 
-    ``host``: its name in reports. ``started_at``: when the ranks were started (epoch). ``step_of``: returns a rank's
-    optimizer step, None if that is not known.
+    ``record``: of the rank, after the first failure was noted. ``host``: its name in reports. ``started_at``: when the
+    ranks were started (epoch). ``step_of``: returns a rank's optimizer step, None if that is not known.
     """
     if record.left_for is not None:
         return None

@@ -20,9 +20,9 @@ from zero_launch.standbys import Prepared, Standbys
 class RankFiles(LogsSpecs):
     """The files of the ranks, `<folder>/rank0/stdout.log`, `stderr.log` and `error.json`, and their own variables.
 
-    ``direct_rank``: writes to the terminal, without log files; None for no rank. ``env``: variables of every rank;
-    ``own_env``: those of one, by local rank. ``recorders``: the folder for the ranks' flight recorders (see desync.py).
-    ``takes_orders``: the launcher may ask the ranks to leave (see orders.py).
+    A `LogsSpecs` of torch's. ``direct_rank``: writes to the terminal, without log files; None for no rank. ``env``:
+    variables of every rank; ``own_env``: those of one, by local rank. ``recorders``: the folder for the ranks' flight
+    recorders (see desync.py). ``takes_orders``: the launcher may ask the ranks to leave (see orders.py).
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class RankFiles(LogsSpecs):
         return str(self._folder)
 
     def own_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that a rank gets from us and that are the same in every attempt."""
+        """Return the variables that a rank gets from us and that are the same in every attempt; ``own_env`` overrides
+        ``env``."""
         own = self._own_env[local_rank] if self._own_env else {}
         imports = {} if self.standbys is None else self.standbys.variables(local_rank)
         return {**self._env, **own, **imports}
@@ -79,7 +80,9 @@ class RankFiles(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the folders of an attempt, add our variables to ``envs`` (by local rank), and return the files' paths.
 
-        torch's agent calls this before it starts the ranks.
+        torch's agent calls this before it starts the ranks. Sets ``ranks``, ``recorders`` and ``orders``. Folders of
+        restarts are named `rank0.restart1`. Raises FileExistsError if a folder is there already, and `Prepared` inside
+        `only_preparing`.
         """
         if self._only_prepares:
             raise Prepared(envs)
@@ -107,9 +110,9 @@ class RankFiles(LogsSpecs):
 class RankStatus:
     """The last known state of one rank's process, which is not reaped here.
 
-    ``seen_alive``: when it was last known to run (epoch). ``status``: its exit status, negative for a signal; None
-    while it runs. ``status_before_stop``: that status when the launcher began to end the attempt. ``status_of``:
-    returns the exit status of a pid, None while it runs.
+    ``folder``: of its files. ``seen_alive``: when it was last known to run (epoch). ``status``: its exit status,
+    negative for a signal; None while it runs. ``status_before_stop``: that status when the launcher began to end the
+    attempt. ``status_of``: returns the exit status of a pid, None while it runs.
     """
 
     rank: int
@@ -131,7 +134,7 @@ class RankStatus:
 
     @property
     def ended_well(self) -> bool:
-        """Return whether it ended with status 0 before it was stopped, or was about to."""
+        """Return whether it ended with status 0 before the launcher began to end the attempt, or its script did."""
         return self.status_before_stop == 0 or (
             self.status_before_stop is None and self.end is not None and not self.end.status
         )
@@ -142,7 +145,8 @@ class RankStatus:
         return self.seen_alive if self.end is None else self.end.at
 
     def refresh(self) -> None:
-        """Update `status` and `seen_alive`."""
+        """Update `status` and `seen_alive`; do nothing once the status is known. A process that was reaped elsewhere
+        counts as killed."""
         if self.status is None:
             now = time.time()
             try:

@@ -31,14 +31,16 @@ def record_variables(folder: str | None) -> dict[str, str]:
 def record_failure(folder: str, error: LaunchError) -> str | None:
     """Write how the job failed into the record ``folder``, and make the report if zero-report is installed.
 
-    Return the report's path; None if none was made, for example because no rank had begun to record.
+    Return what `python -m zero_report` prints, the report's path; None if it made none, for example because no rank had
+    begun to record, or took more than 2 minutes. ``folder`` is made if it is missing.
     """
     first, *others = str(error).splitlines() or ["the job failed"]
     return _record(folder, first, others, error.flight, interrupted=False)
 
 
 def record_interruption(environment: Mapping[str, str], why: str, flight: Mapping[int, FlightRecord]) -> str | None:
-    """Do as `record_failure` for a job that a signal ended; the folder is the one that ``environment`` names.
+    """Do as `record_failure` for a job that a signal ended; the folder is the one that ZERO_RUN_RECORD in
+    ``environment`` names.
 
     ``why``: the signal, as text. ``flight``: contents of the flight recorders, by rank. Return None without a folder.
     """
@@ -49,6 +51,10 @@ def record_interruption(environment: Mapping[str, str], why: str, flight: Mappin
 def _record(
     folder: str, first: str, others: Sequence[str], flight: Mapping[int, FlightRecord], *, interrupted: bool
 ) -> str | None:
+    """Write `failure.json` into ``folder``, and make the report; return its path or None, as `record_failure` does.
+
+    ``first``, ``others``: the lines of the error. ``flight``: by rank. ``interrupted``: a signal ended the job.
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     failure = {
@@ -70,7 +76,8 @@ def _record(
 
 
 def _flight(rank: int, record: FlightRecord) -> dict[str, Any]:
-    """Return the last collectives of one rank, the newest last, and the one in which it waits or waited last."""
+    """Return one rank's part of `failure.json`: its last 8 collectives as text, the newest last, the one in which it
+    waits or waited last (or None), and the number that it has started."""
     awaited = record.last_awaited
     return {
         "rank": rank,

@@ -20,10 +20,11 @@ _CONNECT_SECONDS = 120.0
 def join(node: Node, spec: LaunchSpec, token: str) -> None:
     """Run ``spec`` on this node, led by node 0, and return when all ranks of the job have ended with status 0.
 
-    ``token``: shared by all nodes.
+    ``node``: this node, and where node 0 listens. ``token``: shared by all nodes.
 
-    Raises ConnectionError when node 0 does not answer or does not let this node take part, LaunchError when the job
-    failed, and LeftEarly when its ranks have saved and left; what happened is reported by node 0.
+    Raises ConnectionError when node 0 does not answer within 2 minutes or does not let this node take part, LaunchError
+    when the job failed, and LeftEarly when its ranks have saved and left (under Slurm it returns then); what happened
+    is reported by node 0.
     """
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     about = {"node_rank": node.rank, "nproc": spec.nproc}

@@ -20,7 +20,7 @@ from zero_launch.sockets import STORE_SECONDS, open_store
 
 
 class LedRendezvous(RendezvousHandler):
-    """The rendezvous of one host's agent; the launcher leads it through ``channel``.
+    """The rendezvous of one host's agent; the launcher leads it through ``channel``. ``job_id``: torch's `run_id`.
 
     Per attempt: we say `ready`; the first host gets `serve`, opens the store and says `store`; everyone gets `round`
     with the store's address. `restart` makes the agent come back here.
@@ -61,7 +61,12 @@ class LedRendezvous(RendezvousHandler):
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Send `ready`, wait until all hosts are, and return the round; hosts are numbered in the host list's order."""
+        """Send `ready` with the report of the attempt before, wait until all hosts are, and return the round for
+        torch's agent.
+
+        Hosts are numbered in the host list's order. Blocks without limit: the launcher ends this process if there is no
+        round.
+        """
         self._server = None
         self.restart_asked = False
         self._channel.send("ready", **self.report)

@@ -21,9 +21,10 @@ class Repeats:
         self._count = 0
 
     def count_attempt(self, failures: Sequence[RankFailure], left: int) -> str | None:
-        """Count a failed attempt by its ``failures``, first cause first; return why another would be in vain, or None.
+        """Count a failed attempt by its ``failures``, first cause first; return a text about why another would fail
+        too, after three attempts in a row that failed alike, else None.
 
-        ``left`` is the number of restarts that remain.
+        ``left``: the number of restarts that remain, for the text.
         """
         key = _key(failures[0]) if failures else None
         self._count = self._count + 1 if key is not None and key == self._last else int(key is not None)
@@ -38,6 +39,7 @@ class Repeats:
 
 
 def _key(failure: RankFailure) -> tuple[object, ...] | None:
+    """Return what is equal in failures that are alike; None for one that never counts."""
     by_itself = failure.traceback or (failure.exit_code or 0) > 0
     if not by_itself or (failure.step is None and failure.seconds > _EARLY_SECONDS):
         return None

@@ -25,7 +25,7 @@ _MEANING = {
 
 
 def signal_name(signum: int) -> str:
-    """Return `SIGTERM` for 15; `signal 34` for a real-time signal, which has no name."""
+    """Return the name of a signal, `SIGTERM` for 15; `signal 34` for a real-time signal, which has none."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -36,9 +36,10 @@ def signal_name(signum: int) -> str:
 class RankFailure:
     """How one rank failed by itself.
 
-    ``exit_code`` is negative for a signal and None when the rank had to be ended after its exception; ``cause`` is one
-    line; ``detail`` the traceback or, where Python had no chance to write one, the end of the rank's stderr;
-    ``seconds`` the time from the start of the ranks; ``step`` the optimizer step, where the rank uses zero-comm.
+    ``host``, ``pid``: where it ran. ``exit_code`` is negative for a signal, and None when the rank had to be ended
+    after its exception or its host was lost; ``cause`` is one line; ``detail`` the traceback or, where Python had no
+    chance to write one, the end of the rank's stderr; ``seconds`` the time from the start of the ranks; ``step`` the
+    optimizer step, where the rank uses zero-comm.
     """
 
     rank: int
@@ -57,7 +58,8 @@ class RankFailure:
 
     @property
     def shell_code(self) -> int:
-        """The exit status as a shell shows it: 128 plus the number of the signal that ended the rank."""
+        """The exit status as a shell shows it: 128 plus the number of the signal that ended the rank; 1 if there is
+        none."""
         if self.exit_code is None or self.exit_code == 0:
             return 1
         return self.exit_code if self.exit_code > 0 else 128 - self.exit_code
@@ -66,9 +68,10 @@ class RankFailure:
 class LaunchError(RuntimeError):
     """A job that failed. ``failures`` holds the ranks that failed by themselves, the first cause first.
 
-    ``divergence`` says where the ranks stopped asking for the same collectives, when they did; ``nproc`` is the number
-    of ranks of the job; ``flight`` what the flight recorders of the ranks held, by rank, where they use zero-comm;
-    ``asked``: the job had been asked to save and end (`--requeue`), and did not get to it.
+    ``nproc`` is the number of ranks of the job; ``notes`` are lines that follow in the text; ``divergence`` says where
+    the ranks stopped asking for the same collectives, when they did; ``flight`` is what the flight recorders of the
+    ranks held, by rank, where they use zero-comm; ``asked``: the job had been asked to save and end (`--requeue`), and
+    did not get to it.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class LaunchError(RuntimeError):
         return self.failures[0].shell_code if self.failures else 1
 
     def _text(self) -> str:
+        """Return the text of the error: the divergence, the first failure in full, a line for each other one, and the
+        notes."""
         lines = [] if self.divergence is None else [self.divergence]
         if not self.failures:
             return "\n".join([*(lines or ["the job failed"]), *self.notes])
@@ -111,7 +116,11 @@ class LaunchError(RuntimeError):
 
 
 def read_error_file(path: Path) -> dict[str, Any] | None:
-    """Return what an uncaught exception left in a rank's error file, or None when there is none."""
+    """Return what an uncaught exception left in a rank's error file (`message` and `extraInfo`), or None.
+
+    None also for a file of torch's own, which has no time: that exception may have been caught. `write_error_file` in
+    rank.py has the format.
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]
     except FileNotFoundError:
@@ -122,14 +131,16 @@ def read_error_file(path: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class ScriptEnd:
-    """A script that ended without an uncaught exception: the exit status that it asked for, and when (epoch)."""
+    """A script that ended without an uncaught exception: the exit ``status`` that it asked for, and when (``at``,
+    epoch)."""
 
     status: int
     at: float
 
 
 def read_end_file(folder: Path) -> ScriptEnd | None:
-    """Return how a rank's script ended, as the rank itself has written it; None where it did not."""
+    """Return how a rank's script ended, from the file that the rank wrote into its ``folder``; None if there is none,
+    as while the script runs or after an uncaught exception."""
     try:
         return ScriptEnd(**json.loads((folder / END_FILE).read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -137,7 +148,11 @@ def read_end_file(folder: Path) -> ScriptEnd | None:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Return one line about a rank that ended without a Python exception; a negative ``exit_code`` is a signal."""
+    """Return one line about a rank that ended without a Python exception: its status or signal, and what that often
+    means.
+
+    A negative ``exit_code`` is a signal.
+    """
     if exit_code >= 0:
         return f"exit status {exit_code}, without an uncaught exception"
     name = signal_name(-exit_code)
@@ -146,7 +161,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def tail(path: Path) -> str:
-    """Return the last 15 lines of a log file; empty if it is empty or missing."""
+    """Return the last 15 lines of a log file, of its last 16 KiB; empty if it is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)

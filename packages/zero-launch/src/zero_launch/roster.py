@@ -15,7 +15,10 @@ START_SECONDS = 120.0
 
 
 class Roster:
-    """All hosts of a job by key, lost ones included. Their messages go into ``inbox``."""
+    """All hosts of a job, ``peers``, by their keys (`Peer.key`), lost ones included. Their messages go into ``inbox``.
+
+    The hosts of ``spec`` are started by the launcher; with `--no_ssh` nodes 1 to N-1 connect by themselves.
+    """
 
     def __init__(self, spec: ClusterSpec, inbox: Inbox) -> None:
         self._spec = spec
@@ -45,7 +48,8 @@ class Roster:
 
     @property
     def store_port(self) -> int:
-        """The port for the ranks' store; 0 for any, where hosts that come by themselves have the one that was named."""
+        """The port for the ranks' store: the one that ``spec`` names, or 0 for any. It is 0 where hosts come by
+        themselves, as the launcher listens at the named one."""
         return 0 if self._come_by_themselves else self._spec.master_port
 
     def comes_by_itself(self, peer: Peer) -> bool:
@@ -53,7 +57,10 @@ class Roster:
         return peer in self._come_by_themselves
 
     def call_all(self) -> None:
-        """Start the launcher's agent on each host, or listen for hosts that connect by themselves."""
+        """Start the launcher's agent on each host, or listen for hosts that connect by themselves. Call it once.
+
+        Hellos and other messages arrive in the inbox. Raises OSError if this process cannot listen.
+        """
         spec = self._spec
         if self._come_by_themselves:
             own = self.addresses.of_launcher()
@@ -67,7 +74,10 @@ class Roster:
             self._reach(peer)
 
     def renew(self, peer: Peer) -> Peer:
-        """Replace a lost host by a new one of the same name, call it or wait for it, and return it."""
+        """Replace a lost host by a new `Peer` of the same name, call it or wait for it, and return it.
+
+        The old one's start command is killed. The new one takes its place in ``peers`` under another key, at the end.
+        """
         new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
         self.peers = {key: other for key, other in self.peers.items() if other is not peer} | {new.key: new}
         peer.let_go()
@@ -95,7 +105,8 @@ class Roster:
     def silent(self) -> list[tuple[Peer, float]]:
         """Return the hosts that have been silent for too long, each with the seconds of silence.
 
-        Right after this process itself was stopped for a while the list is empty: messages may still wait to be read.
+        Too long is the job's `silence_seconds`, or two minutes for a host that has not begun its part of the job. Right
+        after this process itself was stopped for a while the list is empty: messages may still wait to be read.
         """
         now = time.monotonic()
         held_up, self._looked_at = now - self._looked_at > BEAT_SECONDS, now
@@ -111,7 +122,7 @@ class Roster:
         return found
 
     def close(self) -> None:
-        """Close the connections to all hosts, and stop listening."""
+        """Close the connections to all hosts, end their start commands, and stop listening."""
         for peer in self.peers.values():
             peer.close()
         if self._listener is not None:
@@ -119,9 +130,10 @@ class Roster:
 
 
 def other_version(theirs: dict[str, str]) -> str | None:
-    """Return a text about the first package that a host has in another version than this one; None if all are equal.
+    """Return a text about the first package, of torch and the zero packages, that a host has in another version than
+    this one; None if all are equal.
 
-    ``theirs``: package -> version.
+    ``theirs``: package -> version, of the packages that the host has.
     """
     here = versions()
     for package in sorted(here.keys() | theirs.keys()):

@@ -15,7 +15,8 @@ def srun_command(spec: LaunchSpec, nodes: int | None, options: Sequence[str], ar
     """Return an srun command line with one task per node, each of which is a zero-launch that finds its node and starts
     its ranks.
 
-    ``options`` are zero-launch's own for the inner command; ``arguments`` are extra ones of srun.
+    ``spec``: only its target and arguments are used. ``nodes``: None for all of the allocation. ``options``:
+    zero-launch's own for the inner command. ``arguments``: extra ones of srun.
     """
     count = [] if nodes is None else [f"--nodes={nodes}", f"--ntasks={nodes}"]
     inner = [sys.executable, "-m", "zero_launch", *options, *target_arguments(spec)]
@@ -31,8 +32,9 @@ def mpirun_command(
 ) -> list[str]:
     """Return the command line of Open MPI's mpirun with one process per rank, which zero-comm's `discover` recognises.
 
-    ``address``: MASTER_ADDR (None: the first host, if there are several). ``variables``: names to forward.
-    ``arguments``: extra ones of mpirun.
+    ``hosts``: where the ranks run, one per slot; None for ``spec.nproc`` ranks on this machine. ``address``:
+    MASTER_ADDR (None: the first host, if there are several). ``variables``: those to forward, by name; mpirun takes the
+    values from its own environment. ``arguments``: extra ones of mpirun.
     """
     where = [] if hosts is None else ["--host", ",".join(f"{name}:{len(own)}" for name, own in hosts.hosts.items())]
     count = spec.nproc if hosts is None else hosts.world_size
@@ -46,7 +48,7 @@ def mpirun_command(
 
 
 def target_arguments(spec: LaunchSpec) -> list[str]:
-    """Return the end of zero-launch's command line: the kind of target, the target and its arguments."""
+    """Return the end of zero-launch's command line: the option for the kind of target, the target and its arguments."""
     kind = ["--module"] if spec.module else ["--no_python"] if spec.program else []
     return [*kind, spec.target, *spec.args]
 
@@ -63,10 +65,13 @@ def sbatch_script(
     options: Sequence[str],
     requeue: int | None = None,
 ) -> str:
-    """Return the batch file for a job of ``nodes`` nodes with ``spec.nproc`` ranks each, one launcher per node.
+    """Return the text of the batch file for a job of ``nodes`` nodes with ``spec.nproc`` ranks each, one launcher per
+    node.
 
     The working directory and interpreter are those of this process; Slurm carries the environment over by itself.
-    ``requeue``: so many seconds before its time limit the job saves, ends and goes back into the queue.
+    ``time``, ``partition`` and ``account`` are Slurm's, None for its defaults. ``gpus``: ask for one GPU per rank.
+    ``options``: more options of zero-launch. ``requeue``: so many seconds before its time limit the job saves, ends and
+    goes back into the queue.
     """
     directives = [
         f"--job-name={name}",

@@ -16,7 +16,8 @@ from zero_launch.spec import LaunchSpec
 def main(argv: Sequence[str]) -> int:
     """Write the sbatch file for the job in ``argv`` to standard output, or to the file of `--output`; return 0.
 
-    Raises ValueError for options out of range, FileNotFoundError if the script does not exist.
+    ``argv``: the words after `slurm-script`. Raises ValueError for options out of range, FileNotFoundError if the
+    script does not exist, and SystemExit for words that argparse refuses, or `--help`.
     """
     parser = argparse.ArgumentParser(
         prog="zero-launch slurm-script",

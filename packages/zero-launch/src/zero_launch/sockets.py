@@ -20,7 +20,8 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IF
 
 
 def listen(address: str, port: int, purpose: str) -> socket.socket:
-    """Listen on ``address`` alone; port 0 takes a free one. ``purpose`` names the socket in an error.
+    """Listen on ``address`` alone, and return the socket; port 0 takes a free one. ``purpose`` names the socket in an
+    error.
 
     Raises OSError, with what to do, when this host cannot listen there, and when ``address`` is a name that means the
     loopback interface on this host, where no other host could come.
@@ -45,6 +46,7 @@ def listen(address: str, port: int, purpose: str) -> socket.socket:
 
 
 def _advice(error: OSError) -> str:
+    """Return what to do about an error of `listen`: choose another port, or one of this host's addresses."""
     if error.errno in (errno.EADDRINUSE, errno.EACCES):
         return "choose another port with --master_port"
     have = ", ".join(own_addresses())
@@ -82,7 +84,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_addresses() -> list[str]:
-    """Return the IP addresses of this host, loopback ones last."""
+    """Return the IPv4 and IPv6 addresses of this host, loopback ones last."""
     import psutil
 
     families = (socket.AF_INET, socket.AF_INET6)
@@ -101,11 +103,12 @@ def interface_of(address: str) -> str | None:
 
 
 def interface_variables(address: str) -> dict[str, str]:
-    """Return the variables that tell the ranks' libraries to listen on the interface of ``address``, where the
-    environment does not.
+    """Return the variables (name -> interface) that tell the ranks' libraries to listen on the interface of
+    ``address``.
 
-    On the loopback interface that is for all of them. On another it is for gloo alone: it asks the host name otherwise,
-    which many distributions resolve to a loopback address, while NCCL may know a faster network than the launcher's.
+    On the loopback interface that is for gloo, NCCL and tensorpipe. On another it is for gloo alone: it asks the host
+    name otherwise, which many distributions resolve to a loopback address, while NCCL may know a faster network than
+    the launcher's. Variables that this process's environment has are left out; empty if no interface has that address.
     """
     interface = interface_of(address)
     if interface is None:

@@ -86,7 +86,8 @@ class LaunchSpec:
         return "module" if self.module else "program" if self.program else "script"
 
     def check_target(self) -> None:
-        """Raise FileNotFoundError if the script or program does not exist; a module is only looked up by the ranks."""
+        """Raise FileNotFoundError if the script or program does not exist here; a module
+        is only looked up by the ranks."""
         if self.program:
             if shutil.which(self.target) is None:
                 raise FileNotFoundError(f"no program {self.target!r} in {Path.cwd()} or in PATH")

@@ -66,6 +66,7 @@ class _Recorder(importlib.abc.MetaPathFinder):
 
 
 def _can_be_ahead(name: str) -> bool:
+    """Return whether a standby may import the module: it is torch's, or its package, imported already, declares it."""
     package = sys.modules.get(name.partition(".")[0])
     return name in _TORCH or (package is not None and name in vars(package).get(_DECLARATION, ()))
 
@@ -77,14 +78,16 @@ def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Changes:
 
 
 def record_imports() -> None:
-    """Have imports recorded where the environment says, for the standby that starts the ranks after this one."""
+    """Have this rank's imports recorded in the file that ZERO_LAUNCH_IMPORTS names, for the standbys of later attempts;
+    without it do nothing."""
     path = os.environ.get(IMPORTS_VARIABLE)
     if path:
         sys.meta_path.insert(0, _Recorder(Path(path), dict(os.environ)))
 
 
 def recorded(path: Path) -> str:
-    """Return the recorded imports of a rank as JSON of `Imports`; empty if none of its imports can be ahead."""
+    """Return the recorded imports of a rank as JSON of `Imports`; empty if there are none, as when none can be
+    ahead."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -92,11 +95,13 @@ def recorded(path: Path) -> str:
 
 
 def stand_by(descriptor: int) -> None:
-    """Import what the agent says on the socket ``descriptor``, then fork a rank for each of its orders; return in each.
+    """Import what the agent says on the socket ``descriptor``, then fork a rank for each of its orders; return in each
+    rank.
 
-    Ends this process when the agent closes the socket. Answers are lines of JSON: first `why_not`, a reason for which
-    no rank can be forked, or None; then `pid` of each rank, and `status` when it has ended, which leaves a zombie until
-    the next order.
+    The first line from the agent is JSON of `Imports`; each further one an order: the rank's `env`, and the files
+    `stdout` and `stderr` or null. Ends this process when the agent closes the socket. Answers are lines of JSON: first
+    `why_not`, a reason for which no rank can be forked, or null; then `pid` of each rank, and `pid` and `status` when
+    it has ended, which leaves a zombie until the next order.
     """
     handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _HELD}
     name, own = _set_name(_NAME), _silence()
@@ -119,6 +124,7 @@ def stand_by(descriptor: int) -> None:
 
 
 def _import_ahead(imports: Imports) -> None:
+    """Import each module under the environment in which the rank imported it; one that fails is left to the script."""
     before = dict(os.environ)
     for name, changes in imports:
         _set_environment({**before, **changes})
@@ -136,6 +142,7 @@ def _why_not() -> str | None:
 
 
 def _open_files() -> list[str]:
+    """Return the targets of this process's open file descriptors: paths, or words such as `socket:[123]`."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing itself
@@ -144,7 +151,11 @@ def _open_files() -> list[str]:
 
 
 def _start_ranks(line: socket.socket, reader: Any, wake: int) -> dict[str, Any]:
-    """Fork a rank for every order; return its order in each."""
+    """Fork a rank for every order that ``reader`` has; return the order in each rank, as `stand_by` describes it.
+
+    In the standby itself it does not return: the process exits when the agent has closed the socket. ``line``: the
+    socket, for answers. ``wake``: a descriptor that becomes readable when a rank ends.
+    """
     running: set[int] = set()
     ended: set[int] = set()
     parent = os.getpid()
@@ -175,13 +186,18 @@ def _start_ranks(line: socket.socket, reader: Any, wake: int) -> dict[str, Any]:
 
 
 def _die_with(parent: int) -> None:
+    """Have the kernel send this process SIGKILL when ``parent`` ends; exit at once if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"the standby (pid {parent}) was gone before this rank began")
 
 
 def _begin(start: dict[str, Any], name: bytes, own: dict[int, int]) -> None:
-    """Be the rank that ``start`` describes."""
+    """Turn this process, just forked, into the rank that ``start`` describes: a session, environment and output of its
+    own.
+
+    ``start``: the agent's order (see `stand_by`). ``name``: the process's name. ``own``: what `_silence` returned.
+    """
     os.setsid()
     _set_name(name)
     random = sys.modules.get("numpy.random")
@@ -199,6 +215,7 @@ def _begin(start: dict[str, Any], name: bytes, own: dict[int, int]) -> None:
 
 
 def _set_environment(variables: Mapping[str, str | None]) -> None:
+    """Replace this process's environment by ``variables``, without those that are None."""
     wanted = {name: value for name, value in variables.items() if value is not None}
     if wanted != dict(os.environ):
         os.environ.clear()
@@ -206,6 +223,7 @@ def _set_environment(variables: Mapping[str, str | None]) -> None:
 
 
 def _say(line: socket.socket, **answer: object) -> None:
+    """Send the agent the fields of ``answer`` as a line of JSON; do nothing if it is gone."""
     with contextlib.suppress(OSError):  # the agent is gone, and so is this process soon
         line.sendall(json.dumps(answer).encode() + b"\n")
 

@@ -32,7 +32,11 @@ _PAUSE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class StandbyKind:
-    """Command, environment and recorded imports, which ranks that are forked from one standby have in common."""
+    """What ranks that are forked from one standby have in common.
+
+    ``command``: the words that start such a rank afresh. ``env``: (name, value) of the variables that are added to this
+    process's. ``imports``: the recorded imports as JSON of `standby.Imports`.
+    """
 
     command: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
@@ -40,7 +44,10 @@ class StandbyKind:
 
 
 class ForkedRank:
-    """A rank that a standby has forked, with the interface that torch's agent expects of a subprocess."""
+    """A rank that a standby has forked, with the interface that torch's agent expects of a subprocess.
+
+    ``pid``: of the rank, which leads its own process group. ``local_rank``: its number on this host.
+    """
 
     def __init__(self, standby: Standby, pid: int, local_rank: int) -> None:
         self.pid, self.local_rank_id = pid, local_rank
@@ -49,7 +56,7 @@ class ForkedRank:
         self._standby = standby
 
     def poll(self) -> int | None:
-        """Return its exit status (a signal is negative); None while it runs. It dies when its standby ends."""
+        """Return its exit status (a signal is negative); None while it runs. The end of its standby kills it: -9."""
         if self.returncode is None:
             ended = ended_status(self.pid)
             # Its standby tells of its end a moment after others can see it, and not at all while it is stopped.
@@ -58,7 +65,8 @@ class ForkedRank:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until it has ended, and return its exit status. Raises `subprocess.TimeoutExpired` after ``timeout``."""
+        """Wait until it has ended, and return its exit status (a signal is negative). ``timeout``: in seconds; None for
+        no limit. Raises `subprocess.TimeoutExpired` when it still runs then."""
         end = None if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if end is not None and time.monotonic() >= end:
@@ -67,13 +75,17 @@ class ForkedRank:
         return status
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal (default SIGTERM) to it and the other processes of its process group."""
+        """Send a signal (default SIGTERM) to it and the other processes of its process group; do nothing if all have
+        ended."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
 
 
 class Standby:
-    """One process that waits, and forks the ranks of one kind in each attempt."""
+    """One process that waits, and forks the ranks of one kind in each attempt; made, it begins to import.
+
+    ``kind``: of its ranks. It runs `standby.stand_by` and answers over a socket.
+    """
 
     def __init__(self, kind: StandbyKind) -> None:
         ours, theirs = socket.socketpair()
@@ -99,7 +111,7 @@ class Standby:
 
     @property
     def ready(self) -> bool:
-        """Return whether it has finished importing."""
+        """Return whether it has finished importing, also if it found that it cannot fork ranks (``why_not``)."""
         self._take_answers(0.0)
         return self._is_ready
 
@@ -114,7 +126,9 @@ class Standby:
     ) -> ForkedRank | None:
         """Have it fork a rank, and return that; None when it cannot, or is not ready within ``wait`` seconds.
 
-        ``env``: the rank's whole environment. ``stdout``, ``stderr``: files for its output; None for this process's.
+        ``local_rank``: the rank's number on this host. ``env``: the rank's whole environment. ``stdout``, ``stderr``:
+        files for its output, which are made at once; None for this process's. If the fork takes more than 5 s the
+        standby is dismissed.
         """
         self._read_until(lambda: self._is_ready, wait)
         if not self._is_ready or self.why_not is not None:
@@ -130,7 +144,8 @@ class Standby:
         return None
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
-        """Return the exit status of a rank that ends within ``timeout`` seconds (None: wait for ever), else None."""
+        """Return the exit status of a rank that ends within ``timeout`` seconds (None: no limit); None if it still runs
+        then. A rank of a standby that is over counts as killed: -9."""
         self._read_until(lambda: pid in self._statuses, timeout)
         return -signal.SIGKILL if self._is_over and pid not in self._statuses else self._statuses.get(pid)
 
@@ -143,12 +158,14 @@ class Standby:
             self.proc.wait(_END_SECONDS)
 
     def _send(self, content: object) -> None:
+        """Send ``content`` as a line of JSON; if that fails the standby is over."""
         try:
             self._line.sendall(json.dumps(content).encode() + b"\n")
         except OSError:
             self._is_over = True
 
     def _read_until(self, condition: Callable[[], bool], seconds: float | None) -> None:
+        """Take answers until ``condition`` is true, ``seconds`` are over (None: no limit) or the standby is over."""
         end = None if seconds is None else time.monotonic() + seconds
         self._take_answers(0.0)
         while not condition() and not self._is_over:
@@ -158,8 +175,8 @@ class Standby:
             self._take_answers(left)
 
     def _take_answers(self, seconds: float | None) -> None:
-        """Take the answers that have arrived, waiting up to ``seconds`` (None: for ever) for the first; nothing if none
-        comes. The standby is over when it has closed the socket."""
+        """Take the answers that have arrived, waiting up to ``seconds`` (None: without limit) for the first; nothing if
+        none comes. The standby is over when it has closed the socket."""
         while not self._is_over and select.select([self._line], [], [], seconds)[0]:
             seconds = 0.0
             try:
@@ -174,6 +191,8 @@ class Standby:
                 self._take(answer)
 
     def _take(self, answer: Mapping[str, Any]) -> None:
+        """Record one answer: that it is ready, with `why_not`; the `pid` of a forked rank; or a rank's `pid` and
+        `status`."""
         if "why_not" in answer:
             self._is_ready, self.why_not = True, answer["why_not"]
         elif "status" in answer:
@@ -185,9 +204,9 @@ class Standby:
 class Standbys:
     """The standbys of one host, one for each kind of rank. They start one after another, and only once the ranks run.
 
-    ``command``: what starts a rank, with torch's macros in it. ``env``: by local rank, what a rank gets on top of this
-    process's environment, as far as it is known beforehand. ``folder``: where ranks record what they import. ``say``
-    is told why there is none.
+    ``command``: the words that start a rank, with torch's macros in them. ``env``: returns, for a local rank, the
+    variables that it gets on top of this process's environment, as far as they are known beforehand. ``folder``: where
+    ranks record what they import. ``say``: called with the reason when standbys are given up.
     """
 
     def __init__(
@@ -205,11 +224,11 @@ class Standbys:
         """The recorded imports (JSON) of the ranks, by local rank, as of the last `adjust_to`."""
 
     def variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that tell a rank where to record its imports."""
+        """Return the environment variable (name -> value) that tells a rank where to record its imports."""
         return {IMPORTS_VARIABLE: str(self._record(local_rank))}
 
     def command(self, local_rank: int) -> list[str]:
-        """Return the command that starts this rank, with torch's macros replaced."""
+        """Return the words of the command that starts this rank, with torch's macros replaced."""
         return [str(word) for word in macros.substitute(list(self._command), str(local_rank))]
 
     @property
@@ -218,7 +237,7 @@ class Standbys:
         return {standby.proc.pid for standby in self._standbys}
 
     def rank(self, pid: int) -> ForkedRank | None:
-        """Return the rank of the running attempt with that pid; None if no standby has forked it."""
+        """Return the rank of the running attempt with that pid, if a standby has forked it; else None."""
         return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
     def adjust_to(self, ranks: int) -> None:
@@ -244,8 +263,11 @@ class Standbys:
             self._standbys.append(Standby(missing))
 
     def prepare(self, imports: Mapping[int, str], seconds: float) -> None:
-        """Start the standbys for ranks with these recorded ``imports`` (by local rank), and wait until they are ready,
-        at most ``seconds``."""
+        """Start the standbys for ranks with these recorded imports, and wait until they are ready, at most ``seconds``.
+
+        ``imports``: by local rank, as in the attribute ``imports``; not empty. Returns early when standbys are given
+        up.
+        """
         for number, text in imports.items():
             self._record(number).write_text(text, encoding="utf-8")
         end = time.monotonic() + seconds
@@ -271,21 +293,24 @@ class Standbys:
         return rank
 
     def close(self) -> None:
-        """Kill all standbys."""
+        """Kill all standbys, and with them the ranks that they have forked."""
         for standby in self._standbys:
             standby.dismiss()
         self._standbys.clear()
 
     def _give_up(self, why: str) -> None:
+        """Kill all standbys, start none from here on, and say ``why``."""
         self._given_up = True
         self.close()
         self._say(f"no standbys, every restart imports anew: {why}")
 
     def _record(self, local_rank: int) -> Path:
+        """Return the file in which a rank records its imports."""
         return self._folder / f"imports{local_rank}.json"
 
     def _kind(self, local_rank: int) -> StandbyKind | None:
-        """Return what a rank has in common with others; None while it has imported nothing that can be ahead."""
+        """Return what a rank has in common with others; None while it has recorded no imports, or if none can be
+        ahead."""
         imports = recorded(self._record(local_rank))
         env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
         kind = StandbyKind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)
@@ -301,17 +326,24 @@ class Prepared(Exception):
 
 
 class StandbyContext(SubprocessContext):
-    """Ranks from standbys, and fresh processes where there are none."""
+    """A `SubprocessContext` of torch's that takes ranks from ``standbys``, and starts fresh processes where there are
+    none.
+
+    ``options``: the arguments of `SubprocessContext`.
+    """
 
     def __init__(self, standbys: Standbys, **options: Any) -> None:
         super().__init__(**options)
         self._standbys = standbys
 
     def _start(self) -> None:
+        """Start every rank of this host; a standby that still imports is waited for, up to 15 s in all."""
         end = time.monotonic() + _READY_SECONDS
         self.subprocess_handlers = {number: self._begin(number, end) for number in range(self.nprocs)}
 
     def _begin(self, number: int, end: float) -> Any:
+        """Start local rank ``number`` and return its handle, a `ForkedRank` or torch's `SubprocessHandler`. ``end``:
+        until when (`time.monotonic`) to wait for a standby."""
         env, out, err = self.envs[number], self.stdouts[number] or None, self.stderrs[number] or None
         forked = self._standbys.take(number, {**os.environ, **env}, out, err, max(0.0, end - time.monotonic()))
         if forked is not None:

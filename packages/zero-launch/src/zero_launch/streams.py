@@ -14,7 +14,8 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class Sink(Protocol):
-    """Where lines go: a text stream, or a channel to the launcher."""
+    """Where lines go: a text stream, or a channel to the launcher. Both methods may
+    block, and raise OSError at its end."""
 
     def write(self, text: str, /) -> object: ...
 
@@ -29,7 +30,11 @@ def prefix(rank: int, *, colour: bool) -> str:
 
 @dataclass
 class _Tail:
-    """One file that is being read: what came after its last whole line, and when progress was last shown."""
+    """One file that is being read. ``path``, ``prefix``, ``sink``: what to read, and where its lines go behind what.
+
+    ``file``: None until it exists. ``rest``: what came after its last whole line. ``shown_at``: when a line was last
+    shown (`time.monotonic`).
+    """
 
     path: str
     prefix: str
@@ -39,7 +44,11 @@ class _Tail:
     shown_at: float = field(default_factory=time.monotonic)
 
     def pump(self, *, last: bool) -> None:
-        """Write the new whole lines to the sink, behind the prefix; with ``last`` an unfinished one too."""
+        """Write the new whole lines to the sink, behind the prefix; with ``last`` an unfinished one too.
+
+        Of a line that is redrawn by carriage returns the newest state is written, once a second. Does nothing while the
+        file does not exist. Raises OSError when the sink is closed.
+        """
         if self.file is None:
             try:
                 self.file = open(self.path, "rb")
@@ -65,7 +74,8 @@ def _last_state(line: bytes) -> str:
 
 
 class Streamer:
-    """A thread that copies new lines of the ranks' files to a stream until `stop`, which shows the rest."""
+    """A thread that copies new lines of the ranks' files to a stream until `stop`, which shows the rest. For one
+    use."""
 
     def __init__(self) -> None:
         self.broken: OSError | None = None
@@ -75,7 +85,10 @@ class Streamer:
         self._thread = threading.Thread(target=self._run, name="zero-launch-streams", daemon=True)
 
     def add(self, files: Mapping[int, str], sink: Sink, *, colour: bool) -> None:
-        """Follow the file of each rank; the files need not exist yet. Call before `start`."""
+        """Follow the file of each rank (rank -> path), behind the rank's prefix; the files need not exist yet.
+
+        ``colour``: show the prefix in the rank's colour. Call it before `start`.
+        """
         self._tails += [_Tail(path, prefix(rank, colour=colour), sink) for rank, path in files.items()]
 
     def start(self) -> None:
@@ -94,10 +107,12 @@ class Streamer:
         self._tails.clear()
 
     def _run(self) -> None:
+        """Copy until `stop` or an error, 20 times a second; the thread's function."""
         while not self._stopping.wait(_POLL_SECONDS) and self.broken is None:
             self._pump(last=False)
 
     def _pump(self, *, last: bool) -> None:
+        """Copy what is new in every file; do nothing once the stream is ``broken``, and set that when it breaks."""
         if self.broken is not None:
             return
         try:

@@ -19,11 +19,13 @@ _NAME = "torch"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch where it is, and has it run without the collector."""
+    """A finder of `sys.meta_path` that finds torch where it is, and has it run without the collector."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the module spec of torch, whose loader runs it by `_run`; None for any
+        other module, or if it is not installed."""
         if fullname != _NAME:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -34,6 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Run the module's code without the garbage collector, and put all objects that then exist out of its sight."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -45,7 +48,8 @@ def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def keep_from_collector() -> None:
-    """Have torch, when this process imports it, run without the collector and stay out of its sight.
+    """Have torch, when this process imports it, run without the collector and stay out of its sight. Do nothing if it
+    is imported already.
 
     For processes that are the launcher's own or a rank: what else there is when torch is imported is not collected
     either, if it lies in a reference cycle.

@@ -26,8 +26,9 @@ class Transport:
     """Starts a Python module on a host, in this working directory and with this interpreter.
 
     ``launcher``: `ssh`; `pdsh`, which adds its own configuration of hosts on top of ssh; `local` for this machine.
-    ``arguments``: extra arguments of ssh or pdsh. ``port``: of the sshd. Secrets never pass through the command line:
-    what the job needs goes through standard input.
+    ``arguments``: extra arguments of ssh or pdsh. ``port``: of the sshd; None for the default. ``connect_seconds``: how
+    long ssh tries to connect. Secrets never pass through the command line: what the job needs goes through standard
+    input.
     """
 
     launcher: Launcher = "ssh"
@@ -48,7 +49,10 @@ class Transport:
         return self.launcher != "pdsh"
 
     def command(self, host: str, module: str, *arguments: str) -> list[str]:
-        """Return the command line that runs `python -m module arguments` on ``host``, with its standard streams."""
+        """Return the command line that runs `python -m module arguments` on ``host``, with its standard streams.
+
+        Its exit status is the module's, `NO_FOLDER` or `NO_INTERPRETER`. Run it with the variables of `environment`.
+        """
         python_path = "" if self.launcher == "local" else os.environ.get("PYTHONPATH", "")
         shell = ["/bin/sh", "-c", _SHELL, "zero-launch", os.getcwd(), sys.executable, python_path, module]
         shell += arguments
@@ -62,7 +66,7 @@ class Transport:
         return ["pdsh", "-R", "ssh", "-N", *self.arguments, "-w", host, remote]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment for `command`: this process's, for pdsh with the options of ssh."""
+        """Return the environment for `command`: a copy of this process's, for pdsh with the options of ssh."""
         if self.launcher != "pdsh":
             return dict(os.environ)
         port = [] if self.port is None else [f"-p{self.port}"]
