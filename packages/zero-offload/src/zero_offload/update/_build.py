@@ -1,4 +1,6 @@
-"""Builds the parts of an update from its plans, after a check that they fit into the budget."""
+"""Builds the parts of an update from its plans, after a check that they fit into the budget. A slice is the spans of
+fragments that are updated together.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,11 @@ GradientPlace = Literal["host", "nvme", "caller"]
 
 @dataclass(frozen=True)
 class UpdateParts:
-    """The parts of an update. ``in_memory``: if some slices are in files, the slices that are not. ``plan``: bytes by
-    what holds them.
+    """The parts of an update.
+
+    ``slices``: all of them. ``in_memory``: if some slices are in files, the slices that are not. ``tier``: keeps
+    masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
+    ``plan``: bytes by what holds them. ``paths``: the folders of the files.
     """
 
     slices: Sequence[Slice]
@@ -57,7 +62,15 @@ def build(
     budget: HostBudget,
     trace: Trace | None,
 ) -> UpdateParts:
-    """Cut the fragments into slices, plan the memory, check the plan against ``budget``, and allocate."""
+    """Cut the fragments into slices, plan the memory, check the plan against ``budget``, to which it is added, and
+    allocate.
+
+    ``weights`` lends the shards. ``where``: the gradients are collected in ``"host"`` memory or in files (``"nvme"``),
+    or the ``"caller"`` keeps them. ``device``: that of weights and gradients. ``trace``: records the transfers.
+
+    BudgetError if the plan does not fit; ValueError for options that exclude each other; OffloadError if the folders of
+    the files cannot be used.
+    """
     if where == "nvme" and tier_options.path is None:
         raise ValueError("gradients='nvme': expected a path in the tier options, got none")
     uses_files = _uses_files(fragments, tier_options, budget)
@@ -93,8 +106,8 @@ def build(
 
 
 def check_room_for_seal(parts: UpdateParts) -> None:
-    """Raise BudgetError if the disk has no room for a second copy of everything and for what sealing copies: sealed
-    files are never written again, so the next steps write all data anew.
+    """Raise BudgetError if the disk has no room for a second copy of everything in files and for what sealing copies;
+    do nothing without files. Sealed files are never written again, so the next steps write all data to new ones.
     """
     budget = HostBudget()
     nbytes, carried = parts.tier.memory()["nvme"], parts.tier.carried_bytes()
@@ -108,8 +121,11 @@ def check_room_for_seal(parts: UpdateParts) -> None:
 def _cut_into_slices(
     fragments: Sequence[KeptFragment], tier_options: TierOptions, ratio: float, weights: Weights
 ) -> tuple[list[Slice], list[Slice]]:
-    """Return the slices of the fraction ``ratio`` that is offloaded, and the slices of the rest. Two slices are in work
-    at a time, so each spans fewer than half of the shards that can be borrowed at a time.
+    """Return the slices of the first ``ratio`` (0 to 1) of the elements, which are offloaded, and the slices of the
+    rest.
+
+    Two slices are in work at a time, so where ``weights`` limits how many shards can be borrowed at a time, each slice
+    spans fewer than half of that number, but at least one.
     """
     shards = max(1, (weights.lends_at_most - 1) // 2) if isinstance(weights, BoundedWeights) else None
     grain = BLOCK if tier_options.state_dtype == torch.int8 else 1
@@ -119,7 +135,9 @@ def _cut_into_slices(
 
 
 def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, budget: HostBudget) -> bool:
-    """Return whether states go to files: with ``tier="auto"`` if they do not fit into host memory, with a warning."""
+    """Return whether states go to files: with ``tier="nvme"``, and with ``tier="auto"``, where a warning says so, if
+    they do not fit into what ``budget`` leaves of host memory.
+    """
     if tier_options.tier != "auto":
         return tier_options.tier == "nvme"
     trial = budget.copy()
@@ -133,6 +151,7 @@ def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, bu
 
 
 def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
+    """Return the options of files and buffers among ``tier_options``; without a path there are no folders."""
     return NvmeOptions(
         paths=[] if tier_options.path is None else folders(tier_options.path),
         buffer_count=tier_options.buffer_count,
@@ -148,14 +167,18 @@ def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
 def _gradient_memory(
     shards: Sequence[ShardPlan], slices: Sequence[Slice], where: GradientPlace, buffer_count: int
 ) -> int:
-    """Return the bytes of host memory for collected gradients."""
+    """Return the bytes of host memory for collected gradients: all of them, or the buffers through which they go to
+    files; 0 if the caller keeps them (``where``).
+    """
     if where == "caller":
         return 0
     return gradient_bytes(shards) if where == "host" else gradient_ring_bytes(shards, slices, buffer_count)
 
 
 def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
-    """Add the plan's bytes to the budget as needs."""
+    """Add the plan's bytes to the budget as needs: memory for each purpose, and disk space in equal shares of
+    ``paths``.
+    """
     purposes = {
         "device": "masters and optimizer states that are not offloaded",
         "states": "masters and optimizer states",
@@ -177,7 +200,9 @@ def _make_tier(
     options: NvmeOptions,
     trace: Trace | None,
 ) -> Tier:
-    """Return the tier that keeps all slices; a `SplitTier` if they are in two places."""
+    """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded, and the device
+    is the CPU); a `SplitTier` if they are in two of these places.
+    """
     if in_files:
         files = NvmeTier(in_files, options, trace)
         return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
@@ -194,6 +219,7 @@ def _make_gradients(
     pin: bool,
     trace: Trace | None,
 ) -> Gradients:
+    """Return the object that holds the gradients ``where`` says: with the caller, in host memory, or in files."""
     if where == "caller":
         return CallerGradients(shards, slices)
     if where == "host":

@@ -1,4 +1,6 @@
-"""Gradients kept in files between backward and the step."""
+"""Gradients kept in files between backward and the step. A slice is the spans of fragments that are updated together;
+its index is its place in the list of slices.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +25,31 @@ _MIN_BUFFERS = 4
 
 
 def gradient_ring_bytes(shards: Sequence[ShardPlan], slices: Sequence[Slice], buffer_count: int) -> int:
-    """Return the host memory of `NvmeGradients`, in bytes: ``buffer_count`` buffers, at least 4, of the largest shard
-    or slice, in whole pages.
+    """Return the host memory of the buffers of an `NvmeGradients`, in bytes: ``buffer_count`` buffers, at least 4, in
+    whole pages. Each holds the largest gradient of a shard, or the largest set of gradients that a slice reads.
     """
     packs = [*(_shard_pack(shard) for shard in shards), *(_slice_pack(i, s)[0] for i, s in enumerate(slices))]
     return _buffer_count(buffer_count) * max((page_rounded(pack.nbytes) for pack in packs), default=0)
 
 
 def _buffer_count(buffer_count: int) -> int:
-    """Return the number of buffers: enough for the reductions under way and one that is being written."""
+    """Return ``buffer_count``, raised to the minimum of 4. Gradients that arrive from the device hold all but two of
+    the buffers; the others are for the one that is borrowed and the one that is being written.
+    """
     return max(buffer_count, _MIN_BUFFERS)
 
 
 class NvmeGradients:
-    """Extents ``<shard>/gradient`` in files, and a ring of buffers in which gradients are collected and read."""
+    """A `CollectedGradients` in files: one extent (a named range of bytes) ``<shard>/gradient`` for each shard, and a
+    ring of buffers in host memory, through which gradients are collected in backward and read by the step.
+
+    ``shards``: whose gradients are collected. ``slices``: what the step reads, by index. ``device``: where gradients
+    are computed. ``options``: of the files, and the number of buffers, of which there are at least 4
+    (`gradient_ring_bytes` says how large). ``trace``: records the transfers; None for no record.
+
+    The constructor opens the files and allocates the buffers; OffloadError if the folders cannot be used or another
+    process uses them. `close` removes the files.
+    """
 
     def __init__(
         self,
@@ -107,8 +120,8 @@ class NvmeGradients:
         return shard in self._present
 
     def _write_arrived(self, *, at_most: int) -> None:
-        """Start writing the gradients whose copy from the device has ended; wait until at most ``at_most`` copies are
-        under way.
+        """Start writing to files the gradients whose copy from the device has ended, oldest first; wait for copies
+        until at most ``at_most`` are under way.
         """
         while self._arriving:
             event, shard = self._arriving[0]
@@ -171,7 +184,9 @@ class NvmeGradients:
         self._store.close(remove=True)
 
     def _shards_of(self, index: int) -> dict[str, None]:
-        """Return the names of a slice's shards, each once, in order."""
+        """Return the names of the shards that slice ``index`` has elements of, each once and in order, as the keys of a
+        dict.
+        """
         return {span.fragment.shard.name: None for span in self._slices[index]}
 
 
@@ -181,12 +196,17 @@ def _extent_name(shard: ShardPlan) -> str:
 
 
 def _shard_pack(shard: ShardPlan) -> BufferContent:
+    """Return the buffer content for a shard's gradient: its extent, all bytes."""
     return lay_out(_extent_name(shard), [(_extent_name(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
 def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[BufferContent, dict[str, int]]:
-    """Return a pack with one piece for each shard (of ``only``) in a slice, and the buffer offset at which element 0 of
-    each shard would be.
+    """Return the buffer content that slice number ``index`` reads, and the place of each shard's gradient in the
+    buffer.
+
+    The content has one range of bytes for each shard in the slice, or in the slice and ``only``: from the shard's first
+    span to the end of its last. A place is the offset, in bytes, at which element 0 of the shard's gradient would be;
+    it is negative where the range starts behind that element.
     """
     ranges: dict[str, tuple[ShardPlan, int, int]] = {}
     for span in slice_:

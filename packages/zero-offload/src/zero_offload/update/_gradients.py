@@ -1,4 +1,6 @@
-"""Gradients kept by the caller or in host memory between backward and the step."""
+"""Gradients kept by the caller or in host memory between backward and the step. A slice is the spans of fragments that
+are updated together; its index is its place in the list of slices.
+"""
 
 from __future__ import annotations
 
@@ -36,58 +38,74 @@ _T = TypeVar("_T")
 
 
 class Gradients(Protocol):
-    """The gradients that the step reads. Per slice: `prefetch` (optional), `acquire`, use, `release`."""
+    """The gradients that the step reads, one slice at a time. Per slice: `prefetch` (optional), `acquire`, use,
+    `release`.
+    """
 
     def has(self, shard: str) -> bool:
-        """Return whether the shard has a gradient."""
+        """Return whether the shard has a gradient for the next step."""
 
     def prefetch(self, index: int) -> None:
-        """Start bringing the gradients of a slice to host memory, before it is acquired."""
+        """Start bringing the gradients of slice ``index`` to host memory, before it is acquired; a hint, which may do
+        nothing.
+        """
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
-        """Return the gradient of each span of a slice, on any device, valid until `release`; None for shards without
-        one.
+        """Return the gradient of each span of slice ``index``, in the order of the spans; None for a span whose shard
+        has no gradient. They are on any device and valid until `release`. ShardError if one cannot be read.
         """
 
     def release(self, index: int) -> None:
-        """Release the memory of an acquired slice's gradients; the step does not read them again."""
+        """End the use of the gradients that `acquire` returned for slice ``index``; the step does not read them again.
+        """
 
     def abort(self) -> None:
-        """Discard all acquired gradients after a step that failed."""
+        """End the use of all acquired gradients, after a step that failed."""
 
     def clear(self) -> None:
-        """Discard all gradients."""
+        """Discard all gradients: no shard has one until the next is collected or given."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes by what holds them: ``gradients`` in host memory, ``nvme`` in files."""
+        """Return the bytes held, by what holds them: ``gradients`` in host memory, ``nvme`` in files."""
 
     def bytes_written(self) -> int:
         """Return the bytes written to drives so far."""
 
     def flush(self) -> None:
-        """Block until every collected gradient has arrived; raise the first write that failed."""
+        """Block until every collected gradient has arrived in host memory or in its file; raise the first write that
+        failed.
+        """
 
     def close(self) -> None:
         """Free the memory and remove the files."""
 
 
 class CollectedGradients(Gradients, Protocol):
-    """Gradients that are handed over during backward and summed."""
+    """`Gradients` that are handed over during backward, shard by shard, and summed until `clear`."""
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return host memory for a shard's gradient, and whether it holds the sum so far (else its content is
-        arbitrary).
+        """Return host memory for a shard's gradient (1-D, all elements, in the shard's ``grad_dtype``), and whether it
+        holds the sum of the gradients so far; if not, its content is arbitrary.
+
+        The memory is valid until `give_back`, which must precede the next `borrow` or `add` for the shard. ShardError
+        if the shard is not updated here, and if its gradient cannot be read; StoreFullError if too many are borrowed.
         """
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` the borrower wrote the gradient."""
+        """End one `borrow`. With ``dirty`` the content of the memory is the shard's gradient from now on; without, the
+        borrower has changed nothing, and a shard that had no gradient still has none.
+        """
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a gradient of the shard's size, on any device, to the sum; the tensor may be freed at once."""
+        """Add a gradient of the shard's size, on any device, to the sum. The caller may free the tensor at once, but
+        not write to it before `flush`. ShardError if the shard is not updated here.
+        """
 
 
 class CallerGradients:
-    """Gradients that the caller keeps and passes to each step."""
+    """`Gradients` that the caller keeps and passes to each step by `give`. ``shards``: those that are updated;
+    ``slices``: what the step reads, by index.
+    """
 
     def __init__(self, shards: Sequence[ShardPlan], slices: Sequence[Slice]) -> None:
         self._shards = {shard.name: shard for shard in shards}
@@ -95,8 +113,11 @@ class CallerGradients:
         self._given: Mapping[str, torch.Tensor] = {}
 
     def give(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Set the gradients (1-D, of the whole shard) of the next step; shards that are missing have none. ShardError
-        for a wrong size or dtype.
+        """Set the gradients of the next step (1-D, of the whole shard, by shard name); shards that are missing have
+        none.
+
+        They are not copied: leave them unchanged until the step has ended. ShardError for an unknown shard and for a
+        wrong shape or dtype.
         """
         for name, gradient in gradients.items():
             shard = known_shard(self._shards, name)
@@ -136,12 +157,17 @@ class CallerGradients:
 
 
 def gradient_bytes(shards: Sequence[ShardPlan]) -> int:
-    """Return the bytes of all shards' gradients."""
+    """Return the bytes of the gradients of all ``shards`` together, each in its ``grad_dtype``."""
     return sum(shard.numel * shard.grad_dtype.itemsize for shard in shards)
 
 
 class HostGradients:
-    """One block of host memory of exactly the size of all gradients."""
+    """`CollectedGradients` in one block of host memory of exactly the size of all gradients, allocated by the
+    constructor.
+
+    ``shards``: whose gradients are collected. ``slices``: what the step reads, by index. ``device``: where gradients
+    are computed. ``pin``: the memory is pinned, so that copies run beside compute. ``trace``: records the copies.
+    """
 
     def __init__(
         self,
@@ -218,8 +244,11 @@ class HostGradients:
         self._block = HostBlock(0, HostUse("nothing"))
 
     def _wait_for(self, shard: str) -> None:
-        """Wait until a shard's gradient has arrived from the device, and with it those that are on their way: they
-        follow each other in one stream, so the host waits once for all."""
+        """Wait until a shard's gradient has arrived from the device; return at once if it is not on its way.
+
+        Copies follow each other in one stream, so the first call waits for all that are on their way, and the host
+        waits only once.
+        """
         event = self._arriving.pop(shard, None)
         if event is None:
             return
@@ -229,10 +258,10 @@ class HostGradients:
 
 
 def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
-    """Start writing a gradient to host memory, or with ``again`` adding it to the content; return the copy's event,
-    None if it is done.
+    """Start copying ``gradient`` to ``own``, host memory of the same size, or with ``again`` adding it to the content;
+    return the event after which ``own`` is complete, None if it is already.
 
-    The sum is computed on the gradient's device, so that the host does not wait for it.
+    On an accelerator the sum is computed there, so that the host does not wait for it.
     """
     if not again:
         return stream.copy(own, gradient)
@@ -246,7 +275,10 @@ def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, 
 
 @contextmanager
 def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool) -> Iterator[torch.Tensor]:
-    """A context manager that yields a collected gradient in host memory; ShardError if there is none."""
+    """Return a context manager that yields a shard's collected gradient in host memory (1-D), valid inside the context.
+
+    ``dirty``: the caller changes it, and the change is kept. ShardError on entry if the shard has no gradient.
+    """
     if not gradients.has(shard):
         raise ShardError(f"'{shard}' has no gradient", tensor=shard)
     tensor, _ = gradients.borrow(shard)
@@ -257,14 +289,20 @@ def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool)
 
 
 def known_shard(table: Mapping[str, _T], shard: str) -> _T:
-    """Return ``table[shard]``; ShardError if the shard is not updated here."""
+    """Return ``table[shard]``, where the table has an entry for every shard that is updated here; ShardError if there
+    is none.
+    """
     if shard not in table:
         raise ShardError(f"no shard '{shard}' is updated here", tensor=shard)
     return table[shard]
 
 
 def norm_squared(gradients: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of flat gradients; NaN and infinity propagate."""
+    """Return the sum of the squares of all elements of flat, contiguous gradients (float32, bfloat16, float16 or
+    float64), on any devices; NaN and infinity propagate.
+
+    Each gradient on an accelerator has its norm taken in float32 there, and the host waits for the result.
+    """
     here = [grad for grad in gradients if grad.device.type == "cpu"]
     away = [grad for grad in gradients if grad.device.type != "cpu"]
     squared = 0.0

@@ -18,10 +18,10 @@ Group = Mapping[str, Any]
 
 @dataclass
 class KernelOperands:
-    """The operands of one kernel call: one entry per fragment in every list, all of the same group and dtypes.
+    """The operands of one kernel call: one entry per span in every list, all of the same group and dtypes.
 
-    ``sizes`` in elements; ``params``, ``grads`` and ``states`` (by kind) are addresses; ``common`` are keyword
-    arguments; ``first``: it is the fragments' first step.
+    ``sizes`` in elements; ``params``, ``grads`` and ``states`` (by kind of state) are memory addresses; ``common`` are
+    keyword arguments of the kernel; ``first``: it is the fragments' first step.
     """
 
     sizes: list[int]
@@ -36,9 +36,9 @@ class KernelOperands:
 class Rule:
     """One optimizer.
 
-    ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, is second moment,
-    never negative) of each moment for a group, ``initial`` the value that moments start with. ``run`` calls the kernel.
-    ``refused``: options that the kernel does not have.
+    ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, whether it is a
+    second moment, never negative) of each moment for a parameter group, ``initial`` the value that moments start with.
+    ``run`` calls the kernel, which writes weights and states. ``refused``: options that the kernel does not have.
     """
 
     template: type[torch.optim.Optimizer]
@@ -48,12 +48,14 @@ class Rule:
     refused: tuple[str, ...] = ()
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return all options of a group, with defaults; the torch class checks them and raises its own errors."""
+        """Return all options of a parameter group: ``options``, and the defaults of the torch class for the others.
+        That class checks them and raises its own errors.
+        """
         probe = torch.zeros(1, requires_grad=True)
         return dict(self.template([probe], **options).defaults)
 
     def check_group(self, group: Group) -> None:
-        """Raise ValueError for an option that the kernel does not have."""
+        """Raise ValueError if a parameter group sets an option that the kernel does not have."""
         for option in self.refused:
             if group.get(option):
                 raise ValueError(
@@ -63,16 +65,19 @@ class Rule:
 
 
 def _grad_sign(group: Group) -> float:
-    """Return the factor of the gradients: -1 with ``maximize``."""
+    """Return the factor of the gradients for a parameter group: -1 with ``maximize``, else 1."""
     return -1.0 if group.get("maximize") else 1.0
 
 
 def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
-    """Return the common arguments with ``maximize`` folded into ``grad_scale``."""
+    """Return the keyword arguments that all kernels take, with the group's ``maximize`` folded into ``grad_scale``."""
     return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group)}
 
 
 def _adam(batch: KernelOperands, group: Group) -> None:
+    """Update a batch by Adam, or AdamW if the group has ``decoupled_weight_decay``; weights and states are written in
+    place.
+    """
     adam_step(
         batch.params,
         batch.grads,
@@ -91,6 +96,7 @@ def _adam(batch: KernelOperands, group: Group) -> None:
 
 
 def _sgd(batch: KernelOperands, group: Group) -> None:
+    """Update a batch by SGD with the options of ``group``; weights and the momentum, if any, are written in place."""
     sgd_step(
         batch.params,
         batch.grads,
@@ -108,6 +114,7 @@ def _sgd(batch: KernelOperands, group: Group) -> None:
 
 
 def _adagrad(batch: KernelOperands, group: Group) -> None:
+    """Update a batch by Adagrad with the options of ``group``; weights and sums are written in place."""
     adagrad_step(
         batch.params,
         batch.grads,
@@ -123,6 +130,7 @@ def _adagrad(batch: KernelOperands, group: Group) -> None:
 
 
 def _lion(batch: KernelOperands, group: Group) -> None:
+    """Update a batch by Lion with the options of ``group``; weights and states are written in place."""
     lion_step(
         batch.params,
         batch.grads,
@@ -137,6 +145,7 @@ def _lion(batch: KernelOperands, group: Group) -> None:
 
 
 def _zero(group: Group) -> float:
+    """Return 0, the value that the moments of every parameter group start with."""
     return 0.0
 
 
@@ -175,7 +184,7 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 
 
 def has_rule(optimizer: str | type) -> bool:
-    """Return whether there is a kernel for a name ("AdamW", any case) or a class.
+    """Return whether there is a kernel for a name ("AdamW", any case) or a class; a subclass is another class.
 
     A class that merely wraps another optimizer's arithmetic names that class in its attribute ``same_arithmetic_as``.
     """
@@ -183,7 +192,9 @@ def has_rule(optimizer: str | type) -> bool:
 
 
 def _lookup(optimizer: str | type) -> Rule | None:
-    """Return the rule for a name or a class; None if there is none."""
+    """Return the rule for a name, in any case, or a class, or the class named in its ``same_arithmetic_as``; None if
+    there is none.
+    """
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
     kind = getattr(optimizer, "same_arithmetic_as", optimizer)
@@ -191,7 +202,9 @@ def _lookup(optimizer: str | type) -> Rule | None:
 
 
 def find_rule(optimizer: str | type) -> Rule:
-    """Return the rule for a name ("AdamW", any case) or a class; ValueError if it has no kernel."""
+    """Return the rule for a name ("AdamW", any case) or a class, as `has_rule` finds it; ValueError if it has no
+    kernel.
+    """
     found = _lookup(optimizer)
     if found is None:
         told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))

@@ -1,4 +1,8 @@
-"""Layout of the states of each fragment, and the cutting of fragments into slices: no memory, no files."""
+"""Layout of the states of each fragment, and the cutting of fragments into slices: no memory, no files.
+
+A slice is the spans of fragments that are loaded, updated and stored together. A kind is one tensor of state of a
+fragment: ``master``, a moment, or the scales of an 8-bit moment.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +39,10 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class StateKind:
-    """One tensor that is kept for a fragment, with one item for every ``block`` elements.
+    """One tensor that is kept for a fragment, with one item of ``dtype`` for every ``block`` elements.
 
-    ``moment``: the moment it belongs to; None for the master. ``second``: a second moment, never negative.
+    ``moment``: the moment it belongs to, of which 8-bit ones have two kinds, codes and scales; None for the master.
+    ``second``: a second moment, never negative.
     """
 
     name: str
@@ -47,17 +52,22 @@ class StateKind:
     block: int = 1
 
     def items(self, elements: int) -> int:
-        """Return the number of items for so many elements."""
+        """Return the number of items for ``elements`` elements; an incomplete block counts as one."""
         return -(-elements // self.block)
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes for so many elements."""
+        """Return the bytes of the items for ``elements`` elements."""
         return self.items(elements) * self.dtype.itemsize
 
 
 @dataclass(eq=False)
 class KeptFragment:
-    """A fragment at run time: its kinds of state, its step count, and which of them the tier holds."""
+    """A fragment at run time: its kinds of state, the number of updates (``step``), and which kinds the tier holds.
+
+    ``has_moments`` and ``has_master``: the tier holds them. ``weights_changed``: the weights that forward reads were
+    changed from outside, so the master is out of date. ``keeps_master``: a master is needed, since the weights are not
+    updated in place. ``dtype``: that of the update.
+    """
 
     plan: FragmentPlan
     shard: ShardPlan
@@ -72,6 +82,7 @@ class KeptFragment:
     moments: tuple[StateKind, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Set the fields that follow from the plan, the shard and the kinds."""
         self.name = self.plan.name
         self.dtype = wide_dtype(self.shard.dtype)
         self.keeps_master = not self.shard.in_place
@@ -91,23 +102,26 @@ class KeptFragment:
         return self.has_moments
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes kept for so many elements, in whole blocks."""
+        """Return the bytes of all kinds of state together for ``elements`` elements; an incomplete block counts as one.
+        """
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 
 class FlatSpan(NamedTuple):
-    """Elements [start, start + length) of a flat tensor: kernels take addresses, which cost less than a view."""
+    """Elements [start, start + length) of the flat tensor ``base``: kernels take addresses, which cost less than a
+    view.
+    """
 
     base: torch.Tensor
     start: int
     length: int
 
     def address(self) -> int:
-        """Return the address of the first element."""
+        """Return the memory address of the first element, valid while ``base`` keeps its storage."""
         return self.base.data_ptr() + self.start * self.base.element_size()
 
     def view(self) -> torch.Tensor:
-        """Return the span as a tensor."""
+        """Return the span as a 1-D view of ``base``."""
         return self.base[self.start : self.start + self.length]
 
 
@@ -120,11 +134,13 @@ class FragmentSpan:
     length: int
 
     def of_shard(self, shard: torch.Tensor) -> FlatSpan:
-        """Return this span of the shard's flat tensor."""
+        """Return the elements of this span in ``shard``, a flat tensor with all elements of the fragment's shard."""
         return FlatSpan(shard, self.fragment.plan.start + self.begin, self.length)
 
     def of_kind(self, kind: StateKind, whole: torch.Tensor) -> torch.Tensor:
-        """Return this span of a flat tensor with all of the fragment's items of a kind."""
+        """Return the items of this span as a view of ``whole``, a flat tensor with all of the fragment's items of
+        ``kind``. The span must begin at a block of the kind.
+        """
         start = self.begin // kind.block
         return whole[start : start + kind.items(self.length)]
 
@@ -135,11 +151,11 @@ Slice = tuple[FragmentSpan, ...]
 def kinds_of(
     shard: ShardPlan, moments: Sequence[tuple[str, bool]], state_dtype: torch.dtype | None
 ) -> tuple[StateKind, ...]:
-    """Return the kinds of state: the master, unless the weights are updated in place, then the moments, given as (name,
-    is second moment).
+    """Return the kinds of state of every fragment in a shard: the master, unless the weights are updated in place, then
+    the ``moments``, given as (name, whether it is a second moment).
 
-    ``state_dtype`` of the moments: None for the dtype of the update, else bfloat16 or int8 (a code per element and a
-    scale per block).
+    ``state_dtype`` of the moments: None for the dtype of the update, else bfloat16 or int8. An int8 moment has two
+    kinds, a code for each element (uint8) and ``<moment>_scale``, a float32 for each block of 256 elements.
     """
     wide = wide_dtype(shard.dtype)
     kinds = [] if shard.in_place else [StateKind(MASTER, wide)]
@@ -155,8 +171,9 @@ def kinds_of(
 def split_by_ratio(
     fragments: Sequence[KeptFragment], ratio: float, grain: int
 ) -> tuple[list[FragmentSpan], list[FragmentSpan]]:
-    """Return the first fraction ``ratio`` of all elements, cut at a multiple of ``grain`` within a fragment, and the
-    rest.
+    """Return spans of the first ``ratio`` (0 to 1) of all elements of the fragments, and spans of the rest.
+
+    A fragment in which the cut falls is divided at a multiple of ``grain`` elements of it, at or below the exact place.
     """
     room = round(sum(fragment.plan.numel for fragment in fragments) * ratio)
     first: list[FragmentSpan] = []
@@ -173,8 +190,10 @@ def split_by_ratio(
 
 
 def cut_slices(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int | None = None) -> list[Slice]:
-    """Return slices of at most ``sub_group_size`` elements of at most ``shards`` shards (None: any number), in order;
-    spans are cut at multiples of `GRAIN`.
+    """Return the spans, in order, as slices of at most ``sub_group_size`` elements that belong to at most ``shards``
+    shards (None: any number).
+
+    A span that does not fit is divided at a multiple of `GRAIN` elements. ``sub_group_size`` is `GRAIN` or more.
     """
     slices: list[Slice] = []
     current: list[FragmentSpan] = []
@@ -199,5 +218,5 @@ def cut_slices(spans: Iterable[FragmentSpan], sub_group_size: int, shards: int |
 
 
 def slice_bytes(slice_: Slice) -> int:
-    """Return the bytes of a slice in a ring buffer: every tensor in whole pages."""
+    """Return the bytes of a slice's states in a buffer, where every tensor takes whole pages."""
     return sum(page_rounded(kind.nbytes(span.length)) for span in slice_ for kind in span.fragment.kinds)

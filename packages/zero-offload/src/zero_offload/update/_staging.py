@@ -1,4 +1,6 @@
-"""Brings the gradients and weights of one slice at a time to the host, and the new weights back."""
+"""Brings the gradients and weights of one slice at a time to the host, and the new weights back. A slice is the spans
+of fragments that are updated together.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ _AHEAD = 2  # slices whose gradients and weights are asked for, as far as buffer
 
 
 class StagedSpan(NamedTuple):
-    """A span to be updated: its number in the slice, its gradient in host memory, the host memory for its new weights
-    (``out``), and the weights that forward has read, on their own device.
+    """A span to be updated: its ``number`` in the slice, its gradient in host memory, the host memory for its new
+    weights (``out``), and the ``weights`` that forward has read, on their own device.
     """
 
     number: int
@@ -36,11 +38,12 @@ class StagedSpan(NamedTuple):
 
 
 def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
-    """Return the host memory for staging, in bytes: twice the weights, and with ``gradients_too`` the gradients, of the
-    largest slice.
+    """Return the host memory, in bytes, that `StagedSlices` needs for tensors on an accelerator: two buffers, each for
+    the weights, and with ``gradients_too`` the gradients, of the largest slice.
     """
 
     def needed(slice_: Slice) -> int:
+        """Return the bytes of one slice in a staging buffer."""
         return sum(
             _aligned(span.length * span.fragment.shard.dtype.itemsize)
             + gradients_too * _aligned(span.length * span.fragment.shard.grad_dtype.itemsize)
@@ -51,17 +54,19 @@ def staging_bytes(slices: Sequence[Slice], *, gradients_too: bool) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to the alignment of staged tensors."""
+    """Return ``nbytes`` rounded up to a multiple of 64 bytes, where staged tensors begin."""
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
 class StagedSlices:
-    """Call order: `begin` a step; for each of its slices `start` (ideally while the previous one computes),
+    """Brings gradients and weights to the kernels, slice by slice, and new weights back to where forward reads them.
+
+    Call order: `begin` a step; for each of its slices `start` (ideally while the previous one computes),
     `staged_spans`, `finish`; then `end`, or `abort`.
 
-    Tensors on an accelerator pass through two alternating staging buffers in host memory (``staging`` bytes in all),
-    copied on streams of their own; tensors in host memory are used in place. Shards are borrowed from the first slice
-    that needs them to the last.
+    Tensors on an accelerator pass through two alternating staging buffers in host memory (``staging`` bytes in all,
+    from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory are used in
+    place. Shards are borrowed from ``weights`` from the first slice that needs them to the last.
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class StagedSlices:
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of host memory held between steps."""
+        """Return the bytes of host memory in the two staging buffers, which are held between steps."""
         return sum(block.nbytes for block in self._blocks)
 
     @staticmethod
@@ -101,8 +106,8 @@ class StagedSlices:
         return tensor.device.type != "cpu"
 
     def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:
-        """Begin a step over the slices in ``order``. Fragments that are ``absent`` are left out; shards that are
-        ``rewritten`` will be written completely and are not read.
+        """Begin a step over the slices whose indices ``order`` lists. Fragments named in ``absent`` are left out;
+        shards named in ``rewritten`` will be written completely and are not read.
         """
         self._order = order
         self._absent = absent
@@ -112,7 +117,13 @@ class StagedSlices:
         }
 
     def start(self, position: int) -> None:
-        """Start bringing the slice at a position of the order; do nothing beyond the last."""
+        """Start bringing the slice at a position of the order, and give a hint of the next two; do nothing beyond the
+        last.
+
+        Spans that are absent or have no gradient are left out. Blocks until the new weights of two slices ago have left
+        the staging buffer. OffloadError if weights on an accelerator are to be updated in place; ShardError if weights
+        or gradients cannot be read or do not fit their plan.
+        """
         if position >= len(self._order):
             return
         index = self._order[position]
@@ -146,15 +157,17 @@ class StagedSlices:
         self._started[position] = staged_spans
 
     def staged_spans(self, position: int) -> list[StagedSpan]:
-        """Return the spans of a started slice, after its gradients have arrived."""
+        """Return the spans to be updated of the started slice at a position of the order, after its gradients have
+        arrived; their host memory is valid until `finish`.
+        """
         side = position % 2
         _wait(self._incoming[side])
         self._incoming[side] = None
         return self._started[position]
 
     def finish(self, position: int) -> None:
-        """Start copying the new weights of a computed slice to their device, and give back the shards that no later
-        slice needs.
+        """Start copying the new weights of the computed slice at a position of the order to their device; release its
+        gradients, and give back the shards that no later slice needs.
         """
         side = position % 2
         for staged_span in self._started.pop(position):
@@ -171,12 +184,14 @@ class StagedSlices:
             self._weights.give_back(shard, dirty=True)
 
     def end(self) -> None:
-        """Make the compute device wait for all copies of new weights."""
+        """Make the compute device wait for all copies of new weights; the host does not block."""
         for event in self._outgoing:
             self._out.join(event)
 
     def abort(self) -> None:
-        """Wait for all copies and give back every borrowed shard, after a failure."""
+        """After a failure, wait for all copies, end the use of the gradients and give back every borrowed shard; errors
+        of giving back are suppressed.
+        """
         for event in (*self._incoming, *self._outgoing):
             _wait(event)
         self._incoming, self._outgoing = [None, None], [None, None]
@@ -188,17 +203,23 @@ class StagedSlices:
                 self._weights.give_back(shard, dirty=True)
 
     def _staging_place(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
-        """Return the place for a tensor at ``offset`` (bytes) of the staging buffer of this ``side``."""
+        """Return a span of a staging buffer (``side`` 0 or 1), ``offset`` bytes from its begin, with the length and
+        dtype of ``piece``.
+        """
         return FlatSpan(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 
     def _expect_weights(self, index: int) -> None:
-        """Start bringing the weights of a slice that are neither borrowed nor about to be rewritten."""
+        """Announce to the weights, if they can be prefetched, the shards of slice ``index`` that are neither borrowed
+        nor about to be rewritten.
+        """
         if isinstance(self._weights, ExpectingWeights):
             shards = dict.fromkeys(span.fragment.shard.name for span in self._slices[index])
             self._weights.expect([s for s in shards if s not in self._borrowed and s not in self._rewritten])
 
     def _borrowed_weights(self, shard: ShardPlan) -> torch.Tensor:
-        """Return a shard's weights, borrowing them on first use in the step."""
+        """Return a shard's weights, borrowing them on first use in the step. Padding of a shard that is rewritten is
+        set to zero. ShardError if what is lent has not the planned shape and dtype.
+        """
         if shard.name not in self._borrowed:
             fresh = shard.name in self._rewritten
             lent = self._weights.borrow(shard.name, fresh=fresh)
@@ -210,5 +231,6 @@ class StagedSlices:
 
 
 def _wait(event: torch.Event | None) -> None:
+    """Block until the event has completed; None is an event that has."""
     if event is not None:
         event.synchronize()

@@ -1,4 +1,8 @@
-"""Masters and moments as plain tensors: read from the tier and written to it, slice by slice."""
+"""Masters and moments as plain tensors: read from the tier and written to it, slice by slice.
+
+A slice is the spans of fragments that are loaded together. A kind is one tensor of state: ``master``, a moment, or the
+scales of an 8-bit moment. A state maps kinds, and ``step``, to tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,9 @@ _SCALE = "_scale"
 def sealed_state(
     fragments: Sequence[KeptFragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
-    """Return the current state of a tier that was just sealed."""
+    """Return the current state of a tier that was just sealed: the extents of the kinds that it holds of ``fragments``,
+    in the files of ``generations``. Fragments in ``in_memory`` are listed as resident.
+    """
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
     return Sealed.of(
         {name: found for name, found in tier.extents().items() if name in begun},
@@ -40,8 +46,10 @@ def sealed_state(
 def read_states(
     fragments: Sequence[KeptFragment], slices: Sequence[Slice], tier: Tier, *, stale: bool = False
 ) -> Iterator[tuple[KeptFragment, dict[str, torch.Tensor]]]:
-    """Yield each of ``fragments`` that has any state, with 1-D copies in host memory; ``step`` has no dimension.
-    ``stale``: include masters whose weights were changed since.
+    """Yield (fragment, state) for each of ``fragments`` that has any state, in one pass over the slices. A state has
+    1-D copies in host memory of all elements; its ``step`` has no dimension.
+
+    ``stale``: include masters although their weights were changed since; without it they are left out.
     """
     wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
@@ -57,7 +65,9 @@ def read_states(
 
 
 def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
-    """Copy a span's tensors into the fragment's ``state``, by kind; make the state's tensors on first use."""
+    """Copy a span's ``tensors`` into the fragment's ``state``, by kind, where the tier holds them; a tensor of the
+    whole fragment is added to ``state`` on first use. ``stale``: include a master whose weights were changed since.
+    """
     fragment = span.fragment
     for kind in fragment.kinds:
         if fragment.keeps(kind, stale=stale):
@@ -66,7 +76,9 @@ def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tens
 
 
 def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
-    """Return a state whose 8-bit moments are decoded to float32, without their scales."""
+    """Return a state whose 8-bit moments are decoded to float32 in new tensors, without their scales; other kinds are
+    the same tensors.
+    """
     values = {name: kept for name, kept in state.items() if not name.endswith(_SCALE)}
     for kind in fragment.moments:
         if kind.dtype == torch.uint8 and kind.name in state:
@@ -79,12 +91,14 @@ def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
 
 
 def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
-    """Return the 8-bit code of a moment."""
+    """Return the 8-bit code of a moment's elements: unsigned u5e3 for a second moment, else e4m3."""
     return "u5e3" if kind.second else "e4m3"
 
 
 def check_state(fragment: KeptFragment, state: State) -> None:
-    """Raise ValueError, naming the fragment, for a state that does not fit it."""
+    """Raise ValueError, naming the fragment, for a kind that it does not have, for a kind of another size, and for
+    8-bit codes without their scales. Kinds may be missing.
+    """
     kinds = {kind.name: kind for kind in fragment.kinds}
     unknown = sorted(set(state) - {_STEP, *kinds})
     if unknown:
@@ -105,9 +119,11 @@ def check_state(fragment: KeptFragment, state: State) -> None:
 def write_states(
     rule: Rule, groups: Groups, slices: Sequence[Slice], tier: Tier, states: Mapping[KeptFragment, State]
 ) -> None:
-    """Replace the given kinds of state; if a fragment had no moments, those not given start from their initial values.
+    """Replace the given kinds of state of each fragment on the tier, and its step count if given; if a fragment had no
+    moments, those not given start from their initial values.
 
-    8-bit moments are taken as codes and scales, or in any floating dtype.
+    8-bit moments are taken as codes and scales, or in any floating dtype. ``groups``: the parameter groups, by number.
+    A state must pass `check_state`. A master given counts as equal to the current weights.
     """
     indices = [i for i, slice_ in enumerate(slices) if any(_concerned(span, states) for span in slice_)]
     with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]
@@ -126,11 +142,14 @@ def write_states(
 
 
 def _concerned(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:
+    """Return whether ``states`` has a state for the span's fragment."""
     return span.fragment in states
 
 
 def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
-    """Copy a span's part of ``state`` into its tensors, encoding 8-bit moments."""
+    """Copy a span's part of the fragment's ``state`` into the span's ``tensors``, by kind, encoding floating moments
+    where 8-bit codes are kept. Kinds that are not in ``state`` stay.
+    """
     for kind in span.fragment.kinds:
         value = state.get(kind.name)
         if value is None:
@@ -146,7 +165,7 @@ def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
 
 
 def forget_states(fragments: Sequence[KeptFragment]) -> None:
-    """Mark the fragments as having no state and no steps taken."""
+    """Mark the fragments as having no state and no steps taken; the tier's content is not touched."""
     for fragment in fragments:
         fragment.step = 0
         fragment.has_moments = fragment.has_master = fragment.weights_changed = False

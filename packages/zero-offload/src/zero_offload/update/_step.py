@@ -33,8 +33,15 @@ def run_step(
     grad_scale: float,
     trace: Trace | None,
 ) -> None:
-    """Update ``fragments`` (all that have a gradient and are not ``absent``); gradients are multiplied by
-    ``grad_scale`` as they are read.
+    """Update the weights, masters and moments of ``fragments``, slice by slice, with the kernels of ``rule``.
+
+    ``groups``: the parameter groups, by number. ``slices``: all slices of the update, whose states are on ``tier``;
+    those without one of ``fragments`` are skipped. ``staged``: brings gradients and weights. ``fragments`` are all that
+    have a gradient and are not named in ``absent``. ``grad_scale`` multiplies gradients as they are read. ``trace``:
+    records the computation.
+
+    At the end the step count of each fragment is one higher, and its states count as held by the tier. On an error some
+    weights are updated and others not; counts stay as they were.
     """
     active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
     staged.begin(active, absent=absent, rewritten=_rewritten(fragments))
@@ -62,13 +69,17 @@ def run_step(
 
 
 def _shard_names_text(staged_spans: Sequence[StagedSpan]) -> str:
-    """Return the shards that are updated together as text: the first and the last name."""
+    """Return the names of the shards that are updated together as text: one name, or the first and the last; empty for
+    none.
+    """
     names = list(dict.fromkeys(staged_span.span.fragment.shard.name for staged_span in staged_spans))
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if names else ""
 
 
 def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
-    """Return the shards of which every element is written and none is read."""
+    """Return the names of the shards of which a step over ``fragments`` writes every element and reads none: all
+    elements but padding are in these fragments, whose masters are valid.
+    """
     elements: dict[str, int] = {}
     for fragment in fragments:
         if fragment.has_master and not fragment.weights_changed:
@@ -78,7 +89,11 @@ def _rewritten(fragments: Collection[KeptFragment]) -> set[str]:
 
 
 def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors: Tensors) -> None:
-    """Set the initial master and moments of a span, and copy weights that were changed from outside into the master."""
+    """Make the states of a span valid in ``tensors``, by kind, before its kernel runs.
+
+    Moments that the tier does not hold get their initial values, a missing master the weights. Where weights were
+    changed from outside, elements of the master that do not round to their weight are replaced by it.
+    """
     fragment = staged_span.span.fragment
     if not fragment.has_moments:
         fill_moments(rule, groups, fragment, tensors)
@@ -95,7 +110,7 @@ def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors
 
 
 def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Tensors) -> None:
-    """Set the moments of a span to their initial values."""
+    """Set the moments of a span, in ``tensors`` by kind, to the initial value for the fragment's parameter group."""
     for kind in fragment.moments:
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
@@ -103,7 +118,8 @@ def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Te
 def _run_kernels(
     rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
 ) -> None:
-    """Run one kernel call for all spans of the slice that share options, step number and dtypes.
+    """Run one kernel call for all spans of the slice that share options, step number and dtypes; it writes the new
+    weights to each span's ``out``. ``tensors``: the states of every span of the slice, by kind.
 
     States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
     own.
@@ -141,7 +157,9 @@ def _run_kernels(
 
 
 def _empty_operands(span: FragmentSpan, grad_scale: float) -> KernelOperands:
-    """Return empty operands for the spans that share options, step number and dtypes with ``span``."""
+    """Return the operands of a kernel call, still without spans, for all spans that share options, step number and
+    dtypes with ``span``.
+    """
     fragment = span.fragment
     state = fragment.moments[0].dtype if fragment.moments else fragment.dtype
     common: dict[str, Any] = {

@@ -1,4 +1,8 @@
-"""Tiers of masters and moments. A tier hands out one slice after the other and keeps what was changed."""
+"""Tiers of masters and moments. A tier hands out one slice after the other and keeps what was changed.
+
+A slice is the spans of fragments that are updated together; its index is its place in the list of slices. A kind is one
+tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+"""
 
 from __future__ import annotations
 
@@ -21,61 +25,68 @@ _Tensors = dict[str, torch.Tensor]
 
 
 class LoadedSlice(NamedTuple):
-    """One slice in host memory: its index, and the tensors of each of its spans, by kind."""
+    """One slice in host memory: its index (``number``), and for each of its spans, in order, the tensors by kind."""
 
     number: int
     tensors: list[_Tensors]
 
 
 class Tier(Protocol):
-    """Keeps the slices of one update. The content of a slice that was never kept is arbitrary."""
+    """Keeps the slices of one update. The content of a slice that was never visited with ``dirty`` is arbitrary."""
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Return the slices' indices, given in ascending order, in the order that costs the fewest transfers."""
+        """Return slice indices, given in ascending order, in the order in which visiting them costs the fewest
+        transfers.
+        """
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield each slice in turn, valid until the next one is requested; with ``dirty`` the caller changes it and the
-        tier must keep it.
+        """Yield the slices with these indices in turn, each valid until the next one is requested; with ``dirty`` the
+        caller changes each and the tier keeps it.
 
-        Iterate to the end, or close the iterator: then the changes to the current slice are lost.
+        Iterate to the end, or close the iterator: then the changes to the current slice are lost. ShardError if a slice
+        cannot be read or an earlier one not written.
         """
 
     def reset(self) -> None:
-        """Discard the content of every slice, and the errors of failed transfers."""
+        """Discard the content of every slice, which is arbitrary then, and the errors of failed transfers."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes by what holds them: ``states`` or ``ring`` in host memory, ``nvme`` in files, ``device``."""
+        """Return the bytes held, by what holds them: ``states`` or ``ring`` (buffers) in host memory, ``nvme`` in
+        files, ``device`` on the device.
+        """
 
     def bytes_written(self) -> int:
         """Return the bytes written to drives so far."""
 
     def flush(self) -> None:
-        """Block until everything is on the tier; raise the first write that failed."""
+        """Block until every slice is where the tier keeps it; raise the first write that failed."""
 
     def carried_bytes(self) -> int:
         """Return the bytes that `seal` would copy now: data not written since the last seal."""
 
     def seal(self, *, durable: bool) -> Generation | None:
-        """End the current generation of the files, durable against a crash if ``durable``; return None where there are
-        no files.
+        """End the current generation of the files, which are never written again, and return it; None where there are
+        no files. With ``durable`` it survives a crash.
         """
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents of each ``<fragment>/<kind>`` in files."""
+        """Return the extents in files (path, offset, bytes, checksum) of each ``<fragment>/<kind>``; nothing for what
+        is in memory.
+        """
 
     def close(self) -> None:
         """Free the memory and remove the files."""
 
 
 def host_bytes(slices: Sequence[Slice]) -> int:
-    """Return the host memory of a `HostTier` with these slices, in bytes: exactly the size of its content."""
+    """Return the bytes of all states of these slices: exactly the host memory of a `HostTier` with them."""
     return sum(kind.nbytes(span.length) for slice_ in slices for span in slice_ for kind in span.fragment.kinds)
 
 
 class HostTier:
-    """One block of host memory of exactly the size of its content.
+    """A `Tier` in one block of host memory of exactly the size of its content.
 
-    ``on_device``: the content is not offloaded, and the device is the CPU.
+    ``on_device``: the block counts as device memory, because its content is not offloaded and the device is the CPU.
     """
 
     def __init__(self, slices: Sequence[Slice], *, on_device: bool = False) -> None:
@@ -104,7 +115,7 @@ class HostTier:
             yield LoadedSlice(index, self._tensors[index])
 
     def reset(self) -> None:
-        """Do nothing: the caller overwrites content that was never kept."""
+        """Do nothing: the content of a slice may be anything until the caller writes it."""
 
     def memory(self) -> dict[str, int]:
         states, device = (0, self._block.nbytes) if self._on_device else (self._block.nbytes, 0)
@@ -131,14 +142,14 @@ class HostTier:
 
 
 def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
-    """Return the host memory of an `NvmeTier`, in bytes: ``buffer_count`` buffers of the largest slice, every tensor in
-    whole pages.
+    """Return the host memory of the buffers of an `NvmeTier`, in bytes: ``buffer_count`` buffers of the size of the
+    largest slice, every tensor in whole pages.
     """
     return buffer_count * max((page_rounded(slice_bytes(slice_)) for slice_ in slices), default=0)
 
 
 class NvmeOptions(NamedTuple):
-    """Options of the files; see `TierOptions`."""
+    """Options of the files and of the ring of buffers, as in `TierOptions`; ``paths``: the folders in its ``path``."""
 
     paths: Sequence[str]
     buffer_count: int
@@ -151,10 +162,15 @@ class NvmeOptions(NamedTuple):
 
 
 class NvmeTier:
-    """Extents in files, one per fragment and kind, and a ring of buffers.
+    """A `Tier` in files: one extent (a named range of bytes) ``<fragment>/<kind>`` for each fragment and kind, and a
+    ring of buffers in host memory.
 
-    While a slice is computed the next ones are read and the ones before it are written. The order reverses from pass to
-    pass, so that a pass begins with the slices that the previous one left in the buffers.
+    While a slice is computed the next ones are read (with ``pipeline_read``) and the ones before it are written (with
+    ``pipeline_write``). The order reverses from pass to pass, so that a pass begins with the slices that the previous
+    one left in the buffers.
+
+    The constructor opens the files and allocates the buffers; OffloadError if the folders cannot be used or another
+    process uses them. `close` removes the files.
     """
 
     def __init__(self, slices: Sequence[Slice], options: NvmeOptions, trace: Trace | None) -> None:
@@ -236,7 +252,8 @@ class NvmeTier:
         self._store.close(remove=True)
 
     def _declare_extents(self) -> None:
-        """Declare the size and element type of every extent."""
+        """Declare the size and the element type of every extent to the store, which needs them before the first write.
+        """
         ends: dict[tuple[str, str], tuple[int, str]] = {}
         for slice_ in self._slices:
             for span in slice_:
@@ -247,7 +264,9 @@ class NvmeTier:
             self._store.declare(f"{fragment}/{name}", end, dtype)
 
     def _tensors(self, index: int, buffer: torch.Tensor) -> list[_Tensors]:
-        """Return the tensors of a slice's spans, by kind, as views of its buffer."""
+        """Return the tensors of each span of slice ``index``, by kind, as views of ``buffer`` (uint8), which holds the
+        slice.
+        """
         parts = iter(self._packs[index].parts)
         tensors: list[_Tensors] = []
         for span in self._slices[index]:
@@ -260,7 +279,9 @@ class NvmeTier:
 
 
 def _slice_pack(index: int, slice_: Slice) -> BufferContent:
-    """Return a slice as a pack of the extents ``<fragment>/<kind>``."""
+    """Return the buffer content of slice number ``index``: the ranges of the extents ``<fragment>/<kind>`` that it
+    covers, span by span, kind by kind.
+    """
     pieces = [
         (f"{span.fragment.name}/{kind.name}", kind.nbytes(span.begin), kind.nbytes(span.length))
         for span in slice_
@@ -270,7 +291,9 @@ def _slice_pack(index: int, slice_: Slice) -> BufferContent:
 
 
 class SplitTier:
-    """The first ``count`` slices on one tier, the rest on another."""
+    """A `Tier` that keeps the first ``count`` slices on the tier ``first`` and the others on ``rest``, where their
+    indices begin with 0. Only ``first`` can have files.
+    """
 
     def __init__(self, first: Tier, rest: Tier, count: int) -> None:
         self._first = first

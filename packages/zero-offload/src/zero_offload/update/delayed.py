@@ -84,39 +84,52 @@ class DelayedUpdate:
 
     @property
     def writes(self) -> int:
-        """See `OffloadedUpdate`."""
+        """The number of calls of `write`, `restart` and `reset`."""
         return self._inner.writes
 
     # Gradients
 
     def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """See `OffloadedUpdate.borrow_gradient`."""
+        """Return host memory (1-D) to reduce a shard's gradient for the next step into, and whether it holds the sum of
+        earlier gradients; if not, its content is arbitrary. ShardError if the shard is not updated here.
+        """
         return self._sets[0].borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """See `OffloadedUpdate.give_back_gradient`."""
+        """Take over the gradient that was written to the borrowed memory: the shard has a gradient for the next step
+        now.
+        """
         self._sets[0].give_back(shard, dirty=True)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
-        """See `OffloadedUpdate.add_gradient`."""
+        """Add a shard's gradient (1-D, on any device) to the sum for the next step. The tensor may be freed at once,
+        but not written before `step`. ShardError if the shard is not updated here.
+        """
         self._sets[0].add(shard, gradient)
 
     def has_gradient(self, shard: str) -> bool:
-        """See `OffloadedUpdate.has_gradient`."""
+        """Return whether a shard has a gradient for the next step; those that a running step uses do not count."""
         return self._sets[0].has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """See `OffloadedUpdate.gradient`."""
+        """Return a context manager that yields a shard's gradient for the next step in host memory (1-D), to be read
+        or, with ``dirty``, changed. ShardError on entry if there is none.
+        """
         return borrowed_gradient(self._sets[0], shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
-        """See `OffloadedUpdate.clear_gradients`."""
+        """Discard the gradients for the next step; those that a running step uses stay."""
         self._sets[0].clear()
 
     # The step
 
     def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
-        """Write the weights of the previous step, and start this one with the gradients collected so far."""
+        """Write the weights of the previous step to the lent shards, and start this one with the gradients collected so
+        far, which are taken over: no shard has a gradient afterwards.
+
+        ``grad_scale`` multiplies gradients as they are read. Fragments named in ``absent`` are not updated. Raises the
+        error of the previous step; this one's is raised by the method that waits for it.
+        """
         self.finish()
         self._options = _copy_options(self._groups())
         given = self._sets[0]
@@ -135,8 +148,8 @@ class DelayedUpdate:
         )
 
     def finish(self) -> bool:
-        """Wait for the running step and write its weights to the shards that forward reads; return False if none was
-        running.
+        """Wait for the running step and write its weights to the shards that forward reads, except those of
+        `weights_changed`; return False if none was running. Raises the step's error; no weights are written then.
         """
         if self._running is None:
             return False
@@ -148,7 +161,9 @@ class DelayedUpdate:
         return True
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
-        """Borrow a shard that forward reads, and check its size and dtype."""
+        """Borrow a shard that forward reads; ``fresh``: its content may be arbitrary. ShardError for a wrong size or
+        dtype.
+        """
         plan = self._plans[shard]
         return check_shard_tensor(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
 
@@ -162,29 +177,40 @@ class DelayedUpdate:
     # States
 
     def kinds(self, fragment: str) -> tuple[str, ...]:
-        """See `OffloadedUpdate.kinds`."""
+        """Return the kinds of state of a fragment, as `OffloadedUpdate.kinds`: ``master`` where there is one, moments
+        and scales.
+        """
         return self._inner.kinds(fragment)
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """See `OffloadedUpdate.held`."""
+        """Wait for the running step; return the steps taken by a fragment, and the dtype of each kind that `states`
+        would yield for it.
+        """
         return self._after_step().held(fragment)
 
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """See `OffloadedUpdate.states`."""
+        """Wait for the running step; return an iterator of (fragment, state) for each fragment (of those named, or all)
+        that has any state. The arguments and the tensors in a state are those of `OffloadedUpdate.states`.
+        """
         return self._after_step().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """See `OffloadedUpdate.write`."""
+        """Wait for the running step; replace the given kinds of state, and ``step``, of the fragments named, as
+        `OffloadedUpdate.write`. ValueError names a state that does not fit; nothing was changed then.
+        """
         self._after_step().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
-        """See `OffloadedUpdate.restart`."""
+        """Wait for the running step; reset the moments and the step count of the fragments named. Their masters stay.
+        """
         self._after_step().restart(fragments)
 
     def reset(self) -> None:
-        """See `OffloadedUpdate.reset`; waits for a running step and drops its weights and its error."""
+        """Discard all states and step counts, also after a failed step; the next step starts from the weights that
+        forward reads. Waits for a running step and drops its weights and its error.
+        """
         if self._running is not None:
             self._running.exception()
             self._running = None
@@ -192,7 +218,9 @@ class DelayedUpdate:
         self._inner.reset()
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
-        """See `OffloadedUpdate.seal`."""
+        """`finish`, then make the files permanent, so that a checkpoint can link to them, as `OffloadedUpdate.seal`.
+        None if no state is in files.
+        """
         self.finish()
         return self._after_step().seal(durable=durable)
 
@@ -213,11 +241,13 @@ class DelayedUpdate:
 
     @property
     def plan(self) -> Mapping[str, int]:
-        """See `OffloadedUpdate.plan`; the copy of the weights counts as ``staging``."""
+        """Return the bytes held from construction on, by the names of `OffloadedUpdate.plan`; the copy of the weights
+        counts as ``staging``.
+        """
         return self._with_own_bytes(self._inner.plan)
 
     def memory(self) -> dict[str, int]:
-        """See `OffloadedUpdate.memory`."""
+        """Return the bytes held now, by the names of `plan`."""
         return self._with_own_bytes(self._inner.memory())
 
     def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
@@ -226,15 +256,15 @@ class DelayedUpdate:
         return {**inner, "gradients": gradients, "staging": inner["staging"] + self._mirror.nbytes}
 
     def bytes_written(self) -> int:
-        """See `OffloadedUpdate.bytes_written`."""
+        """Return the bytes written to drives so far."""
         return self._inner.bytes_written()
 
     def bytes_written_per_day(self) -> float:
-        """See `OffloadedUpdate.bytes_written_per_day`."""
+        """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self._inner.bytes_written_per_day()
 
     def flush(self) -> None:
-        """`finish`, then see `OffloadedUpdate.flush`."""
+        """`finish`, then block until all states are on their tiers; raise the first write that failed."""
         self.finish()
         self._inner.flush()
 
@@ -245,7 +275,9 @@ class DelayedUpdate:
 
 
 class _Mirror:
-    """A copy in host memory of the weights after the last step; the inner update writes it."""
+    """A copy in host memory of the weights after the last step, which the inner update writes: its `Weights`. It lends
+    nothing before `allocate`. ``nbytes``: its size.
+    """
 
     def __init__(self) -> None:
         self._views: dict[str, torch.Tensor] = {}
@@ -257,6 +289,7 @@ class _Mirror:
         return sum(shard.numel * shard.dtype.itemsize for shard in shards)
 
     def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
+        """Allocate one block of host memory for the weights of all shards, pinned with ``pin``; its content is zero."""
         self.nbytes = self.bytes_of(shards)
         parts = tuple((shard.name, self.bytes_of([shard])) for shard in shards)
         block = HostBlock(self.nbytes, HostUse("weights of the delayed update", pin=pin, parts=parts))
@@ -273,11 +306,14 @@ class _Mirror:
 
 
 def _copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the groups' current options, since schedulers change them while the step runs."""
+    """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
+    the step runs.
+    """
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]
 
 
 def _stop_and_close(thread: ThreadPoolExecutor, inner: OffloadedUpdate) -> None:
+    """Wait for the step that runs in the thread, end the thread, and close the inner update."""
     thread.shutdown(wait=True)
     inner.close()

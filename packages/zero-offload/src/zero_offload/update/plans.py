@@ -65,7 +65,7 @@ class Weights(Protocol):
     """Lends the shards that forward reads; a step borrows each at most once. `HostStore` and `NvmeStore` satisfy it."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard (1-D) in host memory or on the accelerator, writable until it is given back.
+        """Return the shard (1-D) in host memory or on the accelerator, writable until `give_back`.
 
         With ``fresh`` the borrower writes all of it, so its content may be arbitrary.
         """
@@ -79,7 +79,9 @@ class ExpectingWeights(Weights, Protocol):
     """Weights that can be prefetched, as those of `NvmeStore`."""
 
     def expect(self, names: Sequence[str]) -> None:
-        """Start bringing these shards, which will be borrowed soon, in this order. It must not block."""
+        """Start bringing the shards with these names, which will be borrowed soon, in this order. A hint, which must
+        not block.
+        """
 
 
 @runtime_checkable
@@ -92,7 +94,7 @@ class BoundedWeights(Weights, Protocol):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which weights of ``dtype`` are updated."""
+    """Return the dtype in which weights of ``dtype`` are updated: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -110,8 +112,10 @@ def check_shard_tensor(tensor: torch.Tensor, shard: ShardPlan, dtype: torch.dtyp
 
 
 def check_plans(shards: Sequence[ShardPlan], groups: int) -> None:
-    """Raise ValueError or TypeError, naming the shard or the fragment, for plans that cannot be updated. ``groups``:
-    the number of parameter groups.
+    """Raise ValueError or TypeError, naming the shard or the fragment, for plans that cannot be updated.
+
+    Refused are names given twice, dtypes without a kernel, fragments that overlap, are out of order or reach beyond
+    their shard, groups not below ``groups``, the number of parameter groups, and padding that reaches into a fragment.
     """
     shard_names: set[str] = set()
     names: set[str] = set()
@@ -140,6 +144,9 @@ def check_plans(shards: Sequence[ShardPlan], groups: int) -> None:
 
 
 def _check_dtypes(shard: ShardPlan) -> None:
+    """Raise TypeError, naming the shard, for a dtype without a kernel, for gradients that are float64 where the weights
+    are not, or the reverse, and for 16-bit weights that are to be updated in place.
+    """
     wide = wide_dtype(shard.dtype)
     if shard.dtype not in KERNEL_DTYPES:
         raise TypeError(f"'{shard.name}': expected float32, bfloat16, float16 or float64, got {shard.dtype}")

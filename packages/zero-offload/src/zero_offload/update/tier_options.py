@@ -47,6 +47,9 @@ class TierOptions:
     engine: Any = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError, naming the option, for a value that is not allowed, and for a path without files or the
+        reverse.
+        """
         if self.tier not in ("host", "nvme", "auto"):
             raise ValueError(f"tier: expected 'host', 'nvme' or 'auto', got {self.tier!r}")
         if (self.tier == "host") != (self.path is None):
@@ -64,6 +67,8 @@ class TierOptions:
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if part of the update would have to run on an accelerator, for which there is no kernel."""
+        """Raise ValueError if part of the update would have to run on an accelerator, for which there is no kernel:
+        with ``tier="host"`` and a ``ratio`` below 1 when ``device`` is not the CPU.
+        """
         if self.tier == "host" and self.ratio < 1.0 and device.type != "cpu":
             raise ValueError(f"ratio: expected 1 with tier='host' and weights on {device}, got {self.ratio}")

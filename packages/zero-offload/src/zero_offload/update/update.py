@@ -91,11 +91,15 @@ class OffloadedUpdate:
 
     @staticmethod
     def supports(optimizer: str | type) -> bool:
-        """Return whether there is a kernel for an optimizer, by name or class."""
+        """Return whether there is a kernel for an optimizer, by name ("AdamW", any case) or class; a subclass is
+        another class.
+        """
         return has_rule(optimizer)
 
     def _make_fragments(self, shard: ShardPlan, tier_options: TierOptions) -> list[KeptFragment]:
-        """Return the fragments of a shard; ValueError for options that the kernels cannot do."""
+        """Return the fragments of a shard, with the kinds of state that ``tier_options`` gives them; ValueError for
+        options that the kernels cannot do.
+        """
         fragments = []
         state_dtype = None if shard.dtype == torch.float64 else tier_options.state_dtype
         for plan in shard.fragments:
@@ -117,16 +121,21 @@ class OffloadedUpdate:
         """Return host memory (1-D) to reduce a shard's gradient into, and whether it holds the sum of earlier
         gradients.
 
-        If not, its content is arbitrary. Give it back before the next call for the same shard.
+        If not, its content is arbitrary. Give it back by `give_back_gradient` before the next call for the same shard.
+        ShardError if the shard is not updated here; OffloadError if the caller keeps the gradients, or after `close`.
         """
         return self._collected().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """Take over the gradient that was written to the borrowed memory: the shard has a gradient now."""
+        """Take over the gradient that was written to the borrowed memory, which the caller must not use any more: the
+        shard has a gradient now.
+        """
         self._collected().give_back(shard, dirty=True)
 
     def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a shard's gradient (1-D, on any device) to the sum of earlier ones."""
+        """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. The tensor may be freed at once, but
+        not written before `flush` or the step. Errors as in `borrow_gradient`.
+        """
         self._collected().add(shard, gradient)
 
     def has_gradient(self, shard: str) -> bool:
@@ -134,19 +143,19 @@ class OffloadedUpdate:
         return self._parts.gradients.has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """Return a context manager that yields a shard's gradient in host memory, to be read or, with ``dirty``, to be
+        """Return a context manager that yields a shard's gradient in host memory (1-D), to be read or, with ``dirty``,
         changed.
 
-        ShardError if there is none.
+        ShardError on entry if there is none; OffloadError if the caller keeps the gradients.
         """
         return borrowed_gradient(self._collected(), shard, dirty=dirty)
 
     def clear_gradients(self) -> None:
-        """Discard all gradients."""
+        """Discard all gradients; collected ones stay, also beyond a step, until this is called."""
         self._parts.gradients.clear()
 
     def _collected(self) -> CollectedGradients:
-        """Return the collected gradients; OffloadError if the caller keeps the gradients."""
+        """Return the collected gradients; OffloadError if the caller keeps the gradients, or after `close`."""
         self._check_open()
         if isinstance(self._parts.gradients, CallerGradients):
             raise OffloadError("the caller keeps the gradients; give them to step(gradients=…)")
@@ -162,11 +171,12 @@ class OffloadedUpdate:
         absent: Collection[str] = (),
         gradients: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """Update every fragment whose shard has a gradient, except the ``absent`` ones; write the new weights to the
-        lent shards.
+        """Update every fragment whose shard has a gradient, except those named in ``absent``; write the new weights to
+        the lent shards. Other fragments, and their states, stay as they are.
 
         ``grad_scale`` multiplies gradients as they are read: the clip factor over the loss scale. ``gradients`` (1-D,
-        by shard) are given if and only if the caller keeps them.
+        by shard) are given if and only if the caller keeps them. ValueError for options of a group that cannot be
+        updated with; nothing was changed then. OffloadError after a step that failed, and after `close`.
         """
         self._check_open()
         if self._failed:
@@ -206,7 +216,9 @@ class OffloadedUpdate:
             fragment.weights_changed = True
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if a group's options cannot be updated with, or change which moments there are."""
+        """Raise ValueError if the options of group ``number`` cannot be updated with, or change which moments there
+        are.
+        """
         self._rule.check_group(group)
         fragment = self._first_of_group.get(number)
         if fragment is None:
@@ -223,12 +235,14 @@ class OffloadedUpdate:
 
     def kinds(self, fragment: str) -> tuple[str, ...]:
         """Return the kinds of state of a fragment: ``master``, unless the weights are updated in place, its moments,
-        and their scales.
+        and ``<moment>_scale`` of each 8-bit moment. ShardError for an unknown fragment.
         """
         return tuple(kind.name for kind in self._fragment_named(fragment).kinds)
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """Return the steps taken by a fragment, and the dtype of each kind that `states` would yield for it now."""
+        """Return the steps taken by a fragment, and the dtype of each kind that `states` would yield for it now.
+        ShardError for an unknown fragment.
+        """
         known = self._fragment_named(fragment)
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
@@ -242,7 +256,8 @@ class OffloadedUpdate:
         replaced it, unless ``stale_masters``: where such a master rounds to the weight it is still the more precise
         value. ``step`` has no dimension; the other kinds are 1-D copies in host memory, in the dtypes that are kept:
         8-bit moments are codes (uint8) and, as ``<moment>_scale``, a float32 for every 256 elements; with ``decoded``
-        they are float32 values without scales.
+        they are float32 values without scales. When the first is requested: OffloadError after a step that failed,
+        ShardError for an unknown fragment.
         """
         self._check_open()
         if self._failed:
@@ -269,7 +284,9 @@ class OffloadedUpdate:
         self._failed = failed
 
     def restart(self, fragments: Collection[str]) -> None:
-        """Reset the moments and the step count of the fragments named. Their masters stay."""
+        """Reset the moments and the step count of the fragments named; ShardError for an unknown one. Their masters
+        stay.
+        """
         self._check_open()
         self.writes += 1
         for fragment in map(self._fragment_named, fragments):
@@ -284,10 +301,11 @@ class OffloadedUpdate:
         self._failed = False
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
-        """Make the files permanent, so that a checkpoint can link to them; the next step writes new files. None on the
-        host. ``durable`` false leaves syncing to `Sealed.make_durable`.
+        """Make the files permanent, so that a checkpoint can link to them; the next step writes new files. None if no
+        state is in files. ``durable`` false leaves syncing to `Sealed.make_durable`.
 
-        Raises BudgetError when the disk has no room for the new files, and the first write that failed.
+        Raises BudgetError when the disk has no room for the new files, the first write that failed, and OffloadError
+        after a step that failed. Gradients are not sealed.
         """
         self._check_open()
         if self._failed:
@@ -313,13 +331,13 @@ class OffloadedUpdate:
 
     @property
     def plan(self) -> Mapping[str, int]:
-        """Return the bytes held from construction on: ``states``, ``ring``, ``gradients`` and ``staging`` in host
-        memory, ``nvme`` in files, ``device`` on the device.
+        """Return the bytes held from construction on: ``states``, ``ring`` (buffers in front of files), ``gradients``
+        and ``staging`` in host memory, ``nvme`` in files, ``device`` on the device.
         """
         return self._parts.plan
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now, by the same names as in `plan`."""
+        """Return the bytes held now, by the names of `plan`."""
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
             "device": tier["device"],
@@ -345,7 +363,7 @@ class OffloadedUpdate:
         self._parts.tier.flush()
 
     def close(self) -> None:
-        """Free the memory and remove the files. May be called twice."""
+        """Free the memory and remove the files; other methods must not be called then. May be called twice."""
         self._closed = True
         self._finalizer()
 
@@ -356,10 +374,12 @@ class OffloadedUpdate:
         self.close()
 
     def _check_open(self) -> None:
+        """Raise OffloadError after `close`."""
         if self._closed:
             raise OffloadError("the optimizer is closed")
 
 
 def _close_parts(parts: UpdateParts) -> None:
+    """Free the memory and remove the files of an update."""
     parts.gradients.close()
     parts.tier.close()
