@@ -19,7 +19,12 @@ def available() -> bool:
 
 
 class AsyncIo:
-    """One handle with one thread, over a file of `nbytes`."""
+    """One handle of DeepSpeed with one thread, for whole transfers of a file of `nbytes`; `block_bytes` per operation,
+    `queue_depth` of them in flight.
+
+    The constructor builds or loads DeepSpeed's extension; AioError if that fails. It sets the environment variable
+    `DS_ACCELERATOR` to "cpu" unless it is set.
+    """
 
     def __init__(self, nbytes: int, block_bytes: int, queue_depth: int) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -38,15 +43,18 @@ class AsyncIo:
         return self._handle.new_cpu_locked_tensor(self._nbytes, self._torch.empty(0, dtype=self._torch.uint8))
 
     def unpinned(self, memory: memoryview) -> Any:
-        """Return ``memory`` as a tensor."""
+        """Return ``memory`` as a uint8 tensor over the same bytes, which DeepSpeed copies through memory of its own."""
         return self._torch.frombuffer(memory, dtype=self._torch.uint8)
 
     def run(self, kind: str, path: str, tensor: Any) -> Sample:
-        """Read or write the whole file once (`kind`: "read" or "write") and return its timing."""
+        """Read or write the whole file once (`kind`: "read" or "write") from or to `tensor`, and return its timing;
+        AioError if DeepSpeed does not complete it.
+        """
         move = self._handle.sync_pread if kind == "read" else self._handle.sync_pwrite
         return measure(lambda: self._checked_nbytes(move(tensor, path)))
 
     def _checked_nbytes(self, operations: int) -> int:
+        """Return the bytes of the file; AioError unless DeepSpeed reports one completed operation."""
         # DeepSpeed returns how many operations it completed, or -1.
         if operations != 1:
             raise AioError(f"DeepSpeed completed {operations} operations instead of 1")

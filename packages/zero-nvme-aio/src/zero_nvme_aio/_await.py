@@ -12,7 +12,7 @@ _LOOK_EVERY_SECONDS = 1.0
 
 
 async def until_done(request: _native.Request) -> None:
-    """Return when the request has ended; cancelling the task only stops watching it."""
+    """Return when the request has ended, successfully or not; cancelling the task only stops watching it."""
     loop = asyncio.get_running_loop()
     finished: asyncio.Future[None] = loop.create_future()
     fd = _native.eventfd()
@@ -29,5 +29,6 @@ async def until_done(request: _native.Request) -> None:
 
 
 def _resolve(finished: asyncio.Future[None]) -> None:
+    """Mark the future as finished, unless it is or was cancelled."""
     if not finished.done():
         finished.set_result(None)

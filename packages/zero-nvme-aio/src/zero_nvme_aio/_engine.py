@@ -71,6 +71,9 @@ class Engine:
         overlap_events: bool,
         faults: _native.FaultPlan | None,
     ) -> None:
+        """Check the settings and start the native engine; the arguments are those of the constructor. `faults`: what
+        goes wrong in transfers, for tests; None: nothing. Errors as in the class.
+        """
         self._tuned = queue_depth is None and block_bytes is None
         self.queue_depth = _check_range(
             "queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096
@@ -158,26 +161,31 @@ class Engine:
         return File(native, self._native, name, mode)
 
     def read(self, file: File, out: Any, offset: int = 0, *, checksum: bool = False) -> Request:
-        """Start filling `out` from the file at `offset` (bytes).
+        """Start filling `out` from the file at `offset` (bytes) and return the request; `out` holds the bytes once it
+        has ended.
 
         `out`: a writable C-contiguous buffer, or a list of them, filled one after the other from one file range. A
-        torch tensor on an accelerator passes through pinned staging buffers. Raises InvalidBufferError,
-        InvalidOffsetError, AccessError, ClosedError; the request raises later errors.
+        torch tensor on an accelerator passes through pinned staging buffers. `checksum`: the request's `checksum` is
+        that of the bytes; refused for accelerator tensors. Raises InvalidBufferError, InvalidOffsetError, AccessError,
+        ClosedError; the request raises later errors.
         """
         return self._submit(False, file, out, offset, checksum)
 
     def write(self, file: File, data: Any, offset: int = 0, *, checksum: bool = False) -> Request:
-        """Start writing `data` to the file at `offset` (bytes); the memory must not change until the request is done.
+        """Start writing `data` to the file at `offset` (bytes) and return the request; the memory must not change until
+        it has ended.
 
-        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. Errors as for
-        `read`. A done request has reached the device but may not survive a crash: call `sync`.
+        `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. `checksum` and
+        errors as for `read`. A done request has reached the device but may not survive a crash: call `sync`.
         """
         return self._submit(True, file, data, offset, checksum)
 
     def sync(self, file: File) -> None:
-        """Block until every write submitted to the file before this call is on stable storage.
+        """Block until every write of host memory submitted to the file before this call is on stable storage. Wait for
+        the requests of accelerator tensors first.
 
-        Raises the error of a failed write among them, also if its request was never waited for.
+        Raises the error of a failed write among them, also if its request was never waited for; AccessError for a file
+        opened for reading only, ClosedError.
         """
         native = self._native_file_for(file, True)
         try:
@@ -188,13 +196,15 @@ class Engine:
             raise transfer_error("sync", file.path, failure, NATIVE_CODES)
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes moved so far by direction and by route (zero copy, staged, buffered), and the
-        memory held.
+        """Return the bytes moved so far by direction and by route (zero copy, staged, buffered), and the memory held,
+        in bytes; the keys name each.
         """
         return self._native.counters()
 
     def close(self) -> None:
-        """Finish all submitted requests and stop the threads; does not sync. May be called twice."""
+        """Finish all submitted requests and stop the threads; does not sync. Later calls raise ClosedError, except
+        `close`.
+        """
         if self._device_transfers is not None:
             self._device_transfers.close()
         self._finalizer()
@@ -215,13 +225,16 @@ class Engine:
         )
 
     def _submit(self, write: bool, file: File, buffers: Any, offset: int, checksum: bool) -> Request:
+        """Start a read, or with `write` a write, of host buffers or of one accelerator tensor; errors as for `read`."""
         if _buffers.is_device_tensor(buffers):
             self._native_file_for(file, write)
             return self._get_device_transfers().submit(write, file, buffers, offset, checksum)
         return self.submit_items(write, file, _buffers.describe_all(buffers, not write), offset, checksum)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Start a read or write of buffers already described by this package; internal."""
+        """Start a read, or with `write` a write, of buffers described by `_buffers.describe`, one after the other to or
+        from one file range at `offset` (bytes); internal. Errors as for `read`.
+        """
         native = self._native_file_for(file, write)
         require_offset(file.path, offset, sum(map(_buffers.nbytes_of, items)))
         try:
@@ -242,7 +255,9 @@ class Engine:
             return self._device_transfers
 
     def _native_file_for(self, file: File, write: bool) -> _native.File:
-        """Return the native file; ClosedError or AccessError if this engine cannot read (or `write`) it."""
+        """Return the native file; AccessError if its mode forbids reading (or with `write` writing), ClosedError if it
+        or this engine is closed, and an error if another engine opened it.
+        """
         self._require_open()
         native = file.native
         if file.engine is not self._native:
@@ -253,6 +268,7 @@ class Engine:
         return native
 
     def _require_open(self) -> None:
+        """Raise ClosedError if the engine is closed, or belongs to the parent of this forked process."""
         if self._native.forked():
             raise ClosedError("the engine belongs to the parent process; make a new one after fork()")
         if self._native.closed():
@@ -271,7 +287,7 @@ class Engine:
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> int:
-    """Return `value`; ValueError unless it is an integer from `low` to `high`."""
+    """Return `value`; ValueError, with `name` in it, unless it is an integer (not a bool) from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ValueError(f"expected {name} to be an integer from {low} to {high}, got {value!r}")
     return value

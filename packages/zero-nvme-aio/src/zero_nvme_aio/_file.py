@@ -15,7 +15,13 @@ _MAX_OFFSET = 2**63 - 1
 
 
 class File:
-    """A file opened by an engine; close it, or use it as a context manager."""
+    """A file opened by an engine; close it, or use it as a context manager.
+
+    Attributes:
+        engine: the native engine that opened it; no other can use it.
+        path: the path as the user gave it.
+        mode: "r", "w" or "rw".
+    """
 
     __slots__ = ("__weakref__", "_finalizer", "_native", "engine", "mode", "path")
 
@@ -54,12 +60,12 @@ class File:
 
     @property
     def size(self) -> int:
-        """Return the current bytes of the file."""
+        """Return the current bytes of the file; ClosedError after `close`."""
         return self.native.size()
 
     @property
     def native(self) -> _native.File:
-        """Return the native file; ClosedError after `close`."""
+        """Return the native engine's file; ClosedError after `close`."""
         if self._native is None:
             raise ClosedError(f"'{self.path}' is closed", path=self.path)
         return self._native
@@ -83,7 +89,7 @@ class File:
 
 
 def require_offset(path: str, offset: int, nbytes: int) -> None:
-    """Raise InvalidOffsetError unless a file can hold `nbytes` at `offset`."""
+    """Raise InvalidOffsetError unless a file can hold `nbytes` at `offset` (bytes); `path` is for the message."""
     if not 0 <= offset <= _MAX_OFFSET - nbytes:
         raise InvalidOffsetError(
             f"expected an offset from 0 to 2**63 - 1 minus the bytes moved, got {offset} for '{path}'",

@@ -37,7 +37,7 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that the request moves in total."""
+        """Return the bytes that the request moves in total, whether or not it has ended."""
         return self._native.nbytes()
 
     @property
@@ -53,10 +53,11 @@ class Request:
         return self._native.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until the request has ended and return the bytes moved.
+        """Block until the request has ended and return the bytes moved. May be called again, with the same result.
 
-        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, and the request's own error
-        (EndOfFileError, NoSpaceError, DeviceError, …) if it failed.
+        `timeout` is in seconds; None waits without end. Raises WaitTimeoutError if it passes first, and the request's
+        own error (EndOfFileError, NoSpaceError, DeviceError, …) if it failed. ClosedError in a forked child,
+        InvalidBufferError if the storage of a tensor was resized or replaced meanwhile.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")
@@ -68,7 +69,9 @@ class Request:
         return self._result()
 
     def settle(self) -> None:
-        """Block until the request has ended, successfully or not; does not raise its error."""
+        """Block until the request has ended, successfully or not; does not raise its error. ClosedError in a forked
+        child.
+        """
         self._refuse_fork()
         self._native.wait(-1.0)
 
@@ -93,11 +96,16 @@ class Request:
         return f"<Request {self._kind} {self.nbytes} bytes of '{self._path}', {state}>"
 
     def _refuse_fork(self) -> None:
+        """Raise ClosedError if this process is a fork of the one that made the engine and the request has not ended:
+        nothing would end it here.
+        """
         if self._engine.forked() and not self._native.done():
             raise ClosedError("the request belongs to the parent process; make a new engine after fork()")
 
     def _result(self) -> int:
-        """Return the bytes moved by an ended request, or raise its error."""
+        """Return the bytes moved by an ended request, or raise its error; InvalidBufferError if the storage of a tensor
+        was resized or replaced meanwhile. The buffers are no longer kept alive.
+        """
         for tensor in self._lent:
             tensor.require_unchanged(self._kind, self._path)
         self._lent = ()
@@ -108,5 +116,5 @@ class Request:
 
 
 def format_checksum(value: int) -> str:
-    """Return an xxh3_64 in the text form that all files of this project use."""
+    """Return an xxh3_64 as text, `"xxh3_64:<16 hex>"`, the form in all files of this project."""
     return f"xxh3_64:{value:016x}"

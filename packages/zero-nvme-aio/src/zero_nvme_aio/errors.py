@@ -68,6 +68,7 @@ class AioError(OSError):
 
 
 def _rebuild(cls: type[AioError], message: str, fields: dict[str, Any]) -> AioError:
+    """Return an error with this class, message and fields: the inverse of pickling."""
     return cls(message, **fields)
 
 
@@ -140,7 +141,7 @@ class ExtentError(AioError, LookupError):
 
 
 def open_error(path: str, error: OSError) -> OpenError:
-    """Return the typed error for a failed open."""
+    """Return the typed error for a file that could not be opened, by the errno of `error`."""
     code = error.errno
     kinds: dict[int | None, tuple[type[OpenError], str]] = {
         _errno.ENOENT: (MissingPathError, "it does not exist; mode 'w' or 'rw' creates it, in a directory that exists"),
@@ -155,8 +156,10 @@ def open_error(path: str, error: OSError) -> OpenError:
 
 
 def transfer_error(kind: str, path: str, native: tuple[int, int, int, int], native_codes: tuple[int, int]) -> AioError:
-    """Return the typed error for a failed request, from (code, offset, expected, got). `native_codes`: the codes for
-    end of file and cancelled.
+    """Return the typed error for a failed request of `kind` ("read", "write", …), to be raised.
+
+    `native`: (code, offset in the file, bytes expected, bytes moved), as the native engine reports it; the code is an
+    errno, or one of `native_codes`, those for end of file and for cancelled.
     """
     code, offset, expected, got = native
     end_of_file, cancelled = native_codes

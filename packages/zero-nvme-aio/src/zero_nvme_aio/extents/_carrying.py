@@ -28,12 +28,22 @@ Live = Mapping[str, list[Covered]]
 
 
 class _Move(NamedTuple):
+    """A covered range and its places in the open generation."""
+
     covered: Covered
     places: list[Allocation]
 
 
 class Carrying:
-    """Carries current data to the places in the open generation that ``place(name, begin, end)`` returns."""
+    """Carries current data of sealed generations to the places in the open one that ``place(name, begin, end)``
+    returns.
+
+    `generations`: the files of each generation, by number. `target`: the files of the open one. `shares_blocks`: says
+    of a stripe (the number of a path) whether its files can share blocks.
+
+    Attributes:
+        copied_bytes: the bytes that were copied rather than shared.
+    """
 
     def __init__(
         self,
@@ -53,7 +63,7 @@ class Carrying:
 
     def run(self, live: Live) -> list[WrittenRange]:
         """Carry the data over; return the ranges of the target that replace those of older generations, after all have
-        arrived.
+        arrived. `live`: the coverage of every name, which is not changed.
 
         Errors of the engine; ChecksumError if a partly overwritten extent was changed on disk.
         """
@@ -68,7 +78,7 @@ class Carrying:
         return pieces
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
-        """Carry one covered range over; yield its new ranges."""
+        """Carry one covered range over, or note it in the list of copies to be done at the end; yield its new ranges."""
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)
         if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):
@@ -78,7 +88,9 @@ class Carrying:
         yield self._piece(old, places[0], old.checksum)  # the bytes keep the checksum that they were written with
 
     def _share_or_copy(self, old: WrittenRange, place: Allocation) -> None:
-        """Share the whole blocks of a range and copy the rest at its ends; or copy all of it."""
+        """Share the whole blocks of a range with its new place, and note the rest at its ends, or all of it, in the
+        list of copies to be done at the end.
+        """
         source, target = self._generations[old.generation], self._target
         head, shared = 0, 0
         if old.stripe == place.stripe and self._shares_blocks(place.stripe):
@@ -94,8 +106,10 @@ class Carrying:
                 self._to_copy.append(copied)
 
     def _copy_verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
-        """Copy the current parts of a range whose checksum covers more than them: read the whole range and verify it
-        first, so that the new checksums do not vouch for damaged bytes.
+        """Copy the current parts of a range whose checksum covers more than them to `places`; yield their new ranges.
+
+        The whole range is read and verified first, so that the new checksums do not vouch for damaged bytes;
+        ChecksumError if it was changed on disk.
         """
         old = covered.piece
         source = self._generations[old.generation].file(old.stripe)
@@ -111,6 +125,7 @@ class Carrying:
             yield self._piece(old, place, writing.checksum or "")
 
     def _piece(self, old: WrittenRange, place: Allocation, checksum: str) -> WrittenRange:
+        """Return the range that `old` becomes at a place in the open generation."""
         nbytes = place.end - place.begin
         return WrittenRange(
             old.name, place.begin, nbytes, self._target.generation, place.stripe, place.file_offset, checksum=checksum
@@ -120,7 +135,9 @@ class Carrying:
 def carried_bytes(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> int:
-    """Return the bytes that a seal would copy now; data that shares its blocks is not copied."""
+    """Return the bytes that a seal of generation number `target` would copy now; data that shares its blocks is not
+    copied. The arguments are those of `Carrying`; `live`: the coverage of every name.
+    """
     return sum(
         covered.end - covered.begin
         for covered in _ranges_to_carry(live, generations, target, shares_blocks)
@@ -131,7 +148,9 @@ def carried_bytes(
 def _ranges_to_carry(
     live: Live, generations: Mapping[int, GenerationFiles], target: int, shares_blocks: Callable[[int], bool]
 ) -> Iterator[Covered]:
-    """Return the covered ranges of older generations that a seal carries over."""
+    """Return the covered ranges of older generations that a seal of generation number `target` carries over: all whose
+    files can share blocks, else those of generations of which less than half is current.
+    """
     old = [c for covered in live.values() for c in covered if c.piece.generation != target]
     current: dict[int, int] = {}
     for covered in old:
@@ -142,8 +161,8 @@ def _ranges_to_carry(
 
 
 def _whole_blocks(old: WrittenRange, place: Allocation, block: int) -> tuple[int, int]:
-    """Return the bytes before the first whole block of a range, and the bytes in its whole blocks; (0, 0) if the two
-    places differ in their distance to a block boundary.
+    """Return the bytes before the first whole block (of `block` bytes) of a range, and the bytes in its whole blocks;
+    (0, 0) if the range and its new place differ in their distance to a block boundary.
     """
     if (old.file_offset - place.file_offset) % block:
         return 0, 0

@@ -15,8 +15,9 @@ _SLICES_EXPECTED = 4
 
 
 def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_bytes: int) -> int:
-    """Return the bytes to reserve at the start of each file: enough for every declared name to be written in several
-    slices.
+    """Return the bytes to reserve for a header at the start of each file, in whole pages: enough for every declared
+    name to be written in several slices. `declared`: (bytes, dtype) by name; `stripes`: the number of paths, over which
+    names are striped in units of `stripe_bytes`.
     """
     entries, text = 0, 0
     for name, (nbytes, _) in declared.items():
@@ -31,10 +32,12 @@ def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_by
 def header_for(
     pieces: Sequence[WrittenRange], declared: Mapping[str, tuple[int, str]], reserved: int, file_bytes: int
 ) -> tuple[bytes, dict[tuple[str, int], str]] | None:
-    """Return the header of one file and the entry name of each range, by (name, begin); None if it does not fit the
-    reserved bytes.
+    """Return the header of one file, exactly ``reserved`` bytes, and the entry name of each range, by (name, begin);
+    None if it does not fit.
 
-    Bytes between extents become entries called `__gap__.<n>`, since the format allows no holes.
+    `pieces`: the ranges in the file. `declared`: (bytes, dtype) by name. An entry is the name, or `<name>@<begin>` for
+    a part of it, which is U8 if it is not whole elements. Bytes between extents, and up to `file_bytes`, become entries
+    called `__gap__.<n>`, since the format allows no holes.
     """
     entries, keys, position, gaps = [], {}, 0, 0
     for piece in sorted(pieces, key=lambda p: p.file_offset):

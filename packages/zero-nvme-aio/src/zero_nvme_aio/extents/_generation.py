@@ -51,5 +51,7 @@ class Generation:
         self._make_durable()
 
     def release(self) -> None:
-        """Let the store remove the files as soon as it does not need them itself."""
+        """Let the store remove the files as soon as it does not need them itself; hard links to them stay. May be
+        called twice.
+        """
         self._pin.clear()

@@ -1,4 +1,6 @@
-"""The generations of a store: which survive a crash, which users hold, and which are removed."""
+"""The generations of a store: which survive a crash, which users hold, and which are removed. A generation is the files
+written between two seals; the last one is open.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,9 @@ _REMOVAL_SECONDS = 60.0  # bound of `close`'s wait: a thread that was interrupte
 class History:
     """Keeps the files of the open generation, and of earlier ones for as long as anything needs them.
 
-    `live`: the current state, which the store changes. `lock`: the store's, which holds it in every call; calls through
-    a `Generation` come on any thread and take it. Large files take long to remove, so these calls do that after they
-    have released the lock: only `close` waits for it.
+    `live`: the current state (name -> the ranges that hold its bytes), which the store changes. `lock`: the store's,
+    which holds it in every call; calls through a `Generation` come on any thread and take it. Large files take long to
+    remove, so these calls do that after they have released the lock: only `close` waits for it.
 
     Attributes:
         files: generation number -> its files; the open generation has some once it is written to.
@@ -46,7 +48,8 @@ class History:
         self._closed = False
 
     def adopt(self, generations: Mapping[int, GenerationFiles], keys: Mapping[tuple[int, str, int], str]) -> None:
-        """Add the sealed generations found in the folders, which make up the current state.
+        """Add the sealed generations found in the folders, by number, which make up the current state; the open one
+        gets the next number.
 
         `keys`: (generation, name, begin) -> entry of the safetensors file.
         """
@@ -93,7 +96,8 @@ class History:
     def make_last_durable(self) -> None:
         """Sync the generation that was sealed last, if that was not done yet.
 
-        If it failed before, raise that error for as long as the generation holds current bytes; then give up on it.
+        If it failed before, raise that error for as long as the generation holds current bytes; after that stop trying,
+        and the generation never survives a crash.
         """
         if self._unsynced is None:
             return
@@ -121,7 +125,9 @@ class History:
 
     def close(self, *, remove: bool) -> None:
         """Close all files. With `remove` delete them; otherwise delete those of the open generation and make the last
-        sealed one durable.
+        sealed one durable, whose error is raised before anything is closed.
+
+        Waits, up to 60 seconds, for threads that are removing files.
         """
         if not remove:
             self.make_last_durable()
@@ -150,7 +156,9 @@ class History:
         self._remove(superseded)
 
     def _take_superseded(self) -> list[GenerationFiles]:
-        """Take the generations that nothing needs any more out of `files`; the caller passes them to `_remove`."""
+        """Take the generations that nothing needs any more out of `files` and return them; the caller holds the lock,
+        and passes them to `_remove` after releasing it. Empty after `close`.
+        """
         if self._closed:
             return []
         needed = {c.piece.generation for state in (self._live, self._durable_live) for cs in state.values() for c in cs}
@@ -161,7 +169,7 @@ class History:
         return found
 
     def _remove(self, superseded: Sequence[GenerationFiles]) -> None:
-        """Delete the files of generations that `_take_superseded` returned."""
+        """Delete the files of generations that `_take_superseded` returned; takes the lock for a moment after each."""
         for files in superseded:
             try:
                 files.remove()

@@ -29,7 +29,10 @@ _STRIPE = re.compile(r"0|[1-9][0-9]{0,3}")
 
 
 class SealedIndex(NamedTuple):
-    """The content of an index. `files`: stripe -> (name, bytes); `keys`: (name, offset) -> safetensors entry."""
+    """The content of an index. `kind`: "raw" or "safetensors". `stripes`: the number of the store's paths. `files`:
+    stripe (number of a path) -> (file name, bytes). `pieces`: all ranges, by name and offset. `keys`: (name, offset) ->
+    safetensors entry.
+    """
 
     generation: int
     kind: str
@@ -40,7 +43,7 @@ class SealedIndex(NamedTuple):
 
 
 def write_index(path: str, sealed: SealedIndex) -> None:
-    """Write and sync the index; it is either complete or absent."""
+    """Write the index to `path` and sync it and its folder; the file is either complete or absent."""
     extents: dict[str, list[list[object]]] = {}
     for piece in sealed.pieces:
         key = sealed.keys.get((piece.name, piece.begin), "")
@@ -67,7 +70,9 @@ def write_index(path: str, sealed: SealedIndex) -> None:
 
 
 def read_index(path: str) -> SealedIndex:
-    """Read and check an index; FormatError if it is damaged, inconsistent, or of an unknown version."""
+    """Read and check an index; FormatError if it is damaged, inconsistent, or of an unknown version. The files it names
+    are not looked at.
+    """
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
@@ -93,7 +98,9 @@ def read_index(path: str) -> SealedIndex:
 
 
 def _check(path: str, table: Mapping[str, Any]) -> None:
-    """Raise FormatError unless every field has its type and every extent lies in a file of the index."""
+    """Raise FormatError, with `path` in it, unless every field of the index has its type and every extent lies in a
+    file of the index.
+    """
     files, extents = table.get("files"), table.get("extents")
     wrong = [name for name in ("generation", "stripes") if not _is_size(table.get(name))]
     if table.get("kind") not in ("raw", "safetensors"):
@@ -109,20 +116,26 @@ def _check(path: str, table: Mapping[str, Any]) -> None:
 
 
 def _is_size(value: object) -> bool:
+    """Return whether a value is an integer (not a bool) from 0 to 2**62 - 1."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def _is_file(stripe: str, entry: Any) -> bool:
+    """Return whether an entry of `files` is a decimal path number below 10,000 with a [file name, bytes] that stays in
+    its folder.
+    """
     named = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and os.sep not in entry[0]
     return named and "\0" not in entry[0] and _is_size(entry[1]) and _STRIPE.fullmatch(stripe) is not None
 
 
 def _is_row(row: Any) -> bool:
+    """Return whether a row of `extents` has its six fields, of the right types, and at least one byte."""
     whole = isinstance(row, list) and len(row) == 6 and all(map(_is_size, row[:4]))
     return whole and row[1] > 0 and all(isinstance(text, str) for text in row[4:])
 
 
 def _rows(extents: Mapping[str, list[list[object]]]) -> Iterable[tuple[str, int, int, int, int, str, str]]:
+    """Yield (name, offset, bytes, stripe, file offset, checksum, key) of every extent in a checked index."""
     for name, rows in extents.items():
         for row in rows:
             yield (name, *row)  # type: ignore[misc]

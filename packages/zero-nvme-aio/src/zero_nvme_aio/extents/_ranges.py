@@ -1,4 +1,6 @@
-"""The places of a name's bytes: interval arithmetic, no files."""
+"""The places of a name's bytes: interval arithmetic, no files. A stripe is the number of a path of the store, from 0; a
+generation is what is written between two seals.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ PAGE = 4096
 
 
 class WrittenRange:
-    """Bytes [begin, begin + nbytes) of `name`, written in one go at one place of one generation."""
+    """Bytes [begin, begin + nbytes) of `name`, written in one go at `file_offset` of the file of one generation and
+    stripe.
+
+    `request`: the write that carried them, while or after it was under way in this process; None if the range was
+    loaded or carried over.
+    """
 
     __slots__ = ("_checksum", "_partial", "begin", "file_offset", "generation", "name", "nbytes", "request", "stripe")
 
@@ -49,7 +56,7 @@ class WrittenRange:
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:
-        """Return a sub-range of this one; its checksum is not known."""
+        """Return the sub-range [begin, end) of this one, in the same place; its checksum is not known until it is set."""
         part = WrittenRange(
             self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin
         )
@@ -67,7 +74,7 @@ class Covered(NamedTuple):
 
 
 def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> list[Covered]:
-    """Return the coverage after `new` was written over it.
+    """Return the coverage of a name, by offset, after `new` was written over `current`, which is not changed.
 
     Ranges of sealed generations are only shadowed. Ranges of the open generation lie in the same place as `new`, so
     their remainders become ranges of their own, whose checksums are computed when they are sealed.
@@ -87,8 +94,8 @@ def overlay(current: list[Covered], new: WrittenRange, open_generation: int) -> 
 
 
 def cover(current: list[Covered], begin: int, end: int) -> Iterator[Covered | tuple[int, int]]:
-    """Yield the ranges that hold [begin, end), in order: covered ranges, and (begin, end) pairs for bytes never
-    written.
+    """Yield the ranges that hold bytes [begin, end) of a name, in order, each limited to them: covered ranges, and
+    (begin, end) pairs for bytes never written.
     """
     position = begin
     for covered in current:
@@ -113,9 +120,15 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """Allocates file space of one generation. Places have the same distance to a page boundary as the bytes they hold,
-    so that page-aligned memory for a page-aligned range needs no copy. ``first_stripes``: name -> the stripe of its
-    first bytes, kept across generations so that bytes stay on their device.
+    """Allocates file space of one generation, on `stripes` paths in units of `stripe_bytes`, from `first_offset` of
+    each file on.
+
+    Places have the same distance to a page boundary as the bytes they hold, so that page-aligned memory for a
+    page-aligned range needs no copy. `first_stripes`: name -> the stripe of its first bytes; names are added to it, and
+    it is kept across generations so that bytes stay on their device.
+
+    Attributes:
+        ends: the end of the space given out in each file, in bytes.
     """
 
     def __init__(self, stripes: int, stripe_bytes: int, first_offset: int, first_stripes: dict[str, int]) -> None:
@@ -126,12 +139,14 @@ class Allocator:
         self._first_stripes = first_stripes
 
     def reserve(self, name: str, nbytes: int) -> None:
-        """Allocate space for all bytes of a name at once, unless it has some."""
+        """Allocate space for all `nbytes` of a name at once, unless it has some in this generation."""
         if name not in self._places:
             self.place(name, 0, nbytes)
 
     def place(self, name: str, begin: int, end: int) -> list[Allocation]:
-        """Return the places of [begin, end): those it already has in this generation, else new ones."""
+        """Return the places of bytes [begin, end) of a name, in order: those they already have in this generation, else
+        new ones.
+        """
         places = self._places.setdefault(name, [])
         out, position = [], begin
         for known in places:
@@ -145,6 +160,9 @@ class Allocator:
         return out
 
     def _allocate(self, name: str, begin: int, end: int) -> list[Allocation]:
+        """Allocate and return new places for bytes [begin, end) of a name, one per unit of a stripe; none if the range
+        is empty.
+        """
         first = self._first_stripes.setdefault(name, len(self._first_stripes) % self.stripes)
         new = []
         while begin < end:

@@ -18,7 +18,10 @@ __all__ = ["Reading", "check_checksum"]
 
 
 class Reading:
-    """Collects the requests of one read, and the checks to run when they are done."""
+    """Collects the requests of one read of a name, and the checks to run when they are done.
+
+    `generations`: the files of each generation, by its number. `verify`: compare recorded checksums.
+    """
 
     def __init__(self, engine: Engine, generations: Mapping[int, GenerationFiles], verify: bool) -> None:
         self._engine = engine
@@ -28,7 +31,9 @@ class Reading:
         self.checks: list[Callable[[], None]] = []
 
     def start(self, covered: Covered, items: list[Any]) -> Request:
-        """Start reading one covered range into `items` and return the request."""
+        """Start reading one covered range into `items`, described buffers of its size, and return the request. With
+        `verify`, and if a checksum is recorded, a check is added, which must run before the bytes are used.
+        """
         piece = covered.piece
         file = self._generations[piece.generation].file(piece.stripe)
         offset = piece.file_offset + covered.begin - piece.begin
@@ -65,7 +70,9 @@ class Reading:
 
 
 def check_checksum(file: File, piece: WrittenRange, request: Request) -> None:
-    """Raise ChecksumError unless a read of the whole range has the recorded checksum."""
+    """Raise ChecksumError, naming range, file and offset, unless an ended read of the range `piece` has its recorded
+    checksum.
+    """
     if request.checksum != piece.checksum:
         raise ChecksumError(
             f"'{piece.name}' bytes {piece.begin} to {piece.end}: '{file.path}' at offset {piece.file_offset} "

@@ -67,4 +67,5 @@ def clone_range(source: str, offset: int, target: str, target_offset: int, nbyte
 
 
 def _clone(source: int, offset: int, target: int, target_offset: int, nbytes: int) -> None:
+    """Make one open file share blocks of another, at offsets in bytes; OSError if the kernel refuses."""
     fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, offset, nbytes, target_offset))

@@ -13,9 +13,11 @@ __all__ = ["StoreRequest"]
 
 
 class StoreRequest:
-    """A read or write of a name. Behaves like the engine's `Request`: `done`, `wait`, awaitable, safe to drop or share.
+    """A read or write of a name, made of engine requests. Behaves like the engine's `Request`: `done`, `wait`,
+    awaitable, safe to drop or share.
 
-    A verified read checks its checksums in `wait` and raises ChecksumError there.
+    `nbytes`: the bytes it moves. `checks`: run once all has ended well; a verified read checks its checksums so, and
+    raises ChecksumError in `wait`.
     """
 
     def __init__(self, requests: Sequence[Request], nbytes: int, checks: Sequence[Callable[[], None]] = ()) -> None:
@@ -29,8 +31,10 @@ class StoreRequest:
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until all of it has ended and return the bytes moved; `timeout` in seconds; errors as for
-        `Request.wait`.
+        """Block until all of it has ended and return the bytes moved; None waits without end.
+
+        WaitTimeoutError after `timeout` seconds; ChecksumError for a verified read; else the first error of its parts,
+        as for `Request.wait`, raised once all of them have ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None
@@ -59,7 +63,9 @@ class StoreRequest:
         return self._run_checks()
 
     def _run_checks(self) -> int:
-        """Run the checksum checks and return the bytes moved."""
+        """Run the checks, one thread at a time, and return the bytes moved; ChecksumError if one fails. Every call runs
+        them.
+        """
         with self._lock:
             for check in self._checks:
                 check()

@@ -1,4 +1,6 @@
-"""Turns an open generation into one that is never written again."""
+"""Turns an open generation (the files written since the last seal) into one that is never written again. A stripe is
+the number of a path of the store, from 0.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ __all__ = ["GenerationSync", "check", "end"]
 class GenerationSync:
     """Makes a completely written generation durable, once, on any thread.
 
-    `written`: the files by which it was written, by stripe; they stay open until `close`.
+    `generation`: its number. `written`: the files by which it was written, by stripe; they stay open until `close`.
+    `sealed`: the index to write at the end.
     """
 
     def __init__(
@@ -36,8 +39,8 @@ class GenerationSync:
         """The error that syncing raised. A second attempt could succeed although bytes were lost, so there is none."""
 
     def run(self) -> None:
-        """Sync the files, then write the index, which makes the generation exist. A second call does nothing, or raises
-        the first call's error again.
+        """Sync the files, then write the index, which makes the generation exist. A second call, or one after `close`,
+        does nothing, or raises the first call's error again.
         """
         with self._lock:
             if self.error is not None:
@@ -52,6 +55,7 @@ class GenerationSync:
             self._done = True
 
     def _sync(self) -> None:
+        """Sync the files and their folders, then write and sync the index."""
         for file in self._written.values():
             self._engine.sync(file)
         for stripe in self._written:
@@ -78,6 +82,10 @@ def end(
 ) -> SealedIndex:
     """Complete the checksums, write the headers and make the files read-only; return the index, which is not written
     yet.
+
+    `placement`: knows where each file ends. `pieces`: the ranges that are current in this generation; those without a
+    checksum get one. `declared`: (bytes, dtype) by name. `reserved`: bytes free for a header at the start of each file.
+    The kind is "safetensors" if all names were declared and the headers fit, else "raw". Raises the engine's errors.
     """
     complete_checksums(engine, files, pieces)
     headers, keys = _headers(files, placement, pieces, declared, reserved)
@@ -93,8 +101,8 @@ def end(
 
 
 def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
-    """Read back every range without a checksum, and record it: writes without one, and the remainders of ranges that
-    were partly overwritten.
+    """Read back every range without a checksum, and set it: writes without one, and the remainders of ranges that were
+    partly overwritten. Raises the errors of the reads.
     """
     missing = [piece for piece in pieces if not piece.checksum]
     if not missing:
@@ -107,8 +115,8 @@ def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[
 
 
 def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
-    """Raise FormatError unless an index belongs to its generation, has the same paths, and its files have the lengths
-    it says.
+    """Raise FormatError unless an index (`sealed`) belongs to this generation, was written with the same number of
+    paths, and its files have their names and the lengths it says.
     """
     index = folders.index_path(generation)
     if sealed.generation != generation:
@@ -132,8 +140,8 @@ def _headers(
     declared: Mapping[str, tuple[int, str]],
     reserved: int,
 ) -> tuple[dict[int, bytes], dict[tuple[str, int], str]]:
-    """Return the headers by stripe, and the entry names by (name, begin); both empty if a name was not declared or the
-    reserved bytes do not suffice.
+    """Return the safetensors header of each file, by stripe, and the entry name of each range, by (name, begin); both
+    empty if a name was not declared or the reserved bytes do not suffice.
     """
     if reserved == 0 or any(piece.name not in declared for piece in pieces):
         return {}, {}

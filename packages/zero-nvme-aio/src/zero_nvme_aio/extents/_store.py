@@ -1,4 +1,8 @@
-"""The store: writes go to the open generation, reads come from the newest generation that holds the bytes."""
+"""The store: writes go to the open generation, reads come from the newest generation that holds the bytes.
+
+A generation is the files written between two calls of `seal`; the last one is open until it is sealed. A stripe is the
+number of a path, from 0.
+"""
 
 from __future__ import annotations
 
@@ -126,11 +130,13 @@ class ExtentStore:
         return StoreRequest(requests, nbytes)
 
     def read(self, name: str, out: Any, offset_bytes: int = 0, *, verify: bool | None = None) -> StoreRequest:
-        """Start filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it.
+        """Start filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it, and
+        return the request.
 
-        Waits first for writes under way to the same bytes. With `verify` the recorded checksums are compared in `wait`,
-        which raises ChecksumError. Raises ExtentError for bytes that were never written, and the write's own error for
-        bytes whose write failed.
+        Waits first for writes under way to the same bytes. With `verify` (None: as the store was told) the recorded
+        checksums are compared in `wait`, which raises ChecksumError; bytes without one are not checked. Raises
+        ExtentError for bytes that were never written, the write's own error for bytes whose write failed,
+        InvalidBufferError, ClosedError.
         """
         items = _buffers.describe_all(out, True)
         nbytes = sum(map(_buffers.nbytes_of, items))
@@ -196,7 +202,7 @@ class ExtentStore:
             return {name: tuple(map(self._history.extent, covered)) for name, covered in self._live.items()}
 
     def flush(self) -> None:
-        """Wait for all submitted requests; raise the first write that failed."""
+        """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again."""
         with self._lock:
             self._check_open()
             for name in list(self._busy):
@@ -208,7 +214,9 @@ class ExtentStore:
                         entry.piece.request.wait()
 
     def carried_bytes(self) -> int:
-        """Return the bytes that `seal` would copy now; it needs as much free space."""
+        """Return the bytes that `seal` would copy now from older generations, which needs as much free space; 0 if
+        nothing was written since the last seal.
+        """
         with self._lock:
             self._check_open()
             if not self._written_since_seal():
@@ -240,7 +248,9 @@ class ExtentStore:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
-        """Return the allocator and the files of the open generation, started on first use."""
+        """Return the allocator and the files of the open generation. On first use they are made, with room for a header
+        if names were declared.
+        """
         if self._placement is None:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
@@ -251,16 +261,21 @@ class ExtentStore:
         return self._placement, self._history.files[self._history.open_number]
 
     def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
-        """Return the places of [begin, end) of a name; a declared name gets all of its space at once."""
+        """Return the places in the open generation of bytes [begin, end) of a name, allocated if new; a declared name
+        gets all of its space at once.
+        """
         if name in self._declared:
             placement.reserve(name, self._declared[name][0])
         return placement.place(name, begin, end)
 
     def _written_since_seal(self) -> bool:
+        """Return whether the open generation holds current bytes."""
         return any(c.piece.generation == self._history.open_number for covered in self._live.values() for c in covered)
 
     def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
-        """Carry the current data of older generations into the open one."""
+        """Carry the current data of older generations into the open one, by sharing blocks or by a copy; do nothing if
+        nothing was written since the last seal.
+        """
         if not self._written_since_seal():
             return
         carrying = _carrying.Carrying(
@@ -275,6 +290,7 @@ class ExtentStore:
         self._bytes_written += carrying.copied_bytes
 
     def _check_range(self, name: str, offset: int, nbytes: int) -> None:
+        """Raise ExtentError if `nbytes` at `offset` are not within the name's declared size, or begin below 0."""
         limit = self._declared[name][0] if name in self._declared else 2**62
         if offset < 0 or offset + nbytes > limit:
             raise ExtentError(
@@ -285,7 +301,9 @@ class ExtentStore:
             )
 
     def _wait_for_conflicts(self, name: str, begin: int, end: int, *, writing: bool) -> None:
-        """Wait for requests over the same bytes, unless both only read."""
+        """Wait for requests under way that touch bytes [begin, end) of a name, unless they and the coming one
+        (`writing`) only read. Errors stay with the requests.
+        """
         still = []
         for low, high, is_write, request in self._busy.get(name, []):
             if request.done():
@@ -297,7 +315,9 @@ class ExtentStore:
         self._busy[name] = still
 
     def _load_sealed(self, resume: bool) -> None:
-        """Load the sealed generations in the folders and remove unsealed files."""
+        """Load the sealed generations in the folders and remove unsealed files. ExtentError if there are sealed ones
+        and `resume` is false; FormatError if one is damaged or has other paths.
+        """
         self._folders.remove_unsealed()
         found = self._folders.indexes()
         if found and not resume:
@@ -318,10 +338,12 @@ class ExtentStore:
         self._history.adopt(generations, keys)
 
     def _release_engine_and_lock(self) -> None:
+        """Close the engine, unless it is shared, and release the store's lock."""
         if self._owns_engine:
             self.engine.close()
         self._folders.give_back(self._lock_fd)
 
     def _check_open(self) -> None:
+        """Raise ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the extent store is closed")
