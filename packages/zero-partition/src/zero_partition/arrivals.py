@@ -19,7 +19,9 @@ from .unit_watch import WatchedUnits
 class GradientArrivals:
     """Moves gradients that autograd has finished into the units' buffers, after the user's hooks have run on them.
 
-    ``units``: all units, by index; ``gradients``: those of trained units, by index.
+    ``units``: all units, by index; ``gradients``: those of trained units, by index. ``gatherer``, ``reducer``: release
+    and reduce a unit with its last gradient. ``liveness``: is told of a failure that ends the engine.
+    ``watched_units``: has the tool to call when a unit's gradients are done.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class GradientArrivals:
     def ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the gradient of parameter ``number`` of the unit with index ``unit``, which autograd has finished.
 
-        If hooks of the user's still run on it, it is taken when the next gradient is ready, or by `take_left`.
+        If hooks of the user's still run on it, it stays in ``.grad`` and is taken when the next gradient is ready, or
+        by `take_left`. Raises `PartitionError` as `_take` does. ``hook``: the parameter's.
         """
         if self._left:
             self.take_left()
@@ -64,9 +67,11 @@ class GradientArrivals:
         self._left.clear()
 
     def _take(self, index: int, number: int, hook: GradientHook) -> None:
-        """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer.
+        """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer, and make it None.
 
-        With the last one of a pass that reduces, the unit may be reduced and is released.
+        With the last one of a pass that reduces, the unit may be reduced and is released. Nothing more if it was None.
+        Raises `PartitionError` if a hook of the user's changed it after an earlier pass of the step, and, ending the
+        engine, for ``create_graph=True``.
         """
         unit, gradients = self._units[index], self._gradients[index]
         parameter = unit.parameters[number]

@@ -46,17 +46,17 @@ class ModuleCalls:
         self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
 
     def end_call(self, unit: Unit, module: str) -> None:
-        """Record that ``module``'s call, which uses ``unit``, has ended: one fewer is running, and ``module`` has run
-        in this pass."""
+        """Record that the call of the module named ``module``, which uses ``unit``, has ended: one fewer is running,
+        and ``module`` has run in this pass."""
         self._depth[unit.index] = max(self._depth.get(unit.index, 0) - 1, 0)
         self.note_run(unit, module)
 
     def note_run(self, unit: Unit, module: str) -> None:
-        """Record that ``module`` has run in this pass and needs ``unit`` no more."""
+        """Record that the module named ``module`` has run in this pass and needs ``unit`` no more."""
         self._still_to_run(unit).discard(module)
 
     def add_keeper(self, unit: Unit, module: str) -> None:
-        """Make `is_done` of ``unit`` wait for ``module`` too, in this pass and in later ones."""
+        """Make `is_done` of ``unit`` wait for the module named ``module`` too, in this pass and in later ones."""
         self._keepers.setdefault(unit.index, set()).add(module)
         self._still_to_run(unit).add(module)
 
@@ -74,7 +74,8 @@ class ModuleCalls:
         self._depth.clear()
 
     def forget_calls(self) -> None:
-        """Forget every running call and pass: after a failure, as an exception may have skipped the forward hooks."""
+        """Forget the running pass and every running call, also in the stacks of `new_stack`: after a failure, as an
+        exception may have skipped the forward hooks."""
         self.outermost = None
         self.in_backward = False
         self.restart()
@@ -82,7 +83,8 @@ class ModuleCalls:
             stack.clear()
 
     def _still_to_run(self, unit: Unit) -> set[str]:
-        """Return the names of the unit's modules that have not run in this pass; changes to the set count."""
+        """Return the names of the unit's modules that have not run in this pass: the live set, from which callers
+        remove them."""
         found = self._not_run.get(unit.index)
         if found is None:
             found = self._not_run[unit.index] = {*unit.plan.members, *self._keepers.get(unit.index, ())}

@@ -42,7 +42,8 @@ class ExpectedGradients:
 
     @without_torch_function
     def begin(self) -> None:
-        """Begin a pass: no gradient has arrived yet."""
+        """Begin a pass, in which no gradient has arrived yet; below stage 3, count the parameters that require
+        gradients now."""
         self._arrived = dict.fromkeys(self._gradients, 0)
         if self._learns:
             return
@@ -52,7 +53,10 @@ class ExpectedGradients:
             self._count[index] = required + self._repeats[index]
 
     def arrived(self, index: int, number: int) -> bool:
-        """Count the gradient of parameter ``number`` of unit ``index``; return True if it was the last one expected."""
+        """Count the gradient of parameter ``number`` of unit ``index``; return whether it was the last one expected.
+
+        False for late ones, which come after that.
+        """
         self._arrived[index] += 1
         if not self._learns:
             self._numbers[index].add(number)
@@ -63,9 +67,9 @@ class ExpectedGradients:
         return self._arrived[index] >= self._count[index] and (self.may_be_late or not self._first)
 
     def end(self) -> Iterator[int]:
-        """End the pass: yield the indices of units that got another number of gradients than expected.
+        """End the pass: yield the indices of units that got gradients, but another number of them than expected.
 
-        Later passes expect the new number. Iterate over all of it.
+        At stage 3 the next passes expect the new number. Iterate over all of it, as the iteration does the work.
         """
         self._first = False
         for index, count in self._arrived.items():
@@ -77,12 +81,12 @@ class ExpectedGradients:
                 yield index
 
     def reached(self) -> Iterator[int]:
-        """Return the indices of the units that got gradients in this pass."""
+        """Yield the indices of the units that got gradients in this pass."""
         return (index for index, count in self._arrived.items() if count)
 
     def _note_required(self, index: int, count: int) -> None:
-        """Learn, below stage 3, how many of the ``count`` gradients of a unit were repeats, and whether `begin` has to
-        count its parameters that require gradients."""
+        """Learn, below stage 3, how many of the ``count`` gradients that a unit got were repeats, and whether `begin`
+        has to count its parameters that require gradients again."""
         distinct = len(self._numbers[index])
         repeats = max(self._repeats[index], count - distinct)
         if distinct < len(self._gradients[index].unit.parameters) or repeats > self._repeats[index]:

@@ -19,7 +19,8 @@ _PREFETCHED_SHARDS = 8  # units whose shards a slow tier is asked for before the
 class OrderedGathers:
     """The gathers of one engine, issued in the order that the ranks have agreed for each pass.
 
-    Issuing a gather never waits for another rank. ``units``: all units; a unit's index is its position in it. ``step``:
+    Issuing a gather never waits for another rank. A pass is known by a key, its name ("backward", or "forward of" a
+    module), under which its order is learned. ``units``: all units; a unit's index is its position in it. ``step``:
     number for the tags of the gathers.
     """
 
@@ -44,12 +45,13 @@ class OrderedGathers:
 
     @property
     def key(self) -> str:
-        """Return the name of the running pass, or of the last one; empty before the first."""
+        """Return the key of the running pass, or of the last one; empty before the first."""
         return self._key
 
     @property
     def order(self) -> Sequence[int]:
-        """Return the unit indices of the running pass, or of the last one, in the order of their gathers."""
+        """Return the unit indices of the running pass, or of the last one, in the order of their gathers; empty before
+        the first pass."""
         schedule = self._schedule if self._schedule is not None else self._schedules.get(self._key)
         return () if schedule is None else schedule.order
 
@@ -78,7 +80,7 @@ class OrderedGathers:
             self._used[unit.index] = None
 
     def is_present(self, unit: Unit) -> bool:
-        """Return whether ``unit`` is gathered, by a gather that was issued in the running pass."""
+        """Return whether ``unit`` is gathered now, by a gather that was issued in the running (or last) pass."""
         return unit.index in self._fresh and unit.state is UnitState.GATHERED
 
     def is_used(self, unit: Unit) -> bool:
@@ -86,15 +88,13 @@ class OrderedGathers:
         return unit.index in self._used and self.is_present(unit)
 
     def is_issued(self, unit: Unit) -> bool:
-        """Return whether the gather of ``unit`` was issued in the running pass, and it has not been released since."""
+        """Return whether the gather of ``unit`` was issued in the running (or last) pass, and the unit was not released
+        since."""
         return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass named ``key`` in its learned order.
-
-        The first time, the order is the reverse of that of the pass ``like_reversed`` if that one is learned, else
-        module order.
-        """
+        """Start the pass of this ``key`` in its learned order. The first time, the order is the reverse of that of the
+        pass ``like_reversed`` (a key) if that one is learned, else module order."""
         if key not in self._schedules:
             order = self._releasable
             if like_reversed is not None and like_reversed in self._learned:
@@ -116,7 +116,8 @@ class OrderedGathers:
         return unit
 
     def issue_until(self, count: int) -> None:
-        """Issue gathers until at least the first ``count`` of the running pass's order are issued."""
+        """Issue gathers until at least the first ``count`` of the running pass's order, or all of it, are issued;
+        nothing outside a pass."""
         while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
             self.issue_next()
 
@@ -133,11 +134,9 @@ class OrderedGathers:
         return True
 
     def serve_request(self, index: int, mine: bool) -> None:
-        """Gather unit ``index``, which some rank has requested, after the rest of the pass's order.
-
-        ``mine``: this rank has requested it too; else it is released again if it was released. Collective: every rank
-        calls it at the same point.
-        """
+        """Gather unit ``index``, which some rank has requested, after the rest of the pass's order. ``mine``: this rank
+        has requested it too, and waits for it itself; else the unit is released again if it was released before.
+        Collective: every rank calls it at the same point."""
         self.issue_until(len(self.order))  # the group's order is the same on all ranks
         unit = self._units[index]
         absent = unit.state is UnitState.RELEASED
@@ -157,14 +156,16 @@ class OrderedGathers:
         self._outside.append(unit)
 
     def release_outside(self) -> None:
-        """Release the units given to `note_outside` unless they are pinned; autograd graphs keep memory they saved."""
+        """Release the units given to `note_outside` since the last call unless they are pinned; autograd graphs keep
+        memory they saved."""
         outside, self._outside = self._outside, []
         for unit in outside:
             if not unit.pinned:
                 unit.release()
 
     def close(self, *, observed: bool) -> None:
-        """End the running pass, and keep the units that it used for `take_observed` if its order lacks them or is new.
+        """End the running pass, and keep the units that it used for `take_observed` if its order lacks one of them or
+        is not learned yet.
 
         ``observed``: False if this rank only issued gathers for others, so that the units it used say nothing.
         """
@@ -180,7 +181,8 @@ class OrderedGathers:
         self._fresh.clear()
 
     def reset(self) -> None:
-        """Forget the running pass and all learned orders, as ranks may have learned different ones."""
+        """Forget the running pass, all learned orders, and units waiting for `release_outside`: ranks may have learned
+        different orders."""
         self.abandon()
         self._schedules.clear()
         self._learned.clear()
@@ -188,14 +190,16 @@ class OrderedGathers:
         self._outside.clear()
 
     def take_observed(self) -> dict[str, list[int]]:
-        """Return and forget this rank's observations: by pass, the indices of the units in order of first use."""
+        """Return and forget this rank's observations since the last call: by key of a pass, the indices of the units in
+        order of first use."""
         observed, self._observed = self._observed, {}
         return observed
 
     def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
-        """Merge the ranks' `take_observed` into the learned orders; same result on every rank.
+        """Merge what the ranks have observed into the learned orders; same result on every rank.
 
-        ``observed_by_rank``: in rank order; ranks that observed the same may be left out but for the first.
+        ``observed_by_rank``: each rank's `take_observed`, in rank order; of ranks that observed the same the first is
+        enough.
         """
         for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
             base = [self._schedules[key].order] if key in self._learned else []
@@ -204,7 +208,7 @@ class OrderedGathers:
             self._learned.add(key)
 
     def _issue(self, unit: Unit) -> None:
-        """Issue the gather of ``unit``, and remember its storage for `unit_of_storage`."""
+        """Issue the gather of ``unit``, and remember its storage's address for `unit_of_storage`."""
         unit.issue_gather(self._step.value)
         self._by_address[unit.flat.untyped_storage().data_ptr() or storage_address(unit.flat)] = unit
 
@@ -216,7 +220,7 @@ class GatherWaits(Protocol):
     def before_gather(self, unit: Unit, /) -> None:
         """Start every reduction that another rank may finish before it issues the gather of ``unit``.
 
-        Called before this rank blocks on that gather.
+        Called before this rank blocks on that gather, which it has issued.
         """
 
     def before_unscheduled_gather(self) -> None:
@@ -230,11 +234,12 @@ class GatherWaits(Protocol):
 class Gatherer:
     """Gathers releasable units when modules need them, prefetches the next ones, and releases them.
 
-    ``waits``: called before this rank blocks on a gather. ``request``: gathers a unit (by index) that the pass's order
-    cannot give, together with all ranks (see agreement.py). ``residency``: is told which shards will be needed soon.
-    ``live``: counts the units' elements. ``prefetch_numel`` bounds the elements in flight ahead of use,
-    ``max_live_numel`` the gathered ones; the unit that is needed now is gathered whatever the bounds, and so is the one
-    after it unless ``prefetch_numel`` is 0: otherwise a unit larger than a bound would never overlap with computation.
+    ``units``: all units, by index. ``gathers``: issues their gathers. ``waits``: called before this rank blocks on a
+    gather. ``request``: gathers a unit (by index) that the pass's order cannot give, together with all ranks (see
+    agreement.py). ``residency``: is told which shards will be needed soon. ``live``: counts the units' elements.
+    ``prefetch_numel`` bounds the elements in flight ahead of use, ``max_live_numel`` the gathered ones; the unit that
+    is needed now is gathered whatever the bounds, and so is the one after it unless ``prefetch_numel`` is 0: otherwise
+    a unit larger than a bound would never overlap with computation.
     """
 
     def __init__(
@@ -267,7 +272,8 @@ class Gatherer:
     def gather(self, unit: Unit) -> None:
         """Gather ``unit``, wait until its parameters are full, and prefetch the next units of the pass.
 
-        Does nothing for a unit that is never released or is gathered in this pass already.
+        Does nothing for a unit that is never released or is gathered in this pass already. Outside a pass, or where the
+        pass's order cannot give the unit, all ranks have to join (see [Note: requests] in agreement.py).
         """
         if not unit.releasable:
             return
@@ -277,21 +283,22 @@ class Gatherer:
         self._gather_absent(unit)
 
     def release(self, unit: Unit) -> None:
-        """Release ``unit``, whose modules have run in this pass, unless passes of this name use it again later."""
+        """Release ``unit``, whose modules have run in this pass, if it is releasable. A pinned unit stays, and until
+        the end of the pass so does one that the order could not give when it was needed, in this pass or an earlier one
+        of this key."""
         if unit.releasable and unit.index not in self._kept.get(self._gathers.key, ()):
             self._release(unit)
 
     def release_before(self, unit: Unit, may_release: Callable[[Unit], bool]) -> None:
-        """Release the gathered units that are more than one place before ``unit`` in the pass's order.
-
-        Only units for which ``may_release`` returns True.
-        """
+        """Release the gathered units that stand at least two places before ``unit`` in the pass's order, as `release`
+        does; only those for which ``may_release`` returns True."""
         for index in self._gathers.order[: max(0, self._gathers.position(unit) - 1)]:
             if self._units[index].state is UnitState.GATHERED and may_release(self._units[index]):
                 self.release(self._units[index])
 
     def end(self, *, joined: bool = False) -> None:
-        """End the pass: join the gathers that this rank did not need, and release every unit that is not pinned.
+        """End the pass: issue the gathers that this rank did not need, and release every unit that is not pinned;
+        nothing outside a pass.
 
         ``joined``: this rank took part for the others only, so the order learns nothing from it.
         """
@@ -319,7 +326,8 @@ class Gatherer:
 
     @outside_transforms
     def _gather_absent(self, unit: Unit) -> None:
-        """Gather ``unit``, prefetch the next units, and release unused ones while too many elements are gathered."""
+        """Gather ``unit``, which is not gathered in this pass, prefetch the next units, and release unused ones while
+        more than ``max_live_numel`` elements are gathered."""
         if not self._gathers.is_issued(unit):
             self._issue(unit)
         self._wait(unit)
@@ -327,7 +335,8 @@ class Gatherer:
         self._evict(unit)
 
     def _issue(self, unit: Unit) -> None:
-        """Issue the gather of ``unit`` and those before it, or request it if the pass's order cannot give it."""
+        """Issue the gather of ``unit`` and those before it in the pass's order; where the order cannot give it, issue
+        the rest of the order and request the unit from all ranks."""
         if self._gathers.issue_through(unit):
             return
         if self._gathers.active:
@@ -337,14 +346,15 @@ class Gatherer:
         self._request(unit.index)
 
     def _wait(self, unit: Unit) -> None:
-        """Wait for the gather of ``unit`` if one is in flight, after starting what other ranks may wait for."""
+        """Wait for the gather of ``unit`` if one is in flight, after starting the reductions that other ranks may wait
+        for."""
         if unit.state is UnitState.GATHERING:
             self._waits.before_gather(unit)
             unit.wait_gather()
 
     @outside_transforms
     def _release(self, unit: Unit) -> None:
-        """Release ``unit`` unless it is pinned, after a gather in flight."""
+        """Release ``unit`` unless it is pinned; a gather of it in flight is waited for first."""
         if not unit.pinned:
             self._wait(unit)
             unit.release()
@@ -372,10 +382,8 @@ class Gatherer:
         self._residency.prefetch([self._units[index].name for index in indices[:_PREFETCHED_SHARDS]])
 
     def _evict(self, needed: Unit) -> None:
-        """While too many elements are gathered, release units that this rank has not used in the pass, oldest first.
-
-        ``needed`` is kept.
-        """
+        """While more than ``max_live_numel`` elements are gathered, release units that this rank has not used in the
+        pass, in the order of their gathers, but not ``needed``. Nothing outside a pass."""
         if not self._gathers.active or self._live.live <= self._max_live_numel:
             return
         for index in self._gathers.order[: self._gathers.issued]:

@@ -38,7 +38,7 @@ class GradientHook:
             self._enclose_user_hooks(parameter)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Report the gradient that autograd has added to ``parameter.grad``; become the last hook if it is not."""
+        """Report the gradient that autograd has added to ``parameter.grad``; move to the end if user hooks follow."""
         hooks = self._hooks()
         self.user_hooks_follow = len(hooks) > 1 and next(reversed(hooks)) != self._handle.id
         if self.user_hooks_follow:
@@ -47,10 +47,8 @@ class GradientHook:
         self._report(self)
 
     def was_changed(self, gradient: torch.Tensor | None) -> bool:
-        """Return whether the user's hooks have replaced or written autograd's gradient, which is ``gradient`` now.
-
-        Forgets autograd's gradient.
-        """
+        """Return whether the user's hooks have replaced or written autograd's gradient, which is ``gradient`` now;
+        False if none has run on it. Forgets autograd's gradient, so a second call returns False."""
         seen, self._seen = self._seen, None
         return seen is not None and (gradient is not seen or gradient._version != self._version)
 
@@ -66,7 +64,7 @@ class GradientHook:
         return hooks if hooks is not None else {}
 
     def _enclose_user_hooks(self, parameter: torch.Tensor) -> None:
-        """Make this hook the last one, and `_remember_gradient` the first."""
+        """Make this hook the last of the parameter's hooks, and `_remember_gradient` the first."""
         if self._first is None:
             first = parameter.register_post_accumulate_grad_hook(self._remember_gradient)  # type: ignore[no-untyped-call]
             self._first = first
@@ -76,6 +74,6 @@ class GradientHook:
             hooks[key] = hooks.pop(key)
 
     def _remember_gradient(self, parameter: torch.Tensor) -> None:
-        """Keep autograd's gradient and its version for `was_changed`."""
+        """Keep autograd's gradient and its version for `was_changed`, before the user's hooks see it."""
         self._seen = parameter.grad
         self._version = 0 if parameter.grad is None else parameter.grad._version

@@ -26,12 +26,12 @@ Watch = Callable[[torch.Tensor, Sequence[bool]], None]
 class UnitGradients:
     """Collects one trainable unit's gradients on this rank, and reduce-scatters them.
 
-    ``accumulate_dtype``: dtype of the averaged gradient, and of the flat buffer for autograd's gradients when several
-    backward passes add up in it; else that buffer has the parameters' dtype. ``wire_dtype``: dtype that is sent.
-    ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1) instead of until it was reduced.
-    ``full_group``: the group in which every rank gets the full averaged gradient (stage 0), else None. ``states``: the
-    tier that keeps the averaged gradient; without it the device does. ``leaves``: adds the reductions of a step along a
-    tree; there is an averaged gradient only once all of them are added.
+    ``reduction``: averages over the ranks. ``accumulate_dtype``: dtype of the averaged gradient, and of the flat buffer
+    for autograd's gradients when several backward passes add up in it; else that buffer has the parameters' dtype.
+    ``wire_dtype``: dtype that is sent. ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1)
+    instead of until it was reduced. ``full_group``: the group in which every rank gets the full averaged gradient
+    (stage 0), else None. ``states``: the tier that keeps the averaged gradient; without it the device does. ``leaves``:
+    adds the reductions of a step along a tree; there is an averaged gradient only once all of them are added.
 
     Attributes:
         norm: returns the sum of squares of an averaged shard; used by `square`.
@@ -113,7 +113,10 @@ class UnitGradients:
 
     @contextmanager
     def averaged(self, *, dirty: bool = False) -> Iterator[torch.Tensor]:
-        """Lend the averaged gradient to the block; ``dirty``: the block changes it. Only when `is_reduced`."""
+        """Lend the averaged gradient to the block: this rank's shard (1-D), or at stage 0 the flat buffer's elements.
+
+        ``dirty``: the block changes it. Only when `is_reduced`, and valid inside the block only.
+        """
         if dirty:
             self._square = None
         if self._states is None:
@@ -123,14 +126,18 @@ class UnitGradients:
                 yield gradient
 
     def square(self) -> Any:
-        """Return the sum of squares (`norm`) of this rank's averaged shard. Only when `is_reduced`, not at stage 0."""
+        """Return the sum of squares of this rank's averaged shard, as `norm` returns it; kept until the gradient
+        changes.
+
+        Only when `is_reduced`, not at stage 0.
+        """
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
         return self._square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
-        """Add the gradient of the unit's parameter number ``index`` to those that wait for a reduction.
+        """Add ``gradient``, of the unit's parameter number ``index``, to those that wait for a reduction; it is copied.
 
         ``more_follow``: no reduction follows this backward pass, so a new buffer has the accumulate dtype. Raises
         `EditRefusedError` for a gradient of another shape than the parameter's at initialize.
@@ -154,7 +161,7 @@ class UnitGradients:
         self._present[index] = self.touched[index] = True
 
     def show(self, watch: Watch) -> None:
-        """Call ``watch`` with the gradients that no reduction has taken yet, if there are any."""
+        """Call ``watch`` with the flat buffer of the gradients that no reduction has taken yet, if there are any."""
         if self._flat is not None and any(self._present):
             watch(self._flat, tuple(self._present))
 
@@ -162,7 +169,8 @@ class UnitGradients:
         """Start to average the gradients that have arrived, zeros for the other parameters, into the owners' shards.
 
         `finish_reduce_scatter` follows when the returned work has been waited for. ``step``: number for the tag.
-        Collective: every rank calls it at the same point of the order of reductions.
+        ``device``: of a buffer of zeros, where no gradient has arrived. Collective: every rank calls it at the same
+        point of the order of reductions.
         """
         if self._flat is None:
             self._allocate(device, self.unit.plan.dtype)
@@ -183,7 +191,8 @@ class UnitGradients:
         return self._reduction.reduce_scatter(payload, own, Tag("reduce", self.unit.name, step), accumulate=again)
 
     def _adopt_own(self, flat: torch.Tensor, again: bool) -> Work:
-        """Put this rank's gradients into `reduced` without averaging; ``again``: add them. Nothing is sent."""
+        """Put this rank's gradients ``flat`` into `reduced` without averaging; ``again``: add them. Return a finished
+        work, as nothing is sent."""
         reduced = cast(torch.Tensor, self.reduced)
         if again:
             reduced.add_(flat)
@@ -193,15 +202,18 @@ class UnitGradients:
         return Work(Tag("reduce", self.unit.name))
 
     def set_averaging_optimizer(self, optimizer: AveragingOptimizer) -> None:
-        """Keep this rank's own gradients, not the average, in steps for which ``optimizer`` wants them (stage 0)."""
+        """Keep this rank's own gradients, not the average, in steps for which ``optimizer`` wants them; at stage 0
+        only."""
         self._averaging = optimizer
 
     def _keeps_own(self) -> bool:
-        """Return whether the optimizer wants this rank's own gradients now; the same on every rank."""
+        """Return whether an averaging optimizer wants this rank's own gradients in this step; the same on every
+        rank."""
         return self._averaging is not None and self._averaging.wants_own_gradients
 
     def _retire_flat(self, flat: torch.Tensor, again: bool) -> None:
-        """Have the next gradients go into another buffer; keep ``flat`` for those of the next step if ``keep_flat``.
+        """Have the next gradients go into another buffer than ``flat``; keep ``flat`` for those of the next step if
+        ``keep_flat``.
 
         ``again``: its reduction is added to an earlier one of the step, whose buffer is kept already.
         """
@@ -210,7 +222,8 @@ class UnitGradients:
         self._flat, self._views = None, []
 
     def finish_reduce_scatter(self) -> None:
-        """Put the shard that a finished reduction has averaged into the tree or the tier, where there is one."""
+        """Hand the shard that a finished reduction has averaged to the tree or the tier, where there is one; else
+        nothing is left to do."""
         self._travels = False
         if self.leaves is not None:
             self._add_leaf(self.leaves)
@@ -224,7 +237,8 @@ class UnitGradients:
             self._states.add_gradient(self.unit.name, arriving)
 
     def _add_leaf(self, leaves: LeafTree) -> None:
-        """Add the reduced shard to the step's tree; the mean of a complete tree becomes the averaged gradient."""
+        """Add the reduced shard to the step's tree ``leaves``; once the tree is complete, its mean is the averaged
+        gradient."""
         leaf, self._leaf = cast(torch.Tensor, self._leaf), None
         mean = leaves.add(leaf)
         if mean is None:
@@ -261,10 +275,11 @@ class UnitGradients:
         return found
 
     def gather_full(self, step: int) -> Work | None:
-        """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return it.
+        """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return it for the caller
+        to wait.
 
         Call it once, after the last reduction before the step. None if there is nothing to gather: from stage 1 on,
-        without a reduction, or where each rank keeps its own gradients.
+        without a reduction, or where each rank keeps its own gradients. ``step``: number for the tag.
         """
         if self._full_group is None or self.reduced is None or self._keeps_own():
             return None
@@ -291,7 +306,8 @@ class UnitGradients:
         self.touched = [False] * len(self.touched)
 
     def discard(self, numbers: Collection[int], *, keep_zeros: bool = False) -> None:
-        """Forget the gradients of the parameters ``numbers``, averaged or not; ``keep_zeros``: make them zeros."""
+        """Forget the gradients of the parameters ``numbers``, averaged or not; ``keep_zeros``: make those that exist
+        zeros instead."""
         for number in numbers:
             if self._present[number]:
                 self._views[number].zero_()
@@ -308,11 +324,16 @@ class UnitGradients:
         return cast(torch.Tensor, self.reduced)[entry.offset : entry.end].view(entry.shape).clone()
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the unit's full averaged gradient; only after `gather_full`."""
+        """Return a 64-bit digest of the unit's full averaged gradient, to compare ranks by; only after
+        `gather_full`."""
         return digest_of(cast(torch.Tensor, self.reduced))
 
     def adopt_shown(self) -> None:
-        """Copy elements that user code changed in the tensors of `visible` to `reduced`; others keep their digits."""
+        """Copy elements that user code changed in the tensors of `full_gradients` to `reduced`; others keep their
+        digits.
+
+        Nothing where these are views of `reduced`.
+        """
         reduced = cast(torch.Tensor, self.reduced)
         if reduced.dtype != self.unit.plan.dtype:
             shown = cast(torch.Tensor, self._spare)
@@ -342,8 +363,10 @@ class UnitGradients:
         return self._spare.copy_(reduced)
 
     def _reduction_target(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there; `reduced`
-        covers it unless a tree or a tier keeps it."""
+        """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there.
+
+        The shard is a node of the tree, memory of the tier, or a part of `reduced`, which is made here.
+        """
         self._square = None
         if self.leaves is not None:
             neighbour = self.leaves.neighbour()
@@ -365,14 +388,15 @@ class UnitGradients:
         return (self._slice(self.reduced) if self._full_group is not None else self.reduced), False
 
     def _new_leaf(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised shard for the next reduction of a tree: the spare one if there is one."""
+        """Return an uninitialised shard for the reduction of a tree's next leaf: a kept one if there is one."""
         leaf, self._spare_leaf = self._spare_leaf, None
         if leaf is None:
             leaf = torch.empty(self.unit.layout.shard_numel, dtype=self._accumulate_dtype, device=device)
         return leaf
 
     def _ranges(self, numbers: Collection[int], averaged: torch.Tensor) -> Iterator[tuple[int, int]]:
-        """Yield (first element, first behind) of each of the parameters ``numbers`` in ``averaged``, full or shard."""
+        """Yield (first element, first behind) of each of the parameters ``numbers`` in ``averaged``, which is full or
+        this rank's shard; parameters outside the shard have none."""
         layout = self.unit.layout
         if averaged.numel() == layout.numel:
             yield from ((layout.entries[n].offset, layout.entries[n].end) for n in numbers)

@@ -40,14 +40,18 @@ class HeldGradients:
         self.awaits_step = False
 
     def show(self) -> None:
-        """Gather the full averaged gradients and make them the parameters' ``.grad`` at stage 0; nothing above it."""
+        """Gather the full averaged gradients and make them the parameters' ``.grad`` at stage 0, and wait; nothing
+        above it.
+
+        Collective at stage 0.
+        """
         works = [work for g in self._gradients if (work := g.gather_full(self._step.value)) is not None]
         for work in works:
             work.wait()
         self._user_gradients.show()
 
     def hide(self) -> None:
-        """Make the parameters' ``.grad`` None again after `show`: autograd would add to the averages in place."""
+        """Make the parameters' ``.grad`` None again after `show`, as autograd would add to the averages in place."""
         self._user_gradients.hide()
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
@@ -74,20 +78,22 @@ class HeldGradients:
     def flush(self) -> None:
         """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank.
 
-        Collective: all ranks call it at the same point.
+        Collective: all ranks call it at the same point, outside passes.
         """
         self._user_gradients.take()
         late = self._agreement.agree("flush", "", self._reducer.unreduced())
         self.reduce_late({unit for units in late for unit in units})
 
     def reduce_late(self, units: Collection[int]) -> None:
-        """Reduce the gradients of ``units`` (indices, the same on every rank) outside a pass, and `show` them."""
+        """Reduce the gradients of ``units`` (indices, the same on every rank) outside a pass, and `show` them.
+        Collective; nothing without units."""
         if units:
             self._reducer.reduce_scatter_now(units)
             self.show()
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError`, naming ``call``, if the gradients hold a part of a backward pass that failed."""
+        """Raise `PartitionError`, naming ``call``, if the gradients hold a part of a backward pass that failed and were
+        not discarded since."""
         if self._reducer.torn is not None:
             raise PartitionError(
                 f"{call}: an earlier backward pass or step failed ({self._reducer.torn}) and has left a part of its "

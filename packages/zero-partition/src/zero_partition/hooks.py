@@ -44,15 +44,16 @@ class PassListener(Protocol):
         """
 
     def keeper_done(self, name: str, units: Sequence[Unit], /) -> None:
-        """Release those of ``units`` whose modules have all run; submodules of the module ``name`` returned their
-        parameters. Called after `exit_module` of that module."""
+        """Release those of ``units`` whose modules have all run; submodules of the module called ``name`` returned
+        their parameters. Called after `exit_module` of that module."""
 
     def before_backward(self, units: Sequence[Unit], /) -> None:
-        """Gather ``units``. Called when a gradient has reached an output of a module that uses them."""
+        """Gather ``units``, whose parameters backward is about to read. Called when a gradient has reached an output of
+        a module that uses them."""
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook, /) -> None:
         """Take the gradient of parameter ``number`` of the unit with index ``unit``. Called when autograd has finished
-        accumulating it."""
+        accumulating it in ``.grad``; ``hook``: the parameter's hook that reports it."""
 
 
 class FindsByParameter(Protocol):
@@ -73,8 +74,11 @@ class ModuleHooks:
     """Installs the hooks for ``units`` on ``model``; `remove` removes all of them.
 
     Every module that owns parameters of a unit, or is one of a unit's members, reports the begin and the end of its
-    forward. Outputs that require gradients report before their module's backward; the saved-tensor hooks
-    (`SavedViews`) catch every other way in which backward can reach a unit.
+    forward. Outputs that require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`)
+    catch every other way in which backward can reach a unit.
+
+    ``listener``: gets the reports. ``calls``: knows which modules run. ``parameters``, ``memory``: find the unit of a
+    parameter, and of an output's memory.
 
     Attributes:
         watches: by module name, the object that reports that module's calls.
@@ -108,7 +112,10 @@ class ModuleHooks:
                     self._handles.append(GradientHook(parameter, report))
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
-        """Have calls of ``module``, called ``name``, use ``unit`` too: it is gathered for them."""
+        """Have calls of ``module``, called ``name`` in the model, use ``unit`` too: it is gathered for them.
+
+        The module becomes a member of the unit. It is hooked if it was not; a second call does nothing.
+        """
         unit.plan.members[name] = module
         if name not in self.watches:
             self._hook_module(name, module, [unit], outermost=False)
@@ -140,7 +147,7 @@ class ModuleHooks:
         self.calls.add_keeper(unit, around)
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks. Calling it again does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -164,7 +171,7 @@ class ModuleHooks:
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
     """Report to the listener that autograd has finished the gradient of parameter ``number`` of the unit with index
-    ``unit``; nothing once the hooks' owner is gone."""
+    ``unit``; nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
     owner = hooks()
     if owner is not None and any_modes():
         call_outside_modes(owner.listener.gradient_ready, unit, number, hook)
@@ -173,7 +180,9 @@ def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, ho
 
 
 class ModuleWatch:
-    """Reports the calls of one module, which uses ``units``, to the listener of ``hooks``.
+    """Reports the calls of one module, called ``name``, which uses ``units``, to the listener of ``hooks``.
+
+    ``outermost``: the module is the model, so gradients of its outputs are reported whatever units it uses.
 
     Attributes:
         keeps: units whose parameters the module's submodules return; they stay gathered until the module is done.
@@ -198,14 +207,17 @@ class ModuleWatch:
         self._watches_outputs = self._watches_outputs or unit.releasable
 
     def before_forward(self, _module: nn.Module, _args: Any) -> None:
-        """Report that the module's forward begins: its units are gathered."""
+        """Report that the module's forward begins, so that its units are gathered; a forward pre-hook."""
         before = sys.exc_info()[1]
         self._entered.append(RunningCall(True, before))
         if not self._listener.enter_module(self.name, self.units):
             self._entered[-1] = RunningCall(False, before)
 
     def after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Hook the gradients of ``output``, and report that the module's forward has ended or raised."""
+        """Hook the gradients of ``output``, and report that the module's forward has ended or raised; a forward hook.
+
+        Reports nothing if the call was no part of a pass.
+        """
         raised = sys.exc_info()[1]
         call = self._entered.pop() if self._entered else RunningCall(True, None)
         if not call.in_pass:
@@ -218,7 +230,11 @@ class ModuleWatch:
             self._listener.keeper_done(self.name, self.keeps)
 
     def _watch_outputs(self, output: Any) -> Iterator[Unit]:
-        """Hook the gradients of the output tensors; yield the units whose flat buffer one of them shares."""
+        """Hook the gradients of the tensors in ``output`` (any nesting); yield the units whose flat buffer one of them
+        shares.
+
+        A parameter that is returned keeps its unit gathered until the calling module is done.
+        """
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -247,7 +263,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``call`` wrapped so that torch.compile does not trace it (graphs break there), and the user's dispatch
     modes do not see its operations.
 
-    Where nothing is compiled, ``call`` runs without torch's guard, which takes longer than most hooks.
+    Where nothing is compiled and no mode is active, ``call`` runs directly: torch's guard takes longer than most hooks.
     """
     untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
@@ -260,7 +276,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Hook:
-    """A module hook of one engine; copies and pickles of the module have one that does nothing in its place.
+    """A module hook of one engine, which runs ``call``; copies and pickles of the module get one that does nothing.
 
     Attributes:
         in_graph: the module is traced as part of a compiled region, which reports its calls (see compilation.py), so
@@ -284,12 +300,13 @@ class Hook:
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Do nothing, with any arguments: the call of a copied or unpickled `Hook`."""
     return None
 
 
 def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
-    """Return a state-dict hook that replaces released parameters by meta tensors, so that a plain save of the state
-    dict cannot be loaded by mistake."""
+    """Return a state-dict hook that replaces the parameters of ``units`` that are released by meta tensors, so that a
+    plain save of the state dict cannot be loaded by mistake."""
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -303,8 +320,8 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
 
 
 def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
-    """Return a load-state-dict hook that raises `ReleasedParameterError` for a released parameter, which has no memory
-    to load into."""
+    """Return a load-state-dict hook that raises `ReleasedParameterError`, naming it, if the state dict has an entry for
+    a parameter of ``units`` that is released: it has no memory to load into."""
     places = {id(p): (unit, n) for unit in units if unit.releasable for n, p in enumerate(unit.parameters)}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_more: Any) -> None:
@@ -321,8 +338,8 @@ def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
 
 
 def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Parameter | None]]:
-    """Yield (key below ``prefix``, parameter) of the module's own parameters, and of the scripted modules in it, which
-    take no hooks of their own."""
+    """Yield (key, parameter) of the module's own parameters, and of modules in it that report no calls by hooks:
+    scripted ones, lists and dicts. ``prefix``: put before each key. The parameter is None where None is registered."""
     for key, parameter in module._parameters.items():
         yield prefix + key, parameter
     for key, child in module.named_children():
@@ -331,7 +348,8 @@ def _reported_parameters(module: nn.Module, prefix: str = "") -> Iterator[tuple[
 
 
 def _write_back_loaded(units: list[Unit]) -> None:
-    """Copy parameters that ``load_state_dict`` has written into the shards and masters of units never released."""
+    """Copy parameters that ``load_state_dict`` has written into the shards and masters of those ``units`` that are
+    never released; others are left alone."""
     for unit in units:
         if not unit.releasable:
             unit.write_back()
@@ -346,8 +364,12 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def surroundings(units: Sequence[Unit]) -> str:
-    """Return what runs around the caller and gives it tensors without the memory that those of ``units`` have: a
-    transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`); empty if nothing does."""
+    """Return, in words, what runs around the caller and gives it tensors without the memory that those of ``units``
+    have.
+
+    That is a transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`) around a model that is not
+    fake itself; "" if nothing does.
+    """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     try:

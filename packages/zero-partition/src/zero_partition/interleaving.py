@@ -27,7 +27,8 @@ class Interleaving:
     and each says what it needs next, unless the last meeting has shown that all ranks have issued what this one waits
     for. Passes in which a reduction must wait for all its gradients always run in lock step.
 
-    ``meet``: exchanges one message per rank in lock step, and returns all of them in rank order.
+    ``gathers``, ``reductions``: of the same engine. ``meet``: exchanges one message per rank in lock step, and returns
+    all of them in rank order.
     """
 
     def __init__(
@@ -44,7 +45,11 @@ class Interleaving:
         self._issued_by_all = self._started_by_all = 0  # in lock step: gathers and reductions
 
     def begin(self) -> None:
-        """Begin a backward pass that gathers and reduces: in lock step until the order of reductions is settled."""
+        """Begin a backward pass that gathers and reduces.
+
+        It is in lock step while the order of reductions is still learned, and always where reductions wait for all
+        their gradients.
+        """
         self._active = True
         self._issued_by_all = self._started_by_all = 0
         self._lock_step = self._reductions.complete or not self._reductions.settled
@@ -63,7 +68,8 @@ class Interleaving:
         self._active = self._lock_step = False
 
     def before_gather(self, unit: Unit) -> None:
-        """Start the reductions that another rank may finish before it issues the gather of ``unit``.
+        """Start the reductions that another rank may finish before it issues the gather of ``unit``; nothing outside a
+        pass.
 
         In lock step, meet the other ranks instead, unless all of them are known to have issued the gather.
         """
@@ -86,7 +92,8 @@ class Interleaving:
         self._make_room()
 
     def start_until(self, count: int) -> None:
-        """Start reductions until the pass's first ``count`` are started, with the gradients that are there."""
+        """Start reductions, with the gradients that are there, until the pass's first ``count`` or all of them are
+        started."""
         while self._reductions.next_unit is not None and self._reductions.started < count:
             self.start_next()
 
@@ -106,8 +113,8 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Advance all reductions but the newest to their last hop, and finish the oldest while too many are in
-        flight."""
+        """Advance all reductions but the newest to their last hop, and finish the oldest while more are in flight than
+        `OrderedReductions.crowded` allows."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
@@ -115,15 +122,19 @@ class Interleaving:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction in flight, after issuing the gathers that others may wait for."""
+        """Wait for the oldest reduction in flight and have its unit take the result, after issuing the gathers that
+        others may wait for; nothing if none is in flight."""
         one = self._reductions.oldest
         if one is not None:
             self._before_reduction(one.number, one.gathers_first)
             self._reductions.finish_oldest()
 
     def _before_reduction(self, number: int, gathers_first: int) -> None:
-        """Issue the ``gathers_first`` gathers that other ranks may wait for before they start the pass's reduction
-        ``number``, for which this rank is about to wait. In lock step, meet until every rank has started it."""
+        """Issue the gathers that other ranks may wait for before they start the pass's reduction ``number``, for which
+        this rank is about to wait: the first ``gathers_first`` of the order.
+
+        In lock step, meet until every rank has started it. Nothing outside a pass.
+        """
         if not self._reductions.active:
             return
         if self._lock_step:
@@ -144,7 +155,8 @@ class Interleaving:
         ones once.
 
         ``gather``: position in the pass's order of the gather that this rank needs, -1 for none. ``done``: this rank
-        has started all its reductions and needs no gather any more.
+        has started all its reductions and needs no gather any more. Also advances the reductions that all ranks have
+        started.
         """
         messages = distinct(self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done)))
         needed = 1 + max(message.gather for message in messages)

@@ -34,14 +34,15 @@ class LiveElements:
         self.live += numel
 
     def note_issued(self, numel: int, *, was_released: bool) -> None:
-        """Add a unit whose gather was issued to `coming`, and to `live` if it ``was_released`` before."""
+        """Add a unit of ``numel`` elements whose gather was issued to `coming`, and to `live` if it ``was_released``
+        before."""
         self.coming += numel
         self.live += numel if was_released else 0
 
     def note_arrived(self, numel: int) -> None:
-        """Take a unit whose gather has completed or was dropped out of `coming`."""
+        """Take a unit of ``numel`` elements, whose gather has completed or was dropped, out of `coming`."""
         self.coming -= numel
 
     def note_released(self, numel: int) -> None:
-        """Take a unit that was released out of `live`."""
+        """Take a unit of ``numel`` elements, which was released, out of `live`."""
         self.live -= numel

@@ -41,14 +41,16 @@ class UpdatesWeights(Protocol):
     """An optimizer that updates the weights of a `Partition`."""
 
     def synchronise(self) -> bool:
-        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed.
-
-        Called before anything but training reads or writes the weights. Collective.
-        """
+        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed, False
+        without such steps. Called before anything but training reads or writes the weights. Collective."""
 
 
 class Partition:
-    """A model sharded over the ranks of ``groups``, unit by unit; made by `partition`.
+    """A model sharded over the ranks of ``groups``, unit by unit; made by `partition`. Constructing it is collective.
+
+    ``options``: how to shard. ``device``: where modules compute. ``trainable``: ids of the parameters to train, None
+    for all that require gradients. ``residency``: the store that keeps the shards. ``make_states``: makes `states`,
+    None for none. Refers weakly to ``model``, whose parameters it changes in place.
 
     Attributes:
         layout: maps parameters to units, and elements to ranks.
@@ -130,12 +132,14 @@ class Partition:
                 self.add_use(module, parameter)
 
     def refuse_placeholder_buffers(self) -> None:
-        """Raise `ReleasedParameterError` for a buffer over a released parameter's memory, a cause of NaN."""
+        """Raise `ReleasedParameterError` if a buffer of the model was set to the ``.data`` of a released parameter, as
+        it would read NaN; nothing once the model is gone."""
         if (model := self._model()) is not None:
             refuse_placeholder_buffers(model, self.units)
 
     def refuse_buffers_in(self, units: Iterable[Unit]) -> None:
-        """Raise `PartitionError` for a buffer in the memory of ``units``, which are about to be released."""
+        """Raise `PartitionError` if a buffer of the model lies in the memory of ``units``, which are gathered and about
+        to be released; nothing once the model is gone."""
         if (model := self._model()) is not None:
             refuse_buffers_in(model, units)
 
@@ -171,14 +175,20 @@ class Partition:
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs; nothing if either is not part of the model."""
+        """Gather ``parameter`` whenever ``module`` runs from now on; nothing if either was not in the model when it was
+        sharded."""
         found = self.find(parameter)
         name = self._names.get(id(module))
         if found is not None and name is not None:
             self.runtime.add_use(name, module, found[0])
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Record an access of user code to ``parameter.grad``, or refuse it in a step hook of the optimizer."""
+        """Record an access of user code to ``parameter.grad``, just before it happens, or refuse it.
+
+        `PartitionError` is raised for a read of a gradient that the engine holds, and for an access in the optimizer's
+        step hooks that would miss it. "cancelled" discards the gradient; for "written" nothing is done outside step
+        hooks.
+        """
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.gradient_used(parameter)
         elif access != "written":
@@ -190,22 +200,26 @@ class Partition:
         return unit.edits.lend(number, data)
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather ``parameter``, of which ``call`` (a torch function's name) uses the values, if it is released.
+        """Gather ``parameter``, of which ``call`` (a torch function's name) is about to use the values, if it is
+        released.
 
-        ``writes``: the call writes them. Raises `PartitionError` or `ReleasedParameterError` for refused uses.
+        ``writes``: the call writes them. Raises `PartitionError` for a use in the optimizer's step hooks that would
+        read old weights or be lost, and `ReleasedParameterError` where the parameter cannot be gathered.
         """
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.values_used(parameter, call, writes=writes)
         self.runtime.released_use.used(parameter, call, writes=writes)
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
-        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank."""
+        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank: it belongs to
+        a unit, no pass runs, and the user has not gathered it."""
         found = self.find(parameter)
         return found is not None and not self.runtime.gathers.active and not found[0].pinned
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
-        """A context, outside passes, in which ``parameter`` is gathered for reading. Collective."""
+        """A context, outside passes, in which ``parameter``, of this partition, is gathered for reading. Collective:
+        every rank opens it at the same point, or `DesyncError` is raised."""
         unit, _ = self._by_parameter[id(parameter)]
         self.runtime.agree("gathered", str(unit.index), None)
         self.finish_updates()
@@ -227,8 +241,8 @@ class Partition:
     def finish_updates(self) -> None:
         """Wait for updates that still run and publish their weights, so that all ranks have those of the last step.
 
-        Such updates are a tier's, which run during passes, and steps that ranks took alone. Waits for `readers`.
-        Collective.
+        Such updates are those of a tier, which run during passes, and those of an optimizer whose ranks took steps
+        alone. Waits for `readers`. Collective.
         """
         self.readers.wait()
         with self.runtime.writing("a step beside training"):
@@ -237,7 +251,11 @@ class Partition:
                 self.publish()
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of model state that this rank holds in memory now, by kind, without optimizer states."""
+        """Return the bytes of model state that this rank holds in memory now, by kind, without optimizer states.
+
+        The kinds are "gathered parameters", "parameter shards", "secondary shards", "masters", "gradients" and
+        "placeholders". Memory that two of them share counts for the first one only.
+        """
         seen: set[int] = set()
 
         def nbytes(tensor: torch.Tensor | None) -> int:
@@ -267,8 +285,9 @@ class Partition:
     def close(self, *, unshard: bool = True) -> None:
         """Gather all parameters for good, remove every hook, and close the tiers. Collective.
 
-        After a failure nothing is gathered, and nothing is collective. With ``unshard`` false released parameters stay
-        placeholders, for models that do not fit into memory unsharded.
+        After an earlier failure (`Runtime.failed`) nothing is gathered, and nothing is collective. With ``unshard``
+        false released parameters stay placeholders, for models that do not fit into memory unsharded. Gathered
+        parameters keep their memory.
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
@@ -290,7 +309,8 @@ class Partition:
                 unwatch_data(parameter)
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
-        """Build a unit, with rank 0's values or those that `Init` has sharded, and free the parameters' own memory."""
+        """Return the unit of ``plan``, number ``index``, with rank 0's values or those that `Init` has sharded. Frees
+        the memory that its parameters had. Collective."""
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
         releasable = self.options.stage >= 3 and not plan.persistent and elsewhere
         unit = Unit(
@@ -322,7 +342,8 @@ class Partition:
         return unit
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
-        """Return how a unit is gathered; codecs and secondary shards are for releasable units only."""
+        """Return how a unit is gathered; only releasable units get a codec and, where there is a group for them,
+        secondary shards."""
         group, near = self.groups.gather, self.groups.secondary
         if not releasable:
             return Route(group)
@@ -330,7 +351,7 @@ class Partition:
         return Route(group, codec=codec, secondary=None if near is None else Secondary(near, layout))
 
     def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
-        """Describe this rank's shards of the trained units to the tier that will keep their states."""
+        """Return descriptions of this rank's shards of the trained units, for the tier that will keep their states."""
         return [
             ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan))
             for plan, layout in zip(plans, self.layout.units, strict=True)
@@ -342,6 +363,8 @@ class Partition:
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:
+        """Return the object that collects and reduces the gradients of ``unit``, in the dtypes of the policy; a unit of
+        another dtype than the policy's sends its own."""
         options, policy, dtype = self.options, self.options.policy, unit.plan.dtype
         own = dtype == policy.param_dtype
         return UnitGradients(
@@ -356,13 +379,13 @@ class Partition:
         )
 
     def _leaves(self) -> LeafTree | None:
-        """Return the tree that sums micro-batches under virtual ranks; None without them."""
+        """Return a new tree that sums one unit's micro-batches under virtual ranks; None without them."""
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None
 
 
 def owner_of(parameter: object) -> Partition | None:
-    """Return the partition that a parameter belongs to; None if it belongs to none, or ``parameter`` is none."""
+    """Return the partition that ``parameter`` belongs to; None for any other object, and once the partition is gone."""
     owner = find_owner(parameter)
     return owner if isinstance(owner, Partition) else None
 
@@ -379,11 +402,11 @@ def partition(
 ) -> Partition:
     """Shard ``model`` in place over ``groups`` and install the hooks that gather its parameters when modules compute.
 
-    ``device``: where modules compute (default: the CPU). ``trainable``: the parameters that an optimizer will update
-    (default: all that require gradients). ``residency``: keeps the shards (default: on the device). ``make_states``:
-    makes the tier for masters, moments and gradients at stages 1 to 3 (default: they are on the device). Parameters
-    keep their identity. Every rank ends up with rank 0's values. Collective. Raises `PartitionError` by name if ranks
-    have different models or a parameter cannot be sharded.
+    ``options``: the stage, dtypes and sizes. ``device``: where modules compute (default: the CPU). ``trainable``: the
+    parameters that an optimizer will update (default: all that require gradients). ``residency``: keeps the shards
+    (default: on the device). ``make_states``: makes the tier for masters, moments and gradients at stages 1 to 3
+    (default: they are on the device). Parameters keep their identity. Every rank ends up with rank 0's values.
+    Collective. Raises `PartitionError` by name if ranks have different models or a parameter cannot be sharded.
     """
     chosen = None if trainable is None else {id(p) for p in trainable}
     where = device if device is not None else torch.device("cpu")
@@ -399,7 +422,7 @@ def partition(
 
 
 def _refuse_owned(model: nn.Module) -> None:
-    """Raise `PartitionError` if a parameter of ``model`` belongs to a partition already."""
+    """Raise `PartitionError`, naming it, if a parameter of ``model`` belongs to a partition already."""
     for name, parameter in model.named_parameters():
         if owner_of(parameter) is not None:
             raise PartitionError(f"parameter '{name}' belongs to an engine already; call that engine's destroy() first")

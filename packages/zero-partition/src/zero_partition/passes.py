@@ -85,8 +85,8 @@ class Passes:
         self._check_buffers: Callable[[], None] | None = None
 
     def before_evaluation(self, check: Callable[[], None]) -> None:
-        """Call ``check`` before each forward pass without gradients, at stage 3; in training a step looks at the
-        norm."""
+        """Call ``check`` before each forward pass without gradients, at stage 3; in training a step looks at the norm
+        instead. A second call replaces the first."""
         self._check_buffers = check
 
     # -- the forward pass --------------------------------------------------------------------------------------------
@@ -94,10 +94,10 @@ class Passes:
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
         """Gather ``units`` for the forward of module ``name``; for the outermost module, begin a pass first.
 
-        Return whether the call is part of a pass. Calls inside torch.func's transforms (`grad`, `jvp`, …) and of what
-        only traces (`surroundings`) are not: they concern no parameter's ``.grad``, and their tensors have no memory to
-        send. Raises `PartitionError` if their parameters are not gathered, or for a module called in a thread other
-        than the pass's.
+        Return whether the call is part of a pass. It is not while hooks are paused, inside torch.func's transforms
+        (`grad`, `jvp`, …) or where it is only traced (`surroundings`): such calls concern no parameter's ``.grad``, and
+        their tensors have no memory to send. Raises `PartitionError` if their parameters are not gathered, or for a
+        module called in a thread other than the pass's.
         """
         if self._calls.paused:
             return False
@@ -135,10 +135,9 @@ class Passes:
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
-        """Release the ``units`` whose modules have all run; after the outermost module, end the pass.
-
-        ``aliased``: units whose memory the module's output shares. ``failure``: exception that the forward raised.
-        """
+        """Release the ``units`` whose modules have all run; after the outermost module, end the pass. ``name``: of the
+        module. ``aliased``: units whose memory the module's output shares. ``failure``: exception that the forward
+        raised, or None."""
         if self._calls.paused:
             return
         watch = self._watched_units.watch
@@ -158,14 +157,14 @@ class Passes:
                 self._end_forward(name, failure)
 
     def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
-        """Count module ``name``, whose submodules return parameters of ``units``, as run, and release units that are
-        done."""
+        """Count module ``name``, whose submodules return parameters of ``units``, as run in this pass, and release
+        those units all of whose modules have run."""
         for unit in units:
             self._calls.note_run(unit, name)
             self._release_when_done(unit)
 
     def _begin_forward(self, name: str) -> None:
-        """Steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module."""
+        """Do steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module. Collective at stage 3."""
         self._gradient_watch.pause()
         self._user_gradients.take()
         if self._unannounced.trains:
@@ -189,7 +188,8 @@ class Passes:
             self._gatherer.release(unit)
 
     def _end_forward(self, name: str, failure: BaseException | None) -> None:
-        """Step 5 of [Note: the order of events]; ``failure``: exception that the forward raised."""
+        """Do step 5 of [Note: the order of events] for the pass of module ``name``; ``failure``: what its forward
+        raised, or None."""
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:
@@ -214,7 +214,11 @@ class Passes:
 
     @outside_modes
     def begin_backward(self) -> None:
-        """Start a backward pass. Collective if it gathers or reduces."""
+        """Start a backward pass (steps 6 and 7). Collective if it gathers or reduces.
+
+        Raises `PartitionError` inside ``synced()`` and after a failed pass whose gradients were not zeroed, and
+        `CommError` once a failure has ended the engine.
+        """
         self._liveness.check()
         self._control.record_call()
         if self._agreement.synced:
@@ -242,18 +246,17 @@ class Passes:
             self._reducer.begin(pending)
 
     def _agree_backward(self, *, reduces: bool) -> tuple[set[int], list[int]]:
-        """Meet the other ranks before a backward pass; return the units that it may reduce, and those to reduce first.
-
-        The latter have late gradients of the pass before, which must not be added to this pass's in the parameters'
-        dtype. ``reduces``: this rank's pass reduces gradients.
-        """
+        """Meet the other ranks before a backward pass; return the units (indices) that it may reduce, and those to
+        reduce first. The latter have late gradients of the pass before, which must not be added to this pass's in the
+        parameters' dtype. ``reduces``: this rank's pass reduces gradients."""
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
         everyones = distinct(self._agreement.agree(BACKWARD, "", mine))
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
         return pending, sorted(late)
 
     def before_backward(self, units: Sequence[Unit]) -> None:
-        """Gather ``units``, whose parameters autograd is about to read; begin a backward pass if none is running."""
+        """Gather ``units``, whose parameters autograd is about to read, and release frozen ones that it has finished;
+        begin a backward pass if none is running."""
         if not self._calls.in_backward:
             self._begin_plain_backward()
         for unit in units:
@@ -266,10 +269,8 @@ class Passes:
                 self._gatherer.release_before(unit, self._idle_in_backward)
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Take the finished gradient of parameter ``number`` of a unit; begin a backward pass if none is running.
-
-        ``hook``: the parameter's hook that autograd has called.
-        """
+        """Take the finished gradient of parameter ``number`` of the unit with index ``unit``; begin a backward pass if
+        none is running. ``hook``: the parameter's hook that autograd has called."""
         if not self._calls.in_backward:
             self._gradient_watch.end()  # else it would take what follows for the user's
             self._arrivals.take_left()
@@ -303,10 +304,8 @@ class Passes:
         self._gradient_watch.begin(shown=shown)
 
     def _begin_plain_backward(self) -> None:
-        """Begin a pass for the user's ``loss.backward()``, and have the end of autograd's run end it.
-
-        Raises `PartitionError` if the training loop allows no such call now.
-        """
+        """Begin a pass for the user's ``loss.backward()``, inside autograd's run, whose end will end it or recover from
+        it. Raises `PartitionError` if the training loop allows no such call now."""
         refusal = self._loop.refuse_plain_backward()
         if refusal is not None:
             raise PartitionError(refusal)
@@ -319,26 +318,26 @@ class Passes:
     def _recover_backward(self, failure: BaseException | None) -> None:
         """Recover from a ``loss.backward()`` that raised (see `failed_in`); nothing if the engine has ended already.
 
-        ``failure``: as of `EndOfBackward`.
+        ``failure``: what it raised; None if that is not known.
         """
         if not self._liveness.failed:
             cause = "loss.backward() raised on this rank before its gradients were complete"
             self.failed_in(BACKWARD, PartitionError(cause) if failure is None else failure)
 
     def _idle_in_backward(self, unit: Unit) -> bool:
-        """Return whether backward is done with a frozen unit of one module that is not running.
-
-        No gradient tells when that is the case, so `Gatherer.release_before` goes by the order of gathers.
-        """
+        """Return whether ``unit`` is frozen, has one module, and that module is not running: backward may be done with
+        it. No gradient tells when that is the case, so `Gatherer.release_before` goes by the order of gathers."""
         return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
-        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can go on with the next pass.
+        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can continue with the next
+        pass.
 
-        It cannot where another rank may be waiting for this one; then the engine is ended. ``awaited``: other ranks
-        wait for this one even if no pass is open. May be called again.
+        If not, because another rank may be waiting for this one, the engine is ended. ``call``: "forward", "backward",
+        "step" or the engine's method. ``awaited``: other ranks wait for this one even if no pass is open. May be called
+        again. Raises ``failure`` if recovery itself fails.
         """
         in_backward = self._calls.in_backward
         goes_on = False
@@ -359,7 +358,7 @@ class Passes:
         return True
 
     def forget_pass(self) -> None:
-        """Clear all state of the pass that was running on this rank."""
+        """Clear all state of the pass that was running on this rank, as it has failed."""
         self._arrivals.forget_left()
         self._saved.close()
         self._calls.forget_calls()
@@ -367,7 +366,8 @@ class Passes:
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _absent(self) -> Unit | None:
-        """Return the first unit that passes gather and release; None if there is none."""
+        """Return the first unit that is releasable and not pinned, as passes gather and release it; None if there is
+        none."""
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
     def _refuse_in(self, around: str) -> None:
@@ -381,7 +381,7 @@ class Passes:
             )
 
     def _check_frozen(self) -> None:
-        """Raise `PartitionError` if a parameter that was frozen at first requires gradients now."""
+        """Raise `PartitionError`, naming it, if a parameter that was frozen at first requires gradients now."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise PartitionError(

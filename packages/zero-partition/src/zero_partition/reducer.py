@@ -25,7 +25,8 @@ class StartedReduction(NamedTuple):
     """A reduction in flight.
 
     ``number``: its position in the pass. ``unit``: index of its unit. ``gathers_first``: number of the pass's gathers
-    that a rank has to issue before it waits for the reduction (see [Note: waits] in interleaving.py).
+    that a rank has to issue before it waits for the reduction (see [Note: waits] in interleaving.py). ``numel``:
+    elements of the unit. ``work``: to be waited for.
     """
 
     number: int
@@ -39,8 +40,10 @@ class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
     Starting a reduction never waits for another rank. At most two reductions should be in flight at a time, and only
-    one if two have more than ``bucket_numel`` elements: see `crowded`. ``complete``: every pass reduces every unit,
-    each when it has all its gradients.
+    one if two have more than ``bucket_numel`` elements: see `crowded`. ``gradients``: of the trained units.
+    ``gathers``: the engine's gathers, whose order the reductions are related to. ``step``: number for tags. ``device``:
+    where units without any gradient reduce zeros. ``complete``: every pass reduces every unit, each when it has all its
+    gradients.
 
     Attributes:
         started: number of reductions that the running pass, or the last one, has started.
@@ -68,7 +71,8 @@ class OrderedReductions:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the running pass, whose reductions will not complete, and the learned order."""
+        """Forget the running pass, whose reductions will not complete, and the learned order; the order is then the
+        reverse of the units'."""
         self._order = list(reversed(self._by_unit))
         self._queue: deque[int] | None = None
         self._travelling.clear()
@@ -112,8 +116,8 @@ class OrderedReductions:
         self._gathers_first = self._find_gathers_first()
 
     def must_start_before(self, position: int | None) -> bool:
-        """Return whether the next reduction must start before a rank waits for the gather at ``position`` of the
-        pass's order (None: before it waits for anything outside the pass)."""
+        """Return whether the next reduction must start before a rank waits for the gather at ``position`` of the pass's
+        order (None: before it waits for anything outside the pass); False if none is left to start."""
         if not self._queue:
             return False
         return position is None or self._gathers_first[self._queue[0]] <= position
@@ -124,7 +128,8 @@ class OrderedReductions:
             self.start(self._queue.popleft())
 
     def start(self, index: int) -> None:
-        """Start the reduction of the unit ``index``, in a pass or outside."""
+        """Start the reduction of the unit ``index`` with the gradients that have arrived (zeros for the others), in a
+        pass or outside."""
         gradients = self._by_unit[index]
         work = gradients.start_reduce_scatter(self._step.value, self._device)
         first = self._gathers_first.get(index, 0)
@@ -132,7 +137,7 @@ class OrderedReductions:
         self.started += 1
 
     def in_order(self, units: Iterable[int]) -> list[int]:
-        """Return ``units`` in the agreed order; units that no reduction knows are left out."""
+        """Return ``units`` (indices) in the agreed order; units that are not trained are left out."""
         chosen = set(units)
         return [index for index in self._order if index in chosen]
 
@@ -164,16 +169,21 @@ class OrderedReductions:
         self._queue = None
 
     def note_complete(self, index: int) -> None:
-        """Record that this rank has all gradients of the unit that the running pass gives it."""
+        """Record that this rank has all gradients of the unit ``index`` that the running pass gives it; only the first
+        call in a pass counts."""
         self._completions.setdefault(index, len(self._gathers.used))
 
     def note_late(self, index: int) -> None:
-        """Record that the unit is complete only now, as autograd has ended: its number of gradients was unexpected."""
+        """Record that the unit ``index`` is complete only now, as autograd has ended: its number of gradients was
+        unexpected.
+
+        The pass then does not count as steady (see `ReductionsSeen`).
+        """
         self._completions[index] = len(self._gathers.used)
         self._steady = False
 
     def is_complete(self, index: int) -> bool:
-        """Return whether `note_complete` was called for a unit in the running pass."""
+        """Return whether `note_complete` or `note_late` was called for the unit ``index`` in the running pass."""
         return index in self._completions
 
     def note_end(self) -> None:
@@ -194,8 +204,8 @@ class OrderedReductions:
         """Learn from the ranks' observations (in rank order, at least one not None) the order of reductions, and which
         gathers come before each.
 
-        The order is that of the first rank with observations. A reduction comes after every gather that any rank
-        needed before the unit was complete. The result is the same on every rank.
+        The order is that of the first rank with observations, then units that it did not observe. A reduction comes
+        after every gather that any rank needed before the unit was complete. The result is the same on every rank.
         """
         seen = [one for one in observed if one is not None]
         first = [completion.unit for completion in seen[0].completions]
@@ -214,7 +224,10 @@ class OrderedReductions:
         self._completions = {}
 
     def _find_gathers_first(self) -> dict[int, int]:
-        """Return, by unit, how many gathers of the pass a rank has to issue before it waits for the reduction."""
+        """Return, by unit, how many gathers of the pass a rank has to issue before it waits for the reduction.
+
+        At least as many as for the reduction before; all of them where nothing was learned.
+        """
         order = self._gathers.order
         after: dict[int | None, int] = {unit: number + 1 for number, unit in enumerate(order)}
         after[None] = 0
@@ -231,7 +244,10 @@ class StartsReductions(Protocol):
         """Start the next reduction of the pass with the gradients that have arrived; finish older ones to make room."""
 
     def reduce_scatter_now(self, units: Iterable[int], /) -> None:
-        """Reduce-scatter the gradients of ``units`` outside a pass, and wait. Collective, the same units everywhere."""
+        """Reduce-scatter the gradients of ``units`` (indices) outside a pass, and wait for every reduction in flight.
+
+        Collective, the same units on every rank, in any order.
+        """
 
     def finish_all(self) -> None:
         """Wait for every reduction in flight."""
@@ -279,7 +295,8 @@ class Reducer:
         return self._reductions.started
 
     def mark_ran(self, unit: int) -> None:
-        """Note that modules of the unit run in a forward that may lead to gradients; ignores units without any."""
+        """Note that modules of the unit with index ``unit`` run in a forward that may lead to gradients; nothing for a
+        frozen unit."""
         if unit in self._by_unit:
             self._ran.add(unit)
 
@@ -289,7 +306,8 @@ class Reducer:
         return sorted(self._by_unit if everything else self._ran | set(self.unreduced()))
 
     def late(self) -> list[int]:
-        """Return the units with gradients that came too late for their reduction in the last reducing pass."""
+        """Return the units (indices) whose gradients came too late for their reduction in the last reducing pass and
+        still await one."""
         return [index for index in self._late if self._by_unit[index].has_unreduced]
 
     def forget_late(self) -> None:
@@ -297,7 +315,7 @@ class Reducer:
         self._late = []
 
     def unreduced(self) -> list[int]:
-        """Return the units with gradients that no reduction has taken."""
+        """Return the indices of the units with gradients that no reduction has taken."""
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
 
     def begin(self, units: Iterable[int]) -> None:
@@ -332,7 +350,8 @@ class Reducer:
             self._starts.start_next()
 
     def finish(self) -> None:
-        """Wait for every reduction and end the pass, remembering the units with late gradients."""
+        """Wait for every reduction in flight and end the pass, if one runs, remembering the units with late
+        gradients."""
         self._starts.finish_all()
         if self.active:
             self._late = self.unreduced()
@@ -347,7 +366,8 @@ class Reducer:
     def settle_late(self) -> None:
         """After a reducing pass in which no gradient may be late, reduce late ones on a single rank, else refuse them.
 
-        None may be late where passes are complete, or the user sees the averages. Raises `PartitionError` by name.
+        None may be late where passes are complete, or the user sees the averages (stage 0); elsewhere does nothing.
+        Raises `PartitionError`, naming a parameter.
         """
         if self._expected.may_be_late and not self._reductions.complete:
             return
@@ -386,12 +406,13 @@ class Reducer:
             gradients.clear()
 
     def _start_due(self) -> None:
-        """Start reductions in order up to the first unit that is not due."""
+        """Start reductions in the agreed order up to the first unit that is not due (see `_due`)."""
         while (index := self._reductions.next_unit) is not None and self._due(index):
             self._starts.start_next()
 
     def _due(self, index: int) -> bool:
-        """Return whether the unit's reduction may start now, as far as this rank's gradients are concerned."""
+        """Return whether the reduction of the unit ``index`` may start now: it has all its expected gradients, or its
+        modules did not run here and none need be waited for."""
         if self._reductions.complete:
             return self._by_unit[index].has_all or self._is_idle(index)
         return self._expected.has_all_expected(index) or (self._expected.may_be_late and self._is_idle(index))

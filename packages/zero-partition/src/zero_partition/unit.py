@@ -26,13 +26,17 @@ from .units import UnitPlan
 class Unit:
     """The parameters of one `UnitPlan` as views of one flat buffer in their compute dtype.
 
-    [Note: the flat buffer keeps its storage object] Gather and release only resize the storage of `flat`, so views
-    that autograd saved in forward are valid again after the gather in backward. Parameters are these views while
-    gathered and placeholders otherwise.
+    [Note: the flat buffer keeps its storage object] Gather and release only resize the storage of `flat`, so views that
+    autograd saved in forward are valid again after the gather in backward. Parameters are these views while gathered
+    and placeholders otherwise.
+
+    ``releasable``: the unit may be released; else it is always gathered. ``residency``: the store of this rank's shard,
+    by the unit's name. ``device``: where modules compute. ``live``: counts gathered elements of all units.
 
     Attributes:
         index: position in the model's list of units; the same on every rank.
         flat: 1-D, ``layout.numel`` elements; its storage is empty while released.
+        views: each parameter's view of `flat`, by its number (its position in ``plan.parameters``).
         memory: tracks views of the flat buffer that code outside the unit holds.
         lent: the flat buffer's storage is shared with something that may outlive the gather (a module's output, a
             user's gather); `release` then leaves that storage alone and makes a new flat buffer.
@@ -90,11 +94,10 @@ class Unit:
         self.edits = UnitEdits(self.names, self.parameters, plan.dtype)
 
     def init_from_full(self, full: torch.Tensor, master_dtype: torch.dtype, *, full_master: bool) -> None:
-        """Initialise the unit from its full values (1-D, ``layout.numel`` elements).
-
-        Keeps this rank's shard and master, makes the parameters views of the flat buffer, and releases the unit if it
-        is releasable. ``full_master``: keep the master unsharded (stage 0).
-        """
+        """Initialise the unit from its full values (1-D, ``layout.numel`` elements), whose memory it may keep as flat
+        buffer. Stores this rank's shard, keeps its master (``full_master``: unsharded, for stage 0), makes the
+        parameters views of the flat buffer, and releases the unit if it is releasable. ``master_dtype``: of masters
+        outside a tier."""
         start, end = self.layout.shard_range(self.route.rank)
         self._make_views(full if full.dtype == self.plan.dtype else full.to(self.plan.dtype))
         shard = self.flat[start:end]
@@ -119,7 +122,7 @@ class Unit:
             self.release()
 
     def issue_gather(self, step: int, *, exact: bool = False) -> None:
-        """Start the gather of the parameters; a unit that is gathered already is gathered again.
+        """Start the gather of the parameters, which `wait_gather` ends; a gathered unit is gathered again.
 
         ``exact``: gather without the codec that passes may use; always so for a pinned unit. ``step``: number for the
         collective's tag. Collective: every rank issues gathers in the same order. Raises `ReleasedParameterError` if
@@ -142,7 +145,8 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
-        """Wait for the gather in flight and make the parameters views of the filled flat buffer; else do nothing."""
+        """Wait for the gather in flight, make the parameters views of the filled flat buffer, and apply pending edits
+        of user code to them; nothing if no gather is in flight."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -153,10 +157,8 @@ class Unit:
             self.edits.apply_pending(self.views)
 
     def drop_gather(self, *, keep_edits: bool) -> None:
-        """Abandon a gather that will never complete, and release the unit unless it is pinned and gathered.
-
-        ``keep_edits``: keep changes that user code made to gathered parameters; else they are dropped.
-        """
+        """Abandon a gather that will never complete, and release the unit if it is releasable, unless pinned and
+        gathered. ``keep_edits``: keep changes that user code made to gathered parameters; else they are dropped."""
         work, self._work = self._work, None
         if work is not None:
             self._live.note_arrived(self.layout.numel)
@@ -222,8 +224,8 @@ class Unit:
             self.release_keeping_views()
 
     def hide(self) -> None:
-        """Replace the parameters of a unit that is never released by NaN until `show`, as its memory is about to be
-        freed."""
+        """Make the parameters of a unit that is never released read NaN until `show`, for a caller that is about to
+        free the flat buffer's memory."""
         self.hidden = True
         for parameter in self.parameters:
             parameter.data = torch.full((), torch.nan, dtype=self.plan.dtype, device=self._device).expand(
@@ -236,10 +238,10 @@ class Unit:
         self._install_views()
 
     def publish(self, step: int) -> Work | None:
-        """Write the weights that the optimizer updated back to where forward reads them. Collective.
-
-        Return the all-gather in flight for parameters that stay gathered but have sharded masters, else None.
-        """
+        """Write the weights that the optimizer updated back to where forward reads them; ``step``: number for the tag.
+        Return the all-gather in flight, which the caller waits for, if parameters stay gathered but have sharded
+        masters; else None. Does nothing for frozen units; weights that a tier has updated are in the shard already.
+        Collective."""
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -257,9 +259,8 @@ class Unit:
 
     def write_back(self) -> None:
         """Copy the gathered parameters' present values into the shard and the master, after user code changed them.
-
-        Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`.
-        """
+        Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`;
+        sends nothing."""
         self.readers.wait()
         self.route.weights_changed()
         start, end = self.layout.shard_range(self.route.rank)
@@ -288,10 +289,8 @@ class Unit:
         return self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
 
     def update_master(self, weights: torch.Tensor) -> None:
-        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them.
-
-        May run on any thread that `readers` waits for.
-        """
+        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them; nothing
+        without a master. May run on any thread that `readers` waits for."""
         if self.master is not None:
             follow_weights(self.master.data, weights)  # .data: leaves the version counter alone, which readers compare
 
@@ -319,7 +318,8 @@ class Unit:
             self._install_views()
 
     def collect_placeholder_edits(self) -> None:
-        """Keep the tensors that user code put in place of placeholders as edits, and reinstall the placeholders."""
+        """For a released unit, keep the tensors that user code put in place of placeholders as edits, and reinstall the
+        placeholders."""
         if not self._placeholders.installed():
             self.edits.note_replaced(self._placeholders.views)
             self._placeholders.install()
@@ -337,6 +337,7 @@ class Unit:
         self._residency.release(self.name, dirty=False)
 
     def _note_weights_changed(self) -> None:
+        """Tell the tier, if one keeps the masters, that something other than its step has changed the weights."""
         if self._tier_masters is not None:
             self._tier_masters.note_weights_changed()
 
@@ -350,7 +351,8 @@ class Unit:
         self._note_weights_changed()
 
     def borrow_shard(self) -> torch.Tensor:
-        """Return this rank's shard to be written, until `give_back_shard`. Every rank calls it at the same point."""
+        """Return this rank's shard (1-D) for the caller to write, until `give_back_shard`; waits for `readers`. Every
+        rank calls it at the same point."""
         self.readers.wait()
         self.edits.forget_checksums()
         self.route.weights_changed()

@@ -26,7 +26,7 @@ class UserGradients:
     ``p.grad`` with what the engine left there. A parameter with a gradient from backward has to be written on every
     rank or on none, as one rank's part of an average cannot be replaced.
 
-    ``loop``: says whether gradients may be written now.
+    ``gradients``: of the trained units. ``loop``: says whether gradients may be written now.
 
     Attributes:
         discards: a digest of the averaged gradients discarded since the last step; the same on every rank.
@@ -48,7 +48,10 @@ class UserGradients:
 
     @without_torch_function
     def show(self) -> None:
-        """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``."""
+        """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``.
+
+        A parameter gets None if this rank had no gradient of it and the average is zero. Does not communicate.
+        """
         self._casts.clear()
         for index, gradients in self._gradients.items():
             shown: list[torch.Tensor | None] = []
@@ -67,7 +70,7 @@ class UserGradients:
         self._note_left()
 
     def refresh(self) -> None:
-        """Show the averaged gradients again after the engine itself has changed them."""
+        """Show the averaged gradients again after the engine itself has changed them; nothing if none are shown."""
         if self._shown:
             self.show()
 
@@ -113,7 +116,8 @@ class UserGradients:
         self._note_left()
 
     def report(self) -> WrittenGradients:
-        """Return the gradients that user code on this rank has written since the last step."""
+        """Return the gradients that user code on this rank has written since the last step, as `take` has found
+        them."""
         return WrittenGradients(
             {index: sorted(numbers) for index, numbers in self._written.items()},
             {index: self._gradients[index].digest() for index in sorted(self._edited)},
@@ -121,9 +125,11 @@ class UserGradients:
 
     @without_torch_function
     def settle(self, reports: Sequence[WrittenGradients]) -> bool:
-        """Queue in-place changes that differ between ranks for another reduction; return whether there are any.
+        """Queue in-place changes of averages that differ between ranks for another reduction; return whether there are
+        any.
 
-        ``reports``: every rank's, in rank order. Raises `PartitionError` on every rank if only some ranks made changes.
+        ``reports``: every rank's `report`, in rank order. Raises `PartitionError` on every rank if only some ranks made
+        changes to a unit's averages.
         """
         edited = {index for report in reports for index in report.edited}
         for index in sorted(edited):
@@ -143,8 +149,8 @@ class UserGradients:
         """Raise `PartitionError` on every rank for a gradient that some ranks have written and others have from
         backward.
 
-        ``reports``: every rank's, in rank order. ``untouched``: by rank and unit, the numbers of the parameters that
-        have no gradient there.
+        ``reports``: every rank's `report`, in rank order. ``untouched``: by rank and unit index, the numbers of the
+        parameters that have no gradient there.
         """
         for index in sorted({index for report in reports for index in report.written}):
             wrote = [set(report.written.get(index, ())) for report in reports]
@@ -164,7 +170,10 @@ class UserGradients:
 
     @without_torch_function
     def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
-        """Discard the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros."""
+        """Discard the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros.
+
+        Parameters that are not trained are ignored.
+        """
         numbers = self._numbers(parameters)
         if not numbers:
             return
@@ -236,7 +245,8 @@ class UserGradients:
             self._versions[index] = version
 
     def _was_edited(self, index: int) -> bool:
-        """Return whether the unit's shown averages were written in place since `_note_version`."""
+        """Return whether the unit's shown averages were written in place since `_note_version`; False if none are
+        shown."""
         version = self._version(index)
         return version is not None and version != self._versions[index]
 
@@ -253,7 +263,11 @@ class UserGradients:
             raise PartitionError(f"the gradient of parameter '{name}' was written: {refusal}")
 
     def _replace(self, gradients: UnitGradients, number: int, gradient: torch.Tensor | None) -> None:
-        """Make ``gradient`` (None: no gradient) this rank's gradient of a parameter instead of all from backward."""
+        """Make ``gradient`` (None: no gradient) this rank's gradient of parameter ``number`` instead of all from
+        backward.
+
+        Sets the parameter's ``.grad`` to None.
+        """
         unit = gradients.unit
         gradients.discard([number])
         if gradient is not None:
@@ -265,7 +279,8 @@ class UserGradients:
         self._written.setdefault(unit.index, set()).add(number)
 
     def _resend(self, units: Iterable[int]) -> None:
-        """Make the shown averages of ``units`` this rank's own gradients, to be reduced again."""
+        """Make the shown averages of ``units`` (indices), with the user's changes, this rank's own gradients, to be
+        reduced again."""
         for index in sorted(units):
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):
@@ -275,7 +290,7 @@ class UserGradients:
         self._note_left()
 
     def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
-        """Return, by unit, the numbers of ``parameters`` (None: of all) there; units without any are left out."""
+        """Return, by unit index, the numbers of ``parameters`` (None: of all) there; units without any are left out."""
         if parameters is None:
             return {index: range(len(g.unit.parameters)) for index, g in self._gradients.items()}
         chosen = {id(p) for p in parameters}
