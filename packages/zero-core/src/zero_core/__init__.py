@@ -1,7 +1,6 @@
 """Train with ZeRO stages 0 to 3 from one DeepSpeed-style JSON file: `initialize` and the `Engine` it returns.
 
-Names are imported on first use, so that importing this package costs little beyond torch. Read `assembly.py` first.
-"""
+Names are imported on first use, so that importing this package costs little beyond torch. Read `assembly.py` first."""
 
 from __future__ import annotations
 

@@ -10,13 +10,10 @@ from .state import TrainingState
 
 
 class Accumulation:
-    """Counts the micro-batches of a step, and tells the partition which backward passes reduce (its `TrainingLoop`).
+    """Counts the micro-batches of a step and tells the partition, as its `TrainingLoop`, which backward passes reduce.
 
-    ``on_restart``: called when an accumulation is discarded and starts again.
-
-    Attributes:
-        scaled: the user has called `Engine.scale` since the last step, for backward passes of their own.
-    """
+    ``on_restart``: called when an accumulation is discarded and starts again. The attribute ``scaled`` is true if the
+    user has called `Engine.scale` since the last step, for backward passes of their own."""
 
     def __init__(self, state: TrainingState, on_restart: Callable[[], None]) -> None:
         self.scaled = False
@@ -27,7 +24,7 @@ class Accumulation:
         state.partition.runtime.loop.follow(self)
 
     def is_boundary(self) -> bool:
-        """Return whether the current micro-batch ends an accumulation."""
+        """Return whether the current micro-batch ends an accumulation, by its number or as `set_boundary` says."""
         if self._boundary is not None:
             return self._boundary
         return self._state.counters.accumulated + 1 >= self._state.sizes.steps
@@ -37,12 +34,13 @@ class Accumulation:
         self._boundary = is_boundary
 
     def virtual_rank(self) -> int:
-        """Return the index of the current micro-batch among those of all ranks in this step."""
+        """Return j * N + r for micro-batch j of this step on rank r of N: its index among those of all ranks."""
         parts = self._state.partition
         return self._state.counters.accumulated * parts.data_world_size + parts.data_rank
 
     def count_micro_batch(self) -> bool:
-        """Count a micro-batch and its samples; return whether it ended the accumulation. Raises `UsageError`."""
+        """Count a micro-batch of this rank, and the samples of all ranks; return whether it ended the accumulation.
+        Raises `UsageError` if virtual ranks allow no boundary, or demand one, after this micro-batch."""
         state, boundary = self._state, self.is_boundary()
         counters = state.counters
         state.micro_batches.check_step(counters.accumulated, boundary=boundary)
@@ -55,7 +53,7 @@ class Accumulation:
         return boundary
 
     def restart(self) -> None:
-        """Begin a new accumulation with the next micro-batch; the caller clears the gradients."""
+        """Begin an accumulation with the next micro-batch and call ``on_restart``; the caller clears the gradients."""
         self._state.counters.accumulated, self.scaled = 0, False
         self._on_restart()
 
@@ -65,7 +63,7 @@ class Accumulation:
         return counters.global_steps, counters.micro_steps, counters.global_samples
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Begin the step again, with the counters set to ``micro_steps`` and ``samples`` (of all ranks)."""
+        """Begin the step again as `restart` does, with ``micro_steps`` and ``samples`` (of all ranks) as counters."""
         self.restart()
         counters = self._state.counters
         counters.micro_steps, counters.global_samples = micro_steps, samples
@@ -73,7 +71,8 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the block without reducing them. Raises `UsageError` at stages 2 and 3."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` if every backward pass
+        reduces: at stages 2 and 3, with ``reduce_each_micro_batch``, and with virtual ranks."""
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(
@@ -87,7 +86,8 @@ class Accumulation:
             self._synchronises = before
 
     def reduces_now(self) -> bool:
-        """Return whether a backward pass that begins now reduces its gradients; false for inference."""
+        """Return whether a backward pass that begins now reduces its gradients. Without an optimizer none does; where
+        only the boundary's does, none inside `no_sync`."""
         if self._state.optimizer is None:
             return False
         if self._state.partition.options.reduces_each:
@@ -95,7 +95,7 @@ class Accumulation:
         return self._synchronises and self.is_boundary()
 
     def refuse_plain_backward(self) -> str | None:
-        """Return why ``loss.backward()``, without the engine, is refused; None if it is allowed."""
+        """Return why ``loss.backward()``, without the engine, is refused (unscaled loss, virtual ranks); else None."""
         if self._state.loss_scale() != 1.0 and not self.scaled:
             return (
                 "loss.backward() does not scale the loss, but fp16 needs it: call engine.backward(loss), or "
@@ -104,7 +104,7 @@ class Accumulation:
         return self._state.micro_batches.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return why gradients that the user has written are refused; None if they are accepted."""
+        """Return why gradients that the user has written are refused (virtual ranks, an unscaled loss); else None."""
         if self._state.config.virtual_ranks:
             return (
                 "with deterministic.across_world_sizes gradients come from backward alone, each virtual rank's by "

@@ -53,18 +53,18 @@ def initialize(
     config: Any = None,
     device: torch.device | str | None = None,
 ) -> tuple[Engine, Optimizer | None, Any, Scheduler | None]:
-    """Shard ``model`` over all ranks and return ``(engine, optimizer, dataloader, scheduler)``. Collective.
+    """Shard ``model`` over all ranks; return ``(engine, optimizer, dataloader, scheduler)``, None where there is none.
 
-    ``config``: a dict, the path of a JSON file, or a `Config`.
-    ``optimizer``: a torch optimizer over the model's parameters, or a function that makes one from parameters; by
-    default the one that the configuration names. ``model_parameters``: the parameters or param groups to train; by
-    default all that require gradients. ``lr_scheduler``: a schedule, or a function that makes one from the optimizer.
-    ``training_data``: a map-style data set; the returned data loader yields this rank's micro-batches of it, shuffled
-    and collated by ``collate_fn`` (default: torch's). ``mpu``: the tensor-parallel groups; states are sharded over its
-    data-parallel groups only (see `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
+    ``config``: a dict, the path of a JSON file, or a `Config`. ``optimizer``: a torch optimizer over the model's
+    parameters, or a function that makes one from parameters; by default the one that the configuration names.
+    ``model_parameters``: the parameters or param groups to train; by default all that require gradients.
+    ``lr_scheduler``: a schedule, or a function that makes one from the optimizer. ``training_data``: a map-style data
+    set; the returned data loader yields this rank's micro-batches of it, shuffled and collated by ``collate_fn``
+    (default: torch's). ``mpu``: the tensor-parallel groups; states are sharded over its data-parallel groups only (see
+    `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
 
     Initialises torch.distributed if it is not initialised. ``engine.module`` is ``model``; its parameters keep their
-    identity and get rank 0's values. Raises `ConfigError`, `UsageError` or `zero_partition.PartitionError`.
+    identity and get rank 0's values. Raises `ConfigError`, `UsageError`, `zero_partition.PartitionError`. Collective.
     """
     where = torch.device(device) if device is not None else None
     if config is None:
@@ -96,8 +96,8 @@ def assemble(
     device: torch.device | None = None,
     dialect: Dialect | None = None,
 ) -> Engine:
-    """Return the engine that `initialize` would make. ``load``: returns the configuration for a number of data-parallel
-    ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
+    """Return the engine that `initialize` would make of the same arguments. ``load``: returns the configuration for a
+    number of data-parallel ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
     init(device)
     with starting_together("zero_core.initialize"):
         if not isinstance(model, nn.Module):
@@ -185,6 +185,7 @@ def _abort_all_on_failure(groups: EngineGroups, model_part: ModelPart) -> Iterat
 
 
 def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
+    """Return what ``config`` says about sharding ``model``: stage, dtypes, sizes in elements, codecs, leaf modules."""
     zero = config.zero_optimization
     policy = precision_policy(config)
     weight_codec, frozen_codec = weight_codecs(config)
@@ -214,7 +215,7 @@ def _partition_options(config: Config, model: nn.Module) -> PartitionOptions:
 
 
 def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype in which each parameter is gathered under torch_autocast, by name; empty without autocast."""
+    """Return the dtype in which each parameter is gathered under torch_autocast, by name; empty if that is off."""
     section = config.torch_autocast
     if not section.enabled:
         return {}
@@ -228,6 +229,7 @@ def _parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
 def _sharded_optimizer(
     optimizer: Optimizer | None, parts: Partition, config: Config, model_part: ModelPart
 ) -> ShardedOptimizer | None:
+    """Return the optimizer that updates this rank's shards by ``optimizer``, clips and scales; None without one."""
     if optimizer is None:
         return None
     return ShardedOptimizer(

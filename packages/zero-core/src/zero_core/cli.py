@@ -2,8 +2,7 @@
 
 A package adds a command by an entry point of the group `zero_core.commands`: `NAME = "module:function"`. The function
 gets argparse's subparsers and adds a parser whose default `run` is a function from the parsed namespace to the exit
-status. Starting `zero-core` imports neither torch nor pydantic; a command imports what it needs.
-"""
+status. Starting `zero-core` imports neither torch nor pydantic; a command imports what it needs."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 for success, 1 if a check failed, 2 for a usage error.
 
     ``arguments``: the words after the program's name, by default this process's. Those after ``--`` are passed to the
-    script that the command runs.
-    """
+    script that the command runs."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
     package = _PACKAGE_OF_COMMAND.get(words[0]) if words else None
@@ -59,6 +57,7 @@ class _Parser(argparse.ArgumentParser):
     """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the usage and the ``message``, with the nearest known word, and exit with status 2."""
         import difflib
 
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)

@@ -47,7 +47,8 @@ class EngineParts:
     training: Training
 
     def close(self, state: TrainingState, unshard: bool) -> None:
-        """Finish checkpoints, remove hooks, ``unshard`` or not, close the groups, then monitor and instruments."""
+        """Finish checkpoints, unshard the parameters if ``unshard``, remove hooks, close groups, monitor and
+        instruments. All else is closed even if a save failed; then raises `zero_ckpt.CheckpointError`. Collective."""
         _warn_of_last_step(state)
         try:
             self.checkpoints.close()
@@ -61,7 +62,7 @@ class EngineParts:
 
 
 def _warn_of_last_step(state: TrainingState) -> None:
-    """Log a warning if the last step did not count, as only the device has known until now."""
+    """Warn, on rank 0, if the last step left the weights as they were without any message so far."""
     last = state.counters.last
     if not state.reports or last is None or last.skipped or state.partition.runtime.failed:
         return
@@ -76,7 +77,7 @@ def compose(
     collate_fn: Callable[[list[Any]], Any] | None,
     record: RunRecord | None,
 ) -> EngineParts:
-    """Return the parts of one engine over ``state``; ``record``: the run record to write, if any. Collective."""
+    """Return the parts of one engine over ``state``; ``record``: the run record to write, or None. Collective."""
     config = state.config
     monitor = build_monitor(config, dist.get_rank())
     instruments = instruments_for(state, monitor)

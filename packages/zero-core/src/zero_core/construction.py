@@ -40,11 +40,9 @@ __all__ = [
 
 def gathered(parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
     """Gather ``parameters``, of any engine or of a model built inside `Init`, for the block. Collective.
-
     ``parameters``: one or an iterable; None and plain tensors in it are ignored. ``modifier_rank``: the rank whose
     changes become every rank's at exit. Without it, an engine keeps changes that are equal on all ranks and refuses
-    others; parameters of `Init` that no engine owns yet lose them.
-    """
+    others; parameters of `Init` that no engine owns yet lose them."""
     return gathered_anywhere(parameters, modifier_rank)
 
 
@@ -54,8 +52,7 @@ class Init:
     ``config``, ``mpu``, ``device``: as for `initialize`. The context does nothing without a ``config``, below stage 3,
     and when ``enabled`` is false. Initial values equal those that one process with the same seed draws. With
     ``offload_param`` on NVMe the shards are in files below ``nvme_path``, so that the model may exceed the memory of
-    all ranks. Named as `zero_partition.Init`, which it makes from the configuration. Collective.
-    """
+    all ranks. Named as `zero_partition.Init`, which it makes from the configuration. Collective."""
 
     def __init__(
         self, config: Any = None, *, enabled: bool = True, mpu: Any = None, device: torch.device | str | None = None
@@ -86,7 +83,8 @@ class Init:
 
 
 def shards_in(config: Config) -> NewShard | None:
-    """Return the function that allocates shards in files for ``offload_param`` on NVMe; None to use memory."""
+    """Return the function that allocates shards in files for ``offload_param`` on NVMe; None to use memory. Raises
+    `UsageError` for a folder that cannot be used."""
     section = config.zero_optimization.offload_param
     if section.device != "nvme" or section.nvme_path is None:
         return None
@@ -94,6 +92,7 @@ def shards_in(config: Config) -> NewShard | None:
     folder = Path(section.nvme_path[0])
 
     def new_shard(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an empty shard of ``numel`` elements: in an unnamed file, or in memory if small or not on the CPU."""
         nbytes = numel * dtype.itemsize
         if device.type != "cpu" or nbytes < _MIN_FILE_NBYTES:
             return torch.empty(numel, dtype=dtype, device=device)

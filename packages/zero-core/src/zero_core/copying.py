@@ -31,6 +31,7 @@ def refuse_pickle(_engine: object, _protocol: Any) -> NoReturn:
 
 
 def _refusal(what: str, instead: str) -> UsageError:
+    """Return the error for an engine that is to be ``what`` ("copied"); ``instead``: advice, in sentences."""
     return UsageError(
         f"an engine cannot be {what}: its shards, process groups and hooks belong to this process. {instead}"
     )

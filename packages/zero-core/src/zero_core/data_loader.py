@@ -19,13 +19,11 @@ _Batch = TypeVar("_Batch")
 
 
 class RankSampler(Sampler[int]):
-    """The samples of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
+    """Yields the sample numbers of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
 
     ``size``: samples of the full data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get the
-    same number; if they do not divide evenly, the first samples of the order are repeated for the last ranks.
-
-    The position counts samples over all ranks, so it means the same at any number of ranks.
-    """
+    same number; if they do not divide evenly, the first samples of the order are repeated for the last ranks. The
+    position counts samples over all ranks, so it means the same at any number of ranks."""
 
     def __init__(self, size: int, rank: int, ranks: int, *, shuffle: bool = True, seed: int = 0) -> None:
         self.size, self.rank, self.ranks = size, rank, ranks
@@ -38,7 +36,7 @@ class RankSampler(Sampler[int]):
         """Number of positions loaded so far."""
 
     def __len__(self) -> int:
-        """Return the samples of this rank in a full epoch."""
+        """Return the number of samples of this rank in a full epoch."""
         return math.ceil(self.size / self.ranks)
 
     def __iter__(self) -> Iterator[int]:
@@ -48,8 +46,8 @@ class RankSampler(Sampler[int]):
         return iter(rest[self.rank :: self.ranks])
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept. Warns when it goes back
-        to an epoch before a loaded position, as that repeats data."""
+        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept. Warns, on rank 0, when
+        it goes back to an epoch before a loaded position, as that repeats data."""
         if self._loaded and not self._begun and epoch < self.epoch and self.rank == 0:
             logger.warning(
                 "set_epoch(%d) goes back from the checkpoint's position, epoch %d: data that were seen come again; to "
@@ -89,6 +87,7 @@ class RankSampler(Sampler[int]):
         self.loads += 1
 
     def _order(self) -> list[int]:
+        """Return the numbers of all samples in the epoch's order."""
         if not self.shuffle:
             return list(range(self.size))
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -97,12 +96,10 @@ class RankSampler(Sampler[int]):
 
 
 class StepSampler(RankSampler):
-    """The batches of one rank where V = ``virtual_ranks`` micro-batches of ``batch_size`` samples make up a step.
-
-    Virtual rank v has samples v, v + V, … of the epoch's order. This rank's micro-batch j is that of virtual rank
-    j * ``ranks`` + ``rank``, so each virtual rank sees the same samples at any number of ranks. An epoch ends with a
-    step. Iterates over lists of sample numbers. The position moves once per step, by the samples of all virtual ranks.
-    """
+    """A `RankSampler` that yields lists of sample numbers, the batches of one rank where V = ``virtual_ranks``
+    micro-batches of ``batch_size`` samples make up a step. Virtual rank v has samples v, v + V, … of the epoch's order.
+    This rank's micro-batch j is that of virtual rank j * ``ranks`` + ``rank``, so each virtual rank sees the same
+    samples at any number of ranks. An epoch ends with a step. The position moves once per step, by all its samples."""
 
     def __init__(
         self, size: int, rank: int, ranks: int, virtual_ranks: int, batch_size: int, *, drop_last: bool, shuffle: bool
@@ -113,7 +110,7 @@ class StepSampler(RankSampler):
         self._drawn_in_step = 0
 
     def __len__(self) -> int:
-        """Return the batches of this rank in a full epoch."""
+        """Return the number of batches of this rank in a full epoch."""
         samples = math.ceil(self.size / self.virtual_ranks)
         steps = samples // self._batch_size if self._drop_last else math.ceil(samples / self._batch_size)
         return steps * (self.virtual_ranks // self.ranks)
@@ -130,7 +127,7 @@ class StepSampler(RankSampler):
                 yield step[virtual_rank::count]
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next iteration; a position loaded in the same epoch is kept."""
+        """Begin ``epoch`` with the first micro-batch of a step, as `RankSampler.set_epoch` does."""
         self._drawn_in_step = 0
         super().set_epoch(epoch)
 
@@ -140,7 +137,7 @@ class StepSampler(RankSampler):
         super().load_state_dict(state)
 
     def advance(self, per_rank: int, min_left: int) -> None:
-        """Record that every rank has drawn one more micro-batch; the position moves when the step is complete."""
+        """Record that every rank has drawn a micro-batch; after a step's last, move as `RankSampler.advance` does."""
         self._drawn_in_step += 1
         if self._drawn_in_step == self.virtual_ranks // self.ranks:
             self._drawn_in_step = 0
@@ -158,8 +155,7 @@ class RankLoader(Generic[_Batch]):
 
     The position counts the batches that were yielded, not those that workers have prepared. Loading a position ends an
     iteration that has begun: it raises `UsageError`. A user's own sampler keeps its position itself, by its
-    ``state_dict`` and ``load_state_dict`` if it has them.
-    """
+    ``state_dict`` and ``load_state_dict`` if it has them."""
 
     def __init__(
         self,
@@ -218,7 +214,7 @@ class RankLoader(Generic[_Batch]):
         return None if taken is None else {"sampler": taken()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the batch that followed when `state_dict` was taken. Raises `UsageError` if it cannot."""
+        """Continue, with a new iteration, at the batch that followed `state_dict`. Raises `UsageError` if it cannot."""
         load = getattr(self.data_sampler, "load_state_dict", None)
         if load is None:
             raise UsageError(
@@ -262,10 +258,8 @@ def rank_loader(
     virtual_ranks: int = 0,
 ) -> RankLoader[Any]:
     """Return a loader of ``batch_size`` samples per batch for ``rank`` of ``ranks``; on the CPU it pins no memory.
-
-    ``virtual_ranks``: if not 0, and without a ``sampler``, a `StepSampler` draws the batches. Raises `UsageError` for a
-    data set that is not map-style (``__len__`` and ``__getitem__``).
-    """
+    ``sampler``: the user's own. ``virtual_ranks``: if not 0, and without a ``sampler``, a `StepSampler` draws the
+    batches. Raises `UsageError` for a data set that is not map-style (``__len__`` and ``__getitem__``)."""
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
         raise UsageError(

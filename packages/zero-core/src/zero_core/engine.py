@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 class Engine(nn.Module):
     """Trains ``module`` with its states sharded over the ranks; made by `zero_core.initialize`.
 
-    Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts
-    at the boundary of gradient accumulation and only counts otherwise. ``loss.backward()`` works too; then the loss
-    is not divided, and under fp16 it has to be scaled: ``engine.scale(loss).backward()``.
+    Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts at
+    the boundary of gradient accumulation and only counts otherwise. ``loss.backward()`` works too; then the loss is not
+    divided, and under fp16 it has to be scaled: ``engine.scale(loss).backward()``.
 
-    Every other attribute is the model's: ``engine.name`` is ``engine.module.name``.
+    Other attributes are the model's, as ``engine.name``. After `destroy` most calls raise `UsageError`.
 
     Attributes:
         module: the user's model.
@@ -69,8 +69,7 @@ class Engine(nn.Module):
         model_part: the part of the full model that this rank trains, under an mpu.
         offloading: the tiers that are not on the device; `offloading.table()` is the overlap report.
         compiled_modules: names of the modules that `compile` compiled, each as one graph unless its code has breaks.
-        training_state: the state that the parts of the engine share.
-    """
+        training_state: the state that the parts of the engine share."""
 
     module: nn.Module
     optimizer = Delegated[Optimizer | None]("training_state", "torch_optimizer")
@@ -111,11 +110,11 @@ class Engine(nn.Module):
         return self._parts.training.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false, and
-        return the divided loss.
+        """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false;
+        return the loss so divided, detached, in float32 at least, without the loss scale.
 
         Gradients are reduced on the way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3.
-        """
+        Raises `UsageError` for a loss that is no scalar or requires no gradient. Collective when it reduces."""
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -138,7 +137,7 @@ class Engine(nn.Module):
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Override whether a micro-batch ends an accumulation, for the current one and all that follow."""
+        """Override, on every rank, whether a micro-batch ends an accumulation, for the current and all that follow."""
         self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:
@@ -147,7 +146,8 @@ class Engine(nn.Module):
         return self._parts.accumulation.virtual_rank()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients inside the block without reducing them. Raises `UsageError` at stages 2 and 3."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` if every backward pass
+        reduces: at stages 2 and 3, with ``reduce_each_micro_batch``, and with virtual ranks."""
         return self._parts.accumulation.no_sync()
 
     @contextmanager
@@ -160,11 +160,12 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients accumulated so far (zero them if ``set_to_none`` is false), as the module's and the
-        optimizer's ``zero_grad`` do. `step` does it too. On every rank at the same point."""
+        optimizer's ``zero_grad`` do. `step` does it too. Every rank calls it at the same point."""
         self.module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clip the averaged gradients to the global norm ``max_norm`` now; return the norm before. Collective."""
+        """Clip the averaged gradients to the global norm ``max_norm`` now, between backward and step at a boundary;
+        return the norm before. Collective."""
         return self._parts.training.clip_gradients(max_norm)
 
     def compile(
@@ -177,8 +178,7 @@ class Engine(nn.Module):
         """Apply torch.compile to the module from its next call on: as one graph at stages 0 to 2, by unit at stage 3.
 
         ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
-        autograd, and at stage 3 for modes that use CUDA graphs.
-        """
+        autograd, and at stage 3 for modes that use CUDA graphs."""
         compile_module(self.training_state, backend, compile_kwargs, schedule, compiled_autograd_enabled)
 
     @property
@@ -199,17 +199,15 @@ class Engine(nn.Module):
         """Return a loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
 
         ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
-        prepare batches ahead. Raises `UsageError` for a data set that is not map-style.
-        """
+        prepare batches ahead. Raises `UsageError` for a data set that is not map-style."""
         workers = num_local_io_workers
         return self._parts.loaders.make(dataset, batch_size, route, pin_memory, data_sampler, collate_fn, workers)
 
     def destroy(self, unshard: bool = True) -> None:
-        """Unshard the parameters, remove all hooks and leave the process groups. Collective.
+        """Unshard the parameters, remove all hooks and leave the process groups, once. Collective.
 
         ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
-        checkpoints that are written behind training. Raises `zero_ckpt.CheckpointError` if one failed.
-        """
+        checkpoints that are written behind training. Raises `zero_ckpt.CheckpointError` if one failed."""
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
             self._parts.close(self.training_state, unshard)
@@ -228,8 +226,8 @@ class Engine(nn.Module):
 
         ``client_state``: plain data, which `load_checkpoint` returns. With ``checkpoint.writer.decoupled`` the call
         returns before the files are written; a failed save then raises from a later `step`, `save_checkpoint`,
-        `load_checkpoint` or `destroy`. Collective. Raises `zero_ckpt.CheckpointError` on every rank.
-        """
+        `load_checkpoint` or `destroy`. Collective. Raises on every rank: `zero_ckpt.CheckpointError`, inside an
+        accumulation `UsageError`."""
         self._parts.checkpoints.save(
             save_dir, tag, client_state or {}, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
@@ -249,8 +247,7 @@ class Engine(nn.Module):
 
         ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name: it runs on
         every rank with the module unsharded, and every rank gets rank 0's result. `load_report` says what was loaded,
-        converted, defaulted and ignored. Collective. Raises `zero_ckpt.CheckpointError` on every rank.
-        """
+        converted, defaulted and ignored. Collective. Raises `zero_ckpt.CheckpointError` on every rank."""
         wanted = Wanted(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only and self.sharded_optimizer is not None,
@@ -276,30 +273,30 @@ class Engine(nn.Module):
         raise `UsageError`. Collective.
 
         ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" means the configuration's first
-        `nvme_path`. ``non_blocking`` is accepted and ignored. Raises `UsageError`.
-        """
+        `nvme_path`. ``non_blocking`` is accepted and ignored. Raises `UsageError`."""
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Move back the states that `offload_states` moved; do nothing if there are none. Collective."""
+        """Move back what `offload_states` moved, if anything. ``non_blocking`` is ignored. Collective."""
         self._parts.parking.reload()
 
     # -- full values: every call is collective -----------------------------------------------------------------------
 
     def gathered(self, parameters: Any, modifier_rank: int | None = None) -> AbstractContextManager[None]:
-        """Gather ``parameters`` in full for the block (see `zero_partition.gathered`). Collective."""
+        """Gather ``parameters``, one or several, in full for the block. ``modifier_rank``: the rank whose changes
+        become all ranks' (see `zero_partition.gathered`). Collective."""
         return self._parts.full.gathered(parameters, modifier_rank)
 
     def full_param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a copy of the full parameter in the optimizer's precision. Collective."""
+        """Return a copy of the full parameter, from its master if it has one. Collective."""
         return self._parts.full.param(parameter)
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the full averaged gradient; None if no rank has one. Collective."""
+        """Return a copy of the full averaged gradient, after backward; None if no rank has one. Collective."""
         return self._parts.full.grad(parameter)
 
     def full_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor:
-        """Return a copy of the full optimizer state ``key`` of a parameter. Collective."""
+        """Return a copy of the full optimizer state ``key`` of a parameter, such as "exp_avg". Collective."""
         return self._parts.full.state(parameter, key)
 
     def set_full_param(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -350,15 +347,15 @@ class Engine(nn.Module):
         self.training_state.sizes.set_train(train_batch_size)
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each param group."""
+        """Return the learning rate of each param group. Raises `UsageError` without an optimizer."""
         return self.training_state.learning_rates()
 
     def loss_scale(self) -> float:
-        """Return the factor by which the loss is multiplied before backward."""
+        """Return the factor by which the loss is multiplied before backward; 1.0 unless under fp16."""
         return self.training_state.loss_scale()
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the global norm of the last step's gradients before clipping; None before the first step."""
+        """Return the global norm of the last step's gradients before clipping (it may wait for the device), or None."""
         return self.training_state.counters.norm
 
     def was_step_applied(self) -> bool:
@@ -387,7 +384,7 @@ class Engine(nn.Module):
         return communication_table(self.ledger, steps=self.global_steps)
 
     def report(self) -> Report:
-        """Return the report of this run so far, for a notebook or ``.save(path)``. Needs ``run_record.path``."""
+        """Return the report of this run so far, to show or ``.save(path)``. Raises `UsageError` without a record."""
         return report_of(self.resolved_config, self.instruments)
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ class Failures:
     @contextmanager
     def may_be_caught(self, call: str) -> Iterator[None]:
         """If the block fails, abort all ranks, unless none can be waiting for this one: then the user may catch the
-        exception and go on with the engine. ``call``: the engine's method, for messages."""
+        exception and go on with the engine; a half pass's gradients are dropped. ``call``: the method, for messages."""
         try:
             yield
         except BaseException as failure:
@@ -62,5 +62,5 @@ class Failures:
             raise
 
     def step(self) -> AbstractContextManager[None]:
-        """Return an optimizer step's context: `may_be_caught` if this rank is alone, else `abort_all_on_failure`."""
+        """Return a step's context: `may_be_caught` if it concerns this rank only, else `abort_all_on_failure`."""
         return self.may_be_caught("step") if self._state.is_alone else self.abort_all_on_failure()

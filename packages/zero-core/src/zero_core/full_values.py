@@ -26,7 +26,8 @@ from .state import TrainingState
 
 
 class FullValues:
-    """Gathers and sets full values of what is sharded. Every call is collective."""
+    """Gathers and sets full values of what is sharded. Every call is collective, and raises `UsageError` if the engine
+    was destroyed or its states are offloaded."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
@@ -38,12 +39,12 @@ class FullValues:
             yield
 
     def param(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a copy of the full parameter in the optimizer's precision."""
+        """Return a copy of the full parameter, from its master if it has one."""
         self._state.check_open("full_param")
         return full_parameter(self._state.partition, parameter)
 
     def grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the full averaged gradient; None if no rank has one."""
+        """Return a copy of the full averaged gradient, between backward and step; None if no rank has one."""
         self._state.check_open("full_grad")
         return full_gradient(self._state.partition, parameter)
 
@@ -68,7 +69,7 @@ class FullValues:
 
     def state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the module's state dict with full values in host memory on rank 0, None on other ranks. Gathers one
-        unit at a time. Tied parameters share their storage."""
+        unit at a time. Tied parameters share their storage. ``exclude_frozen``: leave frozen parameters out."""
         self._state.check_open("consolidated_state_dict")
         module, parts = self._state.module, self._state.partition
         copies: dict[int, torch.Tensor] = {}
@@ -91,7 +92,8 @@ class FullValues:
         return {name: tensors[name] for name in stored if name in tensors}
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
-        """Write `state_dict` with torch.save to ``save_dir/filename``, atomically. Raises `UsageError`."""
+        """Write `state_dict` by torch.save to ``save_dir/filename``, atomically. Raises `UsageError` for
+        safetensors."""
         if Path(filename).suffix == ".safetensors":
             raise UsageError(
                 f"save_16bit_model(save_filename={filename!r}): this call writes torch.save's format; "

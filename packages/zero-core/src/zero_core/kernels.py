@@ -28,7 +28,7 @@ _SMALL = 1 << 14  # elements; below, one thread
 
 
 class NativeSliceSum:
-    """`zero_comm.SliceSum` by the CPU kernel; tensors elsewhere by `zero_comm.sum_slices_on_device`."""
+    """A `zero_comm.SliceSum` by the CPU kernel; tensors elsewhere by `zero_comm.sum_slices_on_device`."""
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
         """Sum ``slices`` in their order, in float32 (float64 for float64), as `zero_comm.SliceSum` describes."""
@@ -54,7 +54,7 @@ class NativeSliceSum:
 
 
 class NativeNormSquared:
-    """`zero_partition.NormSquared` by the CPU kernel; tensors elsewhere by torch."""
+    """A `zero_partition.NormSquared` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> float:
         """Return the sum of squares of ``x`` in float64, added in an order that depends on its length only."""
@@ -64,7 +64,7 @@ class NativeNormSquared:
 
 
 class NativeGridSquares:
-    """`zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
+    """A `zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the float64 sums of squares of blocks of `GRID` elements of ``x``, bitwise equal to plain torch's."""
@@ -78,18 +78,15 @@ class NativeGridSquares:
 
 
 class NativeBlockQuantizer:
-    """`zero_precision.BlockQuantizer` by the CPU kernels, bitwise equal to plain torch.
-
-    Plain torch encodes fp8_e5m2 and tensors with a NaN or an infinity; `DeviceBlockQuantizer` encodes tensors on other
-    devices.
-    """
+    """A `zero_precision.BlockQuantizer` by the CPU kernels, bitwise equal to plain torch, which encodes fp8_e5m2 and
+    tensors with a NaN or an infinity; `DeviceBlockQuantizer` encodes tensors on other devices."""
 
     def __init__(self) -> None:
         self._torch = TorchBlockQuantizer()
         self._elsewhere = DeviceBlockQuantizer()
 
     def quantize_blocks(self, x: torch.Tensor, format: BlockFormat, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return payload (uint8) and scales (float32, one per ``block`` elements) of the contiguous 1-D ``x``."""
+        """Return payload (uint8; int4 two a byte) and scales (float32, one per ``block`` elements) of the 1-D ``x``."""
         if x.device.type != "cpu":
             return self._elsewhere.quantize_blocks(x, format, block)
         if format not in _CODES:
@@ -159,4 +156,5 @@ def block_quantizer() -> NativeBlockQuantizer:
 
 
 def _threads(x: torch.Tensor) -> int:
+    """Return the number of threads for a kernel over ``x``: one if it is small."""
     return 1 if x.numel() < _SMALL else torch.get_num_threads()

@@ -30,11 +30,9 @@ _OTHER_AXES = {
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The part of the model that this rank trains: part ``rank`` of ``size``.
-
-    ``data_rows``, ``model_rows``: the global ranks of every data-parallel and of every model-parallel group; each rank
-    is in one row of each. ``group``: the mpu's own model-parallel group; None without an mpu.
-    """
+    """The part of the model that this rank trains: part ``rank`` of ``size``. ``data_rows``, ``model_rows``: the global
+    ranks of every data-parallel and of every model-parallel group; each rank is in one row of each. ``group``: the
+    mpu's own model-parallel group; None without an mpu."""
 
     rank: int
     size: int
@@ -48,7 +46,7 @@ class ModelParallel:
         return len(self.data_rows[0])
 
     def open(self) -> ModelPart:
-        """Make the process groups between the parts, and return this rank's part. Collective over all ranks."""
+        """Make the process groups between the parts, if there are several; return this rank's part. Collective."""
         if self.size == 1:
             return ModelPart(self, UnsplitModel(), None)
         control = Control(open_group(self.model_rows, "gloo"))
@@ -61,8 +59,7 @@ class ModelPart:
 
     Attributes:
         place: the part's number and its ranks.
-        norms: combines the gradient norms of all parts.
-    """
+        norms: combines the gradient norms of all parts."""
 
     def __init__(self, place: ModelParallel, norms: ModelParts, everybody: Control | None) -> None:
         self.place = place
@@ -75,10 +72,8 @@ class ModelPart:
         return None if self._everybody is None else DistCoordinator(self._everybody.process_group)
 
     def folder(self, root: Path) -> Path:
-        """Return the folder of this part's files: ``root`` if there is one part, else a subfolder of it.
-
-        Raises `MismatchError` when ``root`` holds checkpoints of a model in another number of parts.
-        """
+        """Return the folder of this part's files: ``root`` if there is one part, else its subfolder ``mp_rank_XX``.
+        Raises `MismatchError` when ``root`` holds checkpoints of a model in more parts than this one's."""
         found = len(list(root.glob(_PART.format("*")))) if root.is_dir() else 0
         if found > (self.place.size if self.place.size > 1 else 0):
             raise MismatchError(
@@ -112,7 +107,7 @@ class ModelPart:
             self._everybody.abort(reason)
 
     def close(self) -> None:
-        """Destroy the process groups between the parts."""
+        """Destroy the process groups between the parts; `norms` and `coordinator` end with them."""
         self.norms.close()
         if self._everybody is not None:
             self._everybody.close()
@@ -124,8 +119,7 @@ def model_parallel(mpu: Any) -> ModelParallel:
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists. Raises `UsageError` on every rank if they are
-    missing, for groups that form no grid, and for axes other than tensor parallelism.
-    """
+    missing, for groups that form no grid, and for axes other than tensor parallelism."""
     world = list(range(dist.get_world_size()))
     if mpu is None:
         return ModelParallel(0, 1, [world], [[rank] for rank in world])
@@ -148,7 +142,7 @@ def model_parallel(mpu: Any) -> ModelParallel:
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """Return the mpu's tensor-parallel group, under any of its names; None without an mpu. Raises `UsageError`."""
+    """Return the mpu's tensor-parallel group, under any of its names; None for no mpu. Raises `UsageError`."""
     if mpu is None:
         return None
     group: dist.ProcessGroup | None = _getter(mpu, "group")()
@@ -156,7 +150,7 @@ def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
 
 
 def _getter(mpu: Any, what: str) -> Callable[[], Any]:
-    """Return the mpu's method for ``what`` ("rank", "world_size" or "group") of its tensor-parallel group."""
+    """Return the mpu's tensor-parallel method for ``what`` ("rank", "world_size", "group"). Raises `UsageError`."""
     names = [prefix + what for prefix in _TENSOR_PARALLEL]
     for name in names:
         if hasattr(mpu, name):
@@ -166,7 +160,7 @@ def _getter(mpu: Any, what: str) -> Callable[[], Any]:
 
 
 def _rows_of(mpu: Any) -> list[list[int]]:
-    """Return the global ranks of this rank's data-parallel and of its model-parallel group."""
+    """Return the global ranks of this rank's data-parallel and of its model-parallel group. Raises `UsageError`."""
     for name, axis in _OTHER_AXES.items():
         if hasattr(mpu, name) and getattr(mpu, name)() > 1:
             ranks = getattr(mpu, name)()

@@ -1,7 +1,6 @@
 """Write the metrics of a run to CSV files, TensorBoard, Weights & Biases or Comet.
 
-A client library is imported on rank 0 only, if its section of the configuration is enabled.
-"""
+A client library is imported on rank 0 only, if its section of the configuration is enabled."""
 
 from __future__ import annotations
 
@@ -19,10 +18,7 @@ Event = tuple[str, float, int]
 
 
 class Monitor(Protocol):
-    """Writes the metrics of a run.
-
-    Call order: any number of `write_events`, with sample numbers that do not decrease; then `close`.
-    """
+    """Writes the metrics of a run. Call order: `write_events`, with numbers of samples that never decrease; `close`."""
 
     @property
     def enabled(self) -> bool:
@@ -36,7 +32,7 @@ class Monitor(Protocol):
 
 
 class NoMonitor:
-    """Writes nothing: no monitor is enabled, or this is not rank 0."""
+    """A `Monitor` that writes nothing: none is enabled, or this is not rank 0."""
 
     enabled = False
 
@@ -45,7 +41,7 @@ class NoMonitor:
 
 
 class Monitors:
-    """Forwards to several monitors."""
+    """A `Monitor` that forwards to several."""
 
     enabled = True
 
@@ -64,10 +60,8 @@ class Monitors:
 
 
 class CsvMonitor:
-    """Appends to ``folder/Train_Samples_train_loss.csv`` and so on, with the columns step and the name's last part.
-
-    Every event is flushed at once. Raises OSError when ``folder`` cannot be written.
-    """
+    """A `Monitor` that appends to ``folder/Train_Samples_train_loss.csv`` and so on, with the columns step (samples)
+    and the name's last part. Every event is flushed at once. Raises OSError when ``folder`` cannot be written."""
 
     enabled = True
 
@@ -90,6 +84,7 @@ class CsvMonitor:
         self._files.clear()
 
     def _open(self, name: str) -> TextIO:
+        """Return the file of the events ``name``, opened and, if it is empty, with its head written."""
         path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
         file = path.open("a", encoding="utf-8", newline="")
         if file.tell() == 0:
@@ -99,7 +94,7 @@ class CsvMonitor:
 
 
 class TensorBoardMonitor:
-    """Writes scalars to event files in ``folder``."""
+    """A `Monitor` that writes scalars to event files in ``folder``."""
 
     enabled = True
 
@@ -120,10 +115,8 @@ class TensorBoardMonitor:
 
 
 class WandbMonitor:
-    """Logs to a new run of Weights & Biases; WANDB_MODE, WANDB_DIR and so on in the environment apply.
-
-    ``settings``: the configuration to show with the run.
-    """
+    """A `Monitor` that logs to a new run of Weights & Biases; WANDB_MODE, WANDB_DIR and so on in the environment apply.
+    ``settings``: the configuration to show with the run."""
 
     enabled = True
 
@@ -146,11 +139,8 @@ class WandbMonitor:
 
 
 class CometMonitor:
-    """Logs to a Comet experiment.
-
-    ``interval``: the least number of samples between two events of one name that are logged. ``start``: arguments of
-    ``comet_ml.start``; None means Comet's own setting.
-    """
+    """A `Monitor` that logs to a Comet experiment. ``interval``: the least number of samples between two events of one
+    name that are logged. ``start``: arguments of ``comet_ml.start``; None means Comet's own setting."""
 
     enabled = True
 
@@ -199,6 +189,7 @@ def build_monitor(config: Config, rank: int) -> Monitor:
 
 
 def _enabled(config: Config) -> list[Monitor]:
+    """Return the monitors whose sections ``config`` enables, which opens their files and connections."""
     monitors: list[Monitor] = []
     settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
     if config.csv_monitor.enabled:

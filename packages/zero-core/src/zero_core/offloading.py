@@ -55,8 +55,7 @@ class Offloading:
         trace: records transfers; None unless `offload.report`, `offload.trace` or a ``sink`` needs it.
         update: the optimizer update on its tier; None while it is on the device.
         store: the store of parameter shards; None if they are on the device.
-        processes: the number of ranks that share this host's memory and drives.
-    """
+        processes: the number of ranks that share this host's memory and drives."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class Offloading:
         self._keeps_freed_memory = self._set_freed_memory()
 
     def _set_freed_memory(self) -> bool:
-        """Apply `keep_freed_memory`, by default where the CPU computes and nothing is offloaded; return it."""
+        """Apply `keep_freed_memory`, by default where the CPU computes and nothing is offloaded; return its value."""
         keep, zero = self._config.keep_freed_memory, self._config.zero_optimization
         tiers = zero.offload_param, zero.offload_optimizer, self._config.offload.activations
         stays = self._device.type == "cpu" and all(tier.device == "none" for tier in tiers)
@@ -98,7 +97,7 @@ class Offloading:
         return bool(keep)
 
     def new_budget(self) -> HostBudget:
-        """Return an unused budget for this process."""
+        """Return an unused memory budget for this process, one of those on this host."""
         return self._make_budget(self.processes)
 
     # -- before the model is sharded -----------------------------------------------------------------------------
@@ -117,10 +116,8 @@ class Offloading:
         return self.store
 
     def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
-        """Return the function that makes the tier for `offload_optimizer`; None for the device.
-
-        Raises `UsageError` at stage 0, for an optimizer without a CPU kernel, and for a ratio that is not possible.
-        """
+        """Return the function that makes the tier for `offload_optimizer`; None for the device or without an optimizer.
+        Raises `UsageError` at stage 0, for an optimizer without a CPU kernel, and for a ratio that is not possible."""
         zero = self._config.zero_optimization
         section = zero.offload_optimizer
         if section.device == "none" or optimizer is None:
@@ -140,6 +137,7 @@ class Offloading:
         return lambda shards, residency: self._make_update(optimizer, shards, residency)
 
     def _make_update(self, optimizer: Optimizer, shards: Sequence[ShardNeeds], residency: Residency) -> StateTier:
+        """Make, keep as `update` and return the tier for masters and states; ``shards``: one per trained unit."""
         groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
@@ -163,6 +161,7 @@ class Offloading:
         return self.update
 
     def _tier_options(self, tier: Literal["host", "nvme"]) -> TierOptions:
+        """Return the configuration's settings for optimizer states on ``tier``."""
         section = self._config.zero_optimization.offload_optimizer
         return TierOptions(
             tier=tier,
@@ -180,6 +179,7 @@ class Offloading:
         )
 
     def _state_dtype(self) -> torch.dtype | None:
+        """Return the dtype of moments on a tier that the configuration names; None for float32."""
         named = self._config.offload.state_dtype
         if named is not None:
             return _STATE_DTYPES[named]
@@ -196,6 +196,7 @@ class Offloading:
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
+        """Return the context that offloads what autograd saves apart from parameters of ``model``; None if off."""
         section = self._config.offload.activations
         if section.device == "none":
             return None
@@ -215,7 +216,8 @@ class Offloading:
         )
 
     def parking_store(self, device: str, pin: bool) -> HostStore | NvmeStore:
-        """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. Raises `UsageError`."""
+        """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. ``pin``: host memory that
+        is pinned. Raises `UsageError` for other devices, and if no `nvme_path` is configured."""
         if device == "cpu":
             return HostStore(device=self._device, pin=pin)
         if device != "nvme":
@@ -258,7 +260,7 @@ class Offloading:
         return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of offloaded activations that wait for backward now, by tier."""
+        """Return the bytes of offloaded activations that wait for backward now, by tier; none without a tier."""
         return {} if self._activations is None else self._activations.memory()
 
     def close(self) -> None:
@@ -273,6 +275,7 @@ class Offloading:
             self.trace.close()
 
     def _save_trace(self) -> None:
+        """Write the trace file, its name with this rank's number, and end tracing unless reports need it."""
         self._trace_saved = True
         if self.trace is not None and self._config.offload.trace is not None:
             target = Path(self._config.offload.trace)
@@ -331,7 +334,7 @@ def _open_store(
 
 
 def _group_of_parameter(optimizer: Optimizer) -> dict[int, int]:
-    """Return the index of the param group of each parameter, by the parameter's `id`."""
+    """Return the index of each parameter's param group, by the parameter's `id`."""
     return {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 

@@ -33,11 +33,9 @@ def build_optimizer(
     device: torch.device,
 ) -> Optimizer | None:
     """Return the user's optimizer, the one that the user's function makes, or the one that the configuration names.
-
     ``parameters``: the parameters or param groups to train, by default all that require gradients. ``device``: where
     the shards will be; on the CPU the names mean the optimizers of zero-optim-kernels, else torch's fused ones. None if
-    neither the user nor the configuration names an optimizer. Raises `UsageError`.
-    """
+    neither the user nor the configuration names an optimizer. Raises `UsageError`."""
     if isinstance(given, Optimizer):
         return given
     if given is not None and not callable(given):
@@ -80,6 +78,7 @@ def build_optimizer(
 
 
 def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Return Muon for the matrices among ``parameters`` and Adam for the rest. Raises `UsageError` before torch 2.9."""
     try:
         return MuonWithAdam.from_model(model, parameters, arguments)
     except ImportError as error:  # from torch before 2.9
@@ -87,6 +86,8 @@ def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optim
 
 
 def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:
+    """Return Adam, or AdamW if ``decoupled``: the CPU kernel's if ``on_cpu`` and it can, else torch's. Consumes keys of
+    ``arguments``, the section's values. Raises `UsageError`."""
     wants_torch = arguments.pop("torch_adam")
     arguments.pop("adam_w_mode")
     half_states = not arguments.pop("fp32_optimizer_states")
@@ -101,6 +102,7 @@ def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu
 
 
 def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Optimizer:
+    """Return Adagrad: the CPU kernel's if ``on_cpu`` and it can, else torch's. As `_adam` otherwise."""
     half_states = not arguments.pop("fp32_optimizer_states")
     if arguments.pop("amsgrad"):
         raise UsageError("optimizer.params.amsgrad: Adagrad has no such variant; remove it")
@@ -112,6 +114,7 @@ def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Opt
 
 
 def _lamb(parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Return LAMB. Raises `UsageError` for variants that it lacks."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for LAMB; set it to false")
@@ -119,6 +122,7 @@ def _lamb(parameters: Any, arguments: dict[str, Any]) -> Optimizer:
 
 
 def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Return the 1-bit optimizer ``name``. Raises `UsageError` for arguments that it lacks."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")

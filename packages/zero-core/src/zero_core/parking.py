@@ -28,8 +28,8 @@ class Parking:
         self._parked: ParkedStates | None = None
 
     def offload(self, include: Iterable[Any] | None, device: str, pin: bool) -> None:
-        """Move the kinds ``include`` (None: all of `KINDS`) to ``device`` ("cpu" or "nvme") until `reload`.
-        ``pin``: into pinned host memory. Raises `UsageError`."""
+        """Move the kinds ``include`` (None: all of `KINDS`) to ``device`` ("cpu" or "nvme") until `reload`. ``pin``:
+        into pinned host memory. Raises `UsageError` for other names, and if states are offloaded already."""
         state = self._state
         state.check_open("offload_states")
         kinds = kinds_of(include)
@@ -46,11 +46,9 @@ class Parking:
 
 
 class ParkedStates:
-    """Moves the bytes of states of the ``kinds`` off the device into ``store``; `bring_back` restores them.
-
-    Storages keep their identity and are emptied, so that all views of them are valid again afterwards. Parameters that
-    the user could read meanwhile are placeholders of NaN. States that are on a tier already stay there.
-    """
+    """Moves the bytes of states of the ``kinds`` off the device into ``store``; `bring_back` restores them. Storages
+    keep their identity and are emptied, so that all views of them are valid again afterwards. Parameters that the user
+    could read meanwhile are placeholders of NaN. States on a tier stay there. Attribute ``nbytes``: bytes moved."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class ParkedStates:
         self.nbytes = park(self._held, store)
 
     def bring_back(self) -> None:
-        """Move all states back to where they were; idempotent."""
+        """Move all states back to where they were, and close the store; idempotent."""
         unpark(self._held, self._store)
         self._held.clear()
         self._store.close()
@@ -93,6 +91,7 @@ class ParkedStates:
                     self._optimizer.replace_state(owned, {**kept})  # a new dict: who remembers addresses looks again
 
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hide weights that stay gathered behind placeholders; yield (unit, weights or shard) of all on the device."""
         for unit in partition.units:
             if not unit.releasable:
                 unit.hide()
@@ -119,6 +118,7 @@ def kinds_of(include: Iterable[Any] | None) -> set[str]:
 
 
 def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the optimizer states on the device, without scalars."""
     if optimizer is not None:
         for owned in optimizer.fragments:
             for key, value in by_kind(optimizer.state_of(owned)).items():
@@ -127,6 +127,7 @@ def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str,
 
 
 def _gradients(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (unit, tensor) of the gradient buffers on the device."""
     for gradients in partition.runtime.gradients.values():
         for tensor in gradients.tensors():
             yield gradients.unit.name, tensor

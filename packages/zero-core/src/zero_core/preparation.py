@@ -29,7 +29,7 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> RankLoader[Any]:
-        """Return the loader that `Engine.data_loader` describes. Raises `UsageError`."""
+        """Return the loader that `Engine.data_loader` describes; ``sampler``: the user's own. Raises `UsageError`."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state
@@ -59,7 +59,7 @@ def compile_module(
     schedule: Any,
     compiled_autograd_enabled: bool,
 ) -> None:
-    """Compile the module as `Engine.compile` describes; set ``state.compiled`` to the names of the compiled modules."""
+    """Compile the module as `Engine.compile` describes, with its errors; set ``state.compiled`` to the names."""
     state.check_open("compile")
     options = dict(compile_kwargs or {})
     if schedule is not None:

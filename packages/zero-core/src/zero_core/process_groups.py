@@ -63,7 +63,8 @@ def agree_on_hyperparameters(control: Control, optimizer: Optimizer | None) -> N
 
 
 def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> None:
-    """Raise `ConfigError` on every rank unless all pass equal values ``own``, by path. ``action``: the advice in it."""
+    """Raise `ConfigError` on every rank unless all pass equal values ``own``, by path. ``what``: their name in
+    messages; ``action``: the advice in the error. Collective."""
     texts = {path: repr(value) for path, value in own.items()}
     digest = hashlib.blake2b(json.dumps(texts, sort_keys=True).encode(), digest_size=16).hexdigest()
     if len(set(control.agree(Message("initialize", what, 0, digest)))) == 1:
@@ -79,7 +80,7 @@ def _agree(control: Control, what: str, own: dict[str, Any], action: str) -> Non
 
 
 def _by_rank(values: list[str]) -> str:
-    """Return values given by rank as text: `0.1 on ranks 0, 2 and 0.2 on rank 1`."""
+    """Return ``values``, by rank, as text: `0.1 on ranks 0, 2 and 0.2 on rank 1`, at most 8 ranks for a value."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -125,7 +126,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
 
 
 def weight_codecs(config: Config) -> tuple[Codec | None, Codec | None]:
-    """Return the codecs for gathering trained units and frozen units at stage 3; None to gather unquantized."""
+    """Return the codecs for gathering (trained units, frozen units) at stage 3; None to gather unquantized."""
     zero = config.zero_optimization
     codec = _codec(config.comm.weight_codec)
     return (
@@ -146,7 +147,7 @@ def codec_lines(config: Config, device: torch.device) -> list[str]:
 
 
 def shard_alignment(config: Config) -> int:
-    """Return the number of elements that shard boundaries are multiples of, so that no codec's block is divided."""
+    """Return the number of elements of which shard boundaries are multiples, so that no codec's block is divided."""
     zero, comm = config.zero_optimization, config.comm
     blocks = [64]
     if zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights:

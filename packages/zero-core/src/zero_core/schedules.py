@@ -21,10 +21,8 @@ _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 
 
 def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
-    """Return a function that calls a scheduler's ``step(**lr_kwargs)``; ``lr_kwargs``: a dict or None.
-
-    Raises `UsageError` for anything else, such as the closure that torch's optimizers take.
-    """
+    """Return a function that calls a scheduler's ``step(**lr_kwargs)``; ``lr_kwargs``: a dict or None. Raises
+    `UsageError` for anything else, such as the closure that torch's optimizers take."""
     if lr_kwargs is not None and not isinstance(lr_kwargs, Mapping):
         raise UsageError(
             f"engine.step: expected a dict of arguments for the learning rate schedule or nothing, got "
@@ -41,11 +39,9 @@ def build_scheduler(
     optimizer: Optimizer | None,
 ) -> Scheduler | None:
     """Return the user's scheduler, the one that the user's function makes, or the one that `config.scheduler` names.
-
     The user's takes precedence over the configuration's; None if there is neither. Raises `UsageError` without an
     optimizer, for a scheduler of another optimizer's param groups or whose ``step`` needs an argument, and when its
-    class refuses the configured arguments.
-    """
+    class refuses the configured arguments."""
     section = config.scheduler
     if given is None and section is None:
         return None
@@ -64,6 +60,7 @@ def build_scheduler(
 
 
 def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
+    """Return the scheduler that ``section`` names: of zero-optim or of torch. Raises `UsageError`."""
     name = section.type
     if name in VALID_LR_SCHEDULES:
         kind: Any = getattr(schedules, name)

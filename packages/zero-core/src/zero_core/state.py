@@ -33,8 +33,7 @@ class Counters:
         global_samples: samples on all ranks.
         accumulated: micro-batches counted since the last optimizer step.
         last: the result of the last optimizer step; None before the first.
-        last_taken: the result of the last step that updated the weights; None before the first.
-    """
+        last_taken: the result of the last step that updated the weights; None before the first."""
 
     global_steps: int = 0
     micro_steps: int = 0
@@ -56,8 +55,7 @@ class BatchSizes:
     Attributes:
         train: samples per optimizer step over all ranks.
         micro: samples per micro-batch and rank.
-        steps: micro-batches per optimizer step.
-    """
+        steps: micro-batches per optimizer step."""
 
     def __init__(self, config: Config) -> None:
         self.train = config.train_batch_size
@@ -66,7 +64,8 @@ class BatchSizes:
         self._ranks, self._virtual_ranks = config.world_size, config.virtual_ranks
 
     def set_train(self, size: int) -> None:
-        """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError`."""
+        """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError` if it is no
+        multiple of a micro-batch on each rank, or not virtual ranks' number of samples."""
         virtual, together = self._virtual_ranks, self.micro * self._ranks
         if virtual and size != self.micro * virtual:
             raise UsageError(
@@ -81,7 +80,7 @@ class BatchSizes:
         self.train, self.steps = size, size // together
 
     def set_micro(self, size: int) -> None:
-        """Set ``micro`` to ``size``, and ``train`` for the same number of micro-batches. Raises `UsageError`."""
+        """Set ``micro`` to ``size``, and ``train`` for as many micro-batches. Raises `UsageError` below 1."""
         if size < 1:
             raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
         self.train, self.micro = size * self.steps * self._ranks, size
@@ -93,8 +92,7 @@ class Attached:
 
     Attributes:
         scheduler: stepped after each optimizer step that was taken.
-        loader: the data loader whose position is part of a checkpoint.
-    """
+        loader: the data loader whose position is part of a checkpoint."""
 
     scheduler: Scheduler | None = None
     loader: RankLoader[Any] | None = None
@@ -121,8 +119,7 @@ class TrainingState:
         model_part: the part of the full model that this rank trains, under an mpu.
         micro_batches: the rules for the micro-batches of a step: ordinary ones, or virtual ranks.
         reports: this is rank 0 of the job, which prints and logs for all.
-        compiled: names of the modules that `Engine.compile` has compiled.
-    """
+        compiled: names of the modules that `Engine.compile` has compiled."""
 
     module: nn.Module
     partition: Partition

@@ -15,7 +15,7 @@ _SINGLE = frozenset([torch.Tensor, bool, int, float])
 
 
 def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one parameter's state by kind, with lists and tuples flattened and None left out."""
+    """Return the values of one parameter's state by kind; lists and tuples are flattened, None in them left out."""
     if _SINGLE.issuperset(map(type, state.values())):
         return {str(key): kept for key, kept in state.items()}
     return {kind: value for key, kept in state.items() for kind, value in _flattened(str(key), kept)}
@@ -35,8 +35,8 @@ def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsavable(optimizer: ShardedOptimizer | None) -> str:
-    """Return a description of the first value in this rank's optimizer states that a checkpoint cannot hold (neither
-    tensor nor number); empty if there is none."""
+    """Return a description of the first value in this rank's optimizer states that a checkpoint cannot hold, neither
+    tensor nor number; empty if there is none."""
     for owned in () if optimizer is None else optimizer.fragments:
         state = optimizer.state_of(owned) if optimizer is not None else {}
         if _SINGLE.issuperset(map(type, state.values())):
@@ -48,6 +48,7 @@ def unsavable(optimizer: ShardedOptimizer | None) -> str:
 
 
 def _flattened(kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (kind, value) of the values in ``value``, itself if it is no list or tuple."""
     if isinstance(value, (list, tuple)):
         for number, one in enumerate(value):
             yield from _flattened(f"{kind}.list.{number}", one)

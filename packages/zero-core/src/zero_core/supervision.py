@@ -18,10 +18,8 @@ from .training import Observer, Unobserved
 
 
 class Supervisor(Protocol):
-    """Called by `initialize` to replace the configuration, unit limits, memory budget and observer of an engine.
-
-    Call order per engine: `config` (also by `Init`), `limits`, `budget` (any number of times), `observer`.
-    """
+    """Called by `initialize` to replace the configuration, unit limits, memory budget and observer of an engine. Call
+    order per engine: `config` (also by `Init`), `limits`, `budget` (any number of times), `observer`."""
 
     def config(self, given: Any, world_size: int) -> Any:
         """Return the configuration to use instead of ``given``; ``world_size``: the data-parallel ranks."""
@@ -37,7 +35,7 @@ class Supervisor(Protocol):
 
 
 class Unsupervised:
-    """The supervisor that changes nothing."""
+    """A `Supervisor` that changes nothing."""
 
     def config(self, given: Any, world_size: int) -> Any:
         """Return ``given``."""
@@ -66,7 +64,7 @@ def supervisor() -> Supervisor:
 
 @contextmanager
 def supervised(by: Supervisor) -> Iterator[None]:
-    """Have ``by`` supervise every engine that is made inside the block."""
+    """Have ``by`` supervise every engine that is made inside the block, in this thread or task."""
     token = _SUPERVISOR.set(by)
     try:
         yield
@@ -76,7 +74,7 @@ def supervised(by: Supervisor) -> Iterator[None]:
 
 def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
     """Run the script at the path ``target`` (with ``module``: the module of that name) as ``__main__``, with
-    ``arguments`` as its command line. Its exceptions propagate."""
+    ``arguments`` as its command line; restore ``sys.argv`` and ``sys.path`` after it. Its exceptions propagate."""
     before, path = sys.argv, list(sys.path)
     sys.argv = [target, *arguments]
     try:

@@ -26,8 +26,7 @@ def check_swap_folders(config: Config) -> None:
 
     Raises UsageError for a missing folder, naming the nearest that exists: without the check, files of a drive that is
     not mounted would fill the disk of its mount point. Raises UsageError with the reason for a folder that cannot be
-    reached: a name that is too long, a loop of links, a parent that may not be entered.
-    """
+    reached: a name that is too long, a loop of links, a parent that may not be entered."""
     for key, name in _folders_in_use(config):
         if os.path.isdir(name):
             continue
@@ -47,7 +46,7 @@ def check_swap_folders(config: Config) -> None:
 
 
 def _unreachable(name: str) -> str | None:
-    """Return why a folder cannot be looked at; None where it only does not exist."""
+    """Return the system's reason why the folder ``name`` cannot be looked at; None where it only does not exist."""
     try:
         os.stat(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -63,10 +62,8 @@ def _shortened(name: str) -> str:
 
 
 def remove_abandoned(config: Config, world_size: int) -> None:
-    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; once per node.
-
-    Existing ranks take care of their own files. Files that another job has open stay.
-    """
+    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; once per node. Existing ranks
+    take care of their own files. Files that another job has open stay."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
 

@@ -24,11 +24,9 @@ from .state import TrainingState
 
 
 class Observer(Protocol):
-    """Receives the losses and steps of one engine, on every rank.
-
-    Call order per micro-batch: `loss`, before backward; at the accumulation boundary also `before_step`, once all
-    gradients are averaged, and `after_step`, once the weights are published. Each call may communicate.
-    """
+    """Receives the losses and steps of one engine, on every rank. Call order per micro-batch: `loss`, before backward;
+    at the accumulation boundary also `before_step`, once all gradients are averaged, and `after_step`, once the weights
+    are published. Each call may communicate."""
 
     def loss(self, loss: torch.Tensor) -> None: ...
     def before_step(self) -> None: ...
@@ -36,7 +34,7 @@ class Observer(Protocol):
 
 
 class Unobserved:
-    """The observer that does nothing."""
+    """An `Observer` that does nothing."""
 
     def loss(self, loss: torch.Tensor) -> None: ...
     def before_step(self) -> None: ...
@@ -53,8 +51,7 @@ class Training:
     are called from here and nowhere else.
 
     Attributes:
-        observer: called with each loss and step result; may be assigned.
-    """
+        observer: called with each loss and step result; may be assigned."""
 
     def __init__(
         self,
@@ -78,7 +75,7 @@ class Training:
         self._checkpoints = checkpoints
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output."""
+        """Run the module and return its output; float arguments are cast first with ``fp16.auto_cast``."""
         state = self._state
         state.check_open("forward")
         if state.config.fp16.enabled and state.config.fp16.auto_cast:
@@ -90,7 +87,7 @@ class Training:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
         """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in
-        float32 at least, divided, without the loss scale)."""
+        float32 at least, divided, without the loss scale). Raises `UsageError` for another ``loss``."""
         state = self._state
         state.check_trainable("backward")
         precise = _float32_at_least("backward", loss)
@@ -110,7 +107,7 @@ class Training:
         return returned
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
+        """Return the scalar ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
         self._state.check_trainable("scale")
         scaled = _float32_at_least("scale", loss) * self._state.loss_scale()
         self._accumulation.scaled = True
@@ -181,6 +178,7 @@ def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
 
 
 def _describe(value: object) -> str:
+    """Return what kind of value a call got instead of a loss, for a message."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} with requires_grad={value.requires_grad}"
     return type(value).__name__

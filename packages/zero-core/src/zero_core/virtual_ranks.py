@@ -37,7 +37,7 @@ class MicroBatches(Protocol):
         """Called before a backward pass: refuse one that does not belong to exactly one micro-batch."""
 
     def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Called by `Engine.step`: refuse a ``boundary`` before or after the last micro-batch of the step."""
+        """Called by `Engine.step`: refuse a ``boundary`` before, or none after, the last micro-batch of a step."""
 
     def check_between_steps(self, call: str, micro: int) -> None:
         """Called by ``engine.call``, which needs complete gradients or none: refuse it in the middle of a step."""
@@ -56,7 +56,7 @@ class MicroBatches(Protocol):
 
 
 class OrdinaryMicroBatches:
-    """Ordinary gradient accumulation: everything is allowed."""
+    """A `MicroBatches` for ordinary gradient accumulation: everything is allowed."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
         """Return the loss, divided by the accumulation steps if ``divide``."""
@@ -100,14 +100,14 @@ class _Buffer:
 
 
 class VirtualRanks:
-    """Every micro-batch of a step is a virtual rank (see [Note: virtual ranks] in `zero_partition.leaves`).
+    """A `MicroBatches` for which every micro-batch of a step is a virtual rank ([Note: virtual ranks] in
+    `zero_partition.leaves`).
 
     Refuses all that would make bits depend on the number of ranks: losses divided by it, several backward passes for
     one micro-batch, buffers that forward writes, different numbers of threads. Seeds the generators of Python, NumPy
     and torch for each virtual rank and step, before its forward pass. The constructor is collective.
 
-    ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`.
-    """
+    ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`."""
 
     def __init__(self, count: int, seed: int | None, partition: Partition, module: nn.Module) -> None:
         if dist.get_world_size() != partition.data_world_size:
@@ -214,6 +214,7 @@ class VirtualRanks:
         return next(found, 0)
 
     def _seed_generators(self, step: int, virtual_rank: int) -> None:
+        """Seed the generators from the run's seed, the step and the virtual rank."""
         text = f"{self._seed}/{step}/{virtual_rank}".encode()
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
         random.seed(seed)
@@ -225,7 +226,7 @@ class VirtualRanks:
 
 
 def micro_batches(config: Config, partition: Partition, module: nn.Module) -> MicroBatches:
-    """Return the rules that ``config`` asks for. Collective if they are `VirtualRanks`."""
+    """Return the rules that ``config`` asks for: `VirtualRanks`, which is collective, or `OrdinaryMicroBatches`."""
     if not config.virtual_ranks:
         return OrdinaryMicroBatches()
     return VirtualRanks(config.virtual_ranks, getattr(config.deterministic, "seed", None), partition, module)

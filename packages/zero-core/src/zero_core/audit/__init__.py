@@ -1,8 +1,7 @@
 """Every K steps compare replicated data, weights with masters, resting states, and one unit's repeated gradient.
 
 Read `auditor.py` first. `holdings.py` lists the replicated data; `module_calls.py`, `loss_graph.py` and
-`recomputation.py` choose a module call and compute its gradient again.
-"""
+`recomputation.py` choose a module call and compute its gradient again."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal, past guards that watch user code's access."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal. Hooks on user code's accesses do not see it."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)
@@ -24,7 +24,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def digest_of_data(data: Any) -> str:
-    """Return a 64-bit digest of plain data, in hexadecimal."""
+    """Return a 64-bit digest of ``data`` as JSON, in hexadecimal; other objects in it count as their ``str``."""
     return xxhash.xxh3_64_hexdigest(json.dumps(data, sort_keys=True, default=str).encode())
 
 
@@ -34,8 +34,8 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def odd_ranks(digests: Sequence[str | None], owner: int | None) -> list[int]:
-    """Return the ranks whose digest differs from the ``owner`` rank's or, if that is None, from the digest of more than
-    half of the ranks; all ranks if there is no such majority."""
+    """Return the ranks whose digest is wrong. ``digests``: by rank, None where a rank lacks the data. Right is that of
+    the rank ``owner`` or, if it is None, of more than half of the ranks; all are returned without such a majority."""
     if owner is not None:
         right: str | None = digests[owner]
     else:

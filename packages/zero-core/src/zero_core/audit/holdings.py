@@ -22,10 +22,8 @@ from .digests import digest, digest_of_data
 @dataclass(frozen=True)
 class Held:
     """Data that all ranks must hold with equal bits: ``what`` (such as "weight") of ``name``, and its digest.
-
-    ``shard``: the rank whose shard it belongs to, for a part of a unit. ``checked``: that rank compares its copy with
-    its master, so that its copy decides.
-    """
+    ``shard``: the rank in whose shard it is, for a part of a unit. ``checked``: that rank compares it with its master,
+    so that its copy decides which ranks are wrong."""
 
     what: str
     name: str
@@ -57,7 +55,8 @@ class Buffers:
 
 
 def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
-    """Yield all data that every rank must hold with equal bits."""
+    """Yield all data that every rank must hold with equal bits: layout, hyperparameters, loss scale, unwritten buffers,
+    weights that stay gathered and, at stage 0, masters and optimizer states on the device."""
     parts = state.partition
     yield Held("the layout of", "the model", digest_of_data([_layout_of(unit) for unit in parts.layout.units]))
     for number, group in enumerate(state.torch_optimizer.param_groups if state.torch_optimizer is not None else ()):
@@ -74,12 +73,13 @@ def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
 
 
 def _layout_of(layout: Any) -> list[Any]:
+    """Return a unit's layout as plain data: name, ranks, elements per shard, and the place of each parameter."""
     entries = [[entry.name, list(entry.shape), entry.offset] for entry in layout.entries]
     return [layout.name, layout.world_size, layout.shard_numel, entries]
 
 
 def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
-    """Yield a unit's weights if they stay gathered, by parameter and by the rank whose shard the fragment is in."""
+    """Yield a unit's weights by parameter and by the rank whose shard they are in; none if the unit can be released."""
     if unit.releasable:
         return
     checked = has_own_master(unit) and state.partition.options.stage > 0  # against its master, by `unpublished`
@@ -92,7 +92,8 @@ def _replicated_weights(state: TrainingState, unit: Unit) -> Iterator[Held]:
 
 
 def kept_on_device(state: TrainingState) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (parameter, kind, tensor) of masters and optimizer states on the device."""
+    """Yield (name, kind, tensor) of this rank's masters and optimizer states on the device, a fragment at a time; the
+    name is the parameter's and the fragment's first element, as in ``weight[128:]``."""
     parts = state.partition
     for unit in parts.units:
         if has_own_master(unit):

@@ -32,10 +32,8 @@ class LossGraph:
         """Return the leaf nodes of ``parameters`` if their gradient comes from one call alone, else why it does not.
 
         ``outputs``: (node, output number) of the tensors that the call returned; ``inputs``: nodes of its arguments.
-
         The gradient comes from one call alone if every edge into the parameters, and into nodes that the call computed
-        from them, begins inside the call, apart from the edges into its outputs, which must all begin outside.
-        """
+        from them, begins inside the call, apart from the edges into its outputs, which must all begin outside."""
         results = set(outputs)
         inner = _edges_from([node for node, _ in results], stops=inputs)
         held = {id(p) for p in parameters}
@@ -54,7 +52,7 @@ class LossGraph:
 
 
 def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
-    """Return every edge that can be reached from ``roots`` without passing through one of ``stops``."""
+    """Return every edge that can be reached from ``roots`` without passing through ``stops``; edges may end there."""
     found, seen = [], {*stops}
     waiting = [node for node in dict.fromkeys(roots) if node not in seen]
     seen.update(waiting)
@@ -70,7 +68,7 @@ def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
 
 
 def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
-    """Return the sources of ``edges`` from which one of ``leaves`` can be reached."""
+    """Return the nodes from which one of ``leaves`` can be reached along ``edges``."""
     sources: dict[Node, list[Node]] = {}
     for edge in edges:
         sources.setdefault(edge.target, []).append(edge.source)

@@ -33,7 +33,7 @@ class AuditedUnit:
     module: nn.Module
 
     def obstacle(self) -> str | None:
-        """Return why a call of the module cannot be repeated in its present state; None if it can."""
+        """Return why no call of the module can be repeated now: frozen weights, hooks and so on; None if one can."""
         if not all(p.requires_grad for p in self.unit.parameters):
             return "some of its weights are frozen now"
         if any(_has_hooks(p) for p in self.unit.parameters):
@@ -65,12 +65,14 @@ def _has_other_weights(module: nn.Module, unit: Unit) -> bool:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether the user has put hooks on the gradient of ``parameter``."""
     with torch._C.DisableTorchFunctionSubclass():
         later = parameter._post_accumulate_grad_hooks or {}
         return bool(parameter._backward_hooks) or any(not _is_ours(hook) for hook in later.values())
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """Yield the forward and backward hooks of ``module``."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         yield from hooks.values()
     for hooks in (module._backward_pre_hooks, module._backward_hooks):
@@ -78,18 +80,21 @@ def _hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _global_hooks() -> Iterator[Any]:
+    """Yield torch's four dicts of forward and backward hooks for all modules."""
     kinds = nn.modules.module
     yield from (kinds._global_forward_pre_hooks, kinds._global_forward_hooks)
     yield from (kinds._global_backward_pre_hooks, kinds._global_backward_hooks)
 
 
 def _is_ours(hook: Callable[..., Any]) -> bool:
+    """Return whether a module of zero-core or zero-partition defines ``hook``."""
     return str(getattr(hook, "__module__", "")).startswith(_OURS)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The global settings of torch that change a module's arithmetic: autocast, number of threads, backends, modes."""
+    """The global settings of torch that change a module's arithmetic. ``autocast``: (device type, enabled, dtype);
+    ``cached_casts``: autocast keeps cast weights; ``others``: default dtype, threads, backends, active modes."""
 
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     cached_casts: bool
@@ -132,7 +137,7 @@ class Surroundings:
 
 class Attributes:
     """The attributes and buffers of a module and its submodules. Two of one module are equal if nothing was replaced or
-    written in between."""
+    written in between, as far as version counters and the items of containers (up to 64) show."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = {
@@ -156,6 +161,7 @@ class Attributes:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the attributes that are not every module's, and of the buffers as ``_buffers.name``."""
     for name, value in vars(module).items():
         if name not in _OF_MODULES:
             yield name, value
@@ -164,7 +170,8 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _state_of(value: Any) -> Any:
-    """Return data that changes when ``value`` is written in place: a version counter, or the items of a container."""
+    """Return data that changes when ``value`` is written in place: a tensor's version counter, or a container's length
+    and, up to 64 of them, items; None for anything else."""
     if isinstance(value, torch.Tensor):
         return None if value.is_inference() else value._version
     if isinstance(value, (list, tuple, deque, set, dict)):
@@ -186,6 +193,7 @@ def _is_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> bool:
 
 
 def _is_same_item(ours: Any, theirs: Any) -> bool:
+    """Return whether two items of a container are one object, or equal plain values."""
     return ours is theirs or (isinstance(ours, _PLAIN) and type(ours) is type(theirs) and bool(ours == theirs))
 
 
@@ -198,10 +206,11 @@ class ModuleCall:
     """One call of a module: its arguments, its settings, and the nodes where its graph begins and ends.
 
     Attributes:
+        arguments: the positional and the keyword arguments, as a pair.
         versions: the tensors among the arguments, with their version counters at the call.
+        random: the state of the random generators at the call.
         inputs: nodes that computed its arguments.
-        outputs: the index of each returned tensor among the leaves of the output, by (node, output number).
-    """
+        outputs: the index of each returned tensor among the leaves of the output, by (node, output number)."""
 
     arguments: Any
     versions: list[tuple[torch.Tensor, int]]
@@ -212,7 +221,7 @@ class ModuleCall:
     outputs: dict[tuple[Node, int], int] = field(default_factory=dict)
 
     def changed(self, module: nn.Module) -> str | None:
-        """Return which of its arguments or attributes changed, so that a repetition would differ; None if none did."""
+        """Return why a repetition would differ (arguments, attributes or buffers were written since); else None."""
         if any(tensor._version != version for tensor, version in self.versions):
             return "what its module got was written in place"
         if self.attributes != Attributes(module):
@@ -220,7 +229,8 @@ class ModuleCall:
         return None
 
     def repeat(self, module: nn.Module, device: torch.device) -> dict[int, torch.Tensor] | str:
-        """Call the module again; return the leaves of its output by index, or why it cannot be repeated."""
+        """Call the module again with gradients enabled; return the leaves of its output by index, or why torch's
+        settings forbid it. Sets the random generators, which the caller restores. What the module raises propagates."""
         with torch.enable_grad(), self.surroundings.casts():
             if Surroundings.now(device) != self.surroundings:
                 return "its module ran under other settings of torch than backward"
@@ -230,7 +240,7 @@ class ModuleCall:
 
 
 def _detached(leaf: Any) -> Any:
-    """Return ``leaf`` as a new leaf of autograd in the same memory, as strides and alignment change results."""
+    """Return a tensor as a new leaf of autograd in the same memory, as strides and alignment change results."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
@@ -239,12 +249,11 @@ def _detached(leaf: Any) -> Any:
 class NotedModule:
     """Records the calls of one module in a micro-batch. If there is only one, it can be repeated.
 
-    ``wanted``: returns whether to keep a call, which holds its arguments in memory.
+    ``wanted``: returns whether to keep the call of the `NotedModule` it gets, as a call holds its arguments in memory.
 
     Attributes:
-        call: the only call; None if there is none that can be repeated.
-        obstacle: why no call can be repeated; None if nothing is known to forbid it.
-    """
+        call: the only call; None if there is none that can be repeated, or it is not wanted.
+        obstacle: why no call can be repeated; None if nothing is known to forbid it."""
 
     def __init__(self, candidate: AuditedUnit, device: torch.device, wanted: Callable[[NotedModule], bool]) -> None:
         self.candidate = candidate
@@ -256,7 +265,7 @@ class NotedModule:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record the calls of the module inside the block."""
+        """Record the calls of the module inside the block, by hooks; do nothing if there is an `obstacle`."""
         if self.obstacle is not None:
             yield
             return
@@ -271,7 +280,7 @@ class NotedModule:
 
     @property
     def is_untried(self) -> bool:
-        """Return whether the module was called once and nothing is known to forbid repeating that call."""
+        """Return whether the module was called once and nothing is known to forbid repeating that call, kept or not."""
         return self.obstacle is None and self._calls == 1
 
     def why_not(self) -> str:
@@ -281,11 +290,12 @@ class NotedModule:
         return self.obstacle or "not tried this time"
 
     def refuse(self, obstacle: str) -> None:
-        """Drop the call, with the reason."""
+        """Drop the call, and keep the reason as `obstacle`."""
         self.call, self.obstacle = None, obstacle
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """The forward pre-hook: keep the call, or refuse it with the reason."""
+        """The forward pre-hook: keep the first call if it is wanted, or refuse it, or a second one, with the reason.
+        Calls while gradients are disabled or torch.compile traces do not count."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         self._calls += 1
@@ -317,7 +327,7 @@ class NotedModule:
             )
 
     def _after(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        """The forward hook: add the nodes of the output to the kept call, or refuse it with the reason."""
+        """The forward hook: add the nodes of the output to the kept call, or refuse the call with the reason."""
         if torch.compiler.is_compiling() or self.call is None or self._calls != 1 or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(tree_leaves(output)):
@@ -337,8 +347,7 @@ class NotedCalls:
     are kept, as their arguments stay in memory until backward is over.
 
     Attributes:
-        modules: by unit index, in ``order``.
-    """
+        modules: by unit index, in ``order``."""
 
     def __init__(
         self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, max_kept: int = 4
@@ -356,7 +365,7 @@ class NotedCalls:
             yield
 
     def _wants(self, asking: NotedModule) -> bool:
-        """Return whether to keep a call of ``asking``; drop the least wanted call for it if there is no room."""
+        """Return whether to keep a call of ``asking``; without room, drop the least wanted call for a more wanted."""
         kept = [noted for noted in self.modules.values() if noted.call is not None]
         if len(kept) < self._max_kept:
             return True

@@ -21,15 +21,14 @@ logger = logging.getLogger("zero_core")
 
 
 class PeriodicAuditor:
-    """Audits each ``every``-th step before its update.
+    """An `Auditor` that audits each ``every``-th step before its update.
 
     [Note: audits] After the step before an audited one, each rank takes digests of its masters, moments and weights.
     Only the optimizer writes them, so they must be equal before the update of the audited step; tensors that torch
     operations have written since are not compared. In the first micro-batch of the audited step the gradient of one
     unit, another one each time, is computed again; in all micro-batches the reductions of one unit are repeated. Before
     the update the ranks exchange one message: a digest of all replicated data, and each rank's own findings. Only if
-    the digests differ, a second message has the digest of each item.
-    """
+    the digests differ, a second message has the digest of each item."""
 
     def __init__(self, state: TrainingState, every: int) -> None:
         self._state = state
@@ -48,12 +47,14 @@ class PeriodicAuditor:
 
     @property
     def repeated(self) -> str | None:
-        """Return the name of the unit whose gradient was computed again since the last step; None if there is none."""
+        """Return the name of the unit whose gradient was computed again in the current step; None if there is none."""
         return None if self._chosen is None or self._chosen.obstacle is not None else self._chosen.unit.name
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record calls of modules inside the block, before the first backward pass of an audited step."""
+        """Record calls of modules inside the block, for `backward` to repeat one. Records only before the first
+        backward pass of an audited step, and never when the engine is compiled, gradients are disabled or no unit can
+        be audited."""
         noted = self._is_due() and not self._seen and self._candidates and not self._state.compiled
         if not noted or not torch.is_grad_enabled():
             yield
@@ -65,7 +66,8 @@ class PeriodicAuditor:
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
-        """In an audited step repeat one unit's reductions and, the first time, one unit's gradient. Collective."""
+        """In an audited step repeat the reductions of one unit after the block and, the first time, the gradient of one
+        unit; `before_step` reports what differs. Collective in an audited step; in others it only runs the block."""
         if not self._is_due():
             yield
             return
@@ -78,7 +80,8 @@ class PeriodicAuditor:
             self._gradients = chosen.differences()
 
     def before_step(self) -> None:
-        """In an audited step make and exchange all comparisons. Raises `AuditError` on every rank. Collective."""
+        """In an audited step make and exchange all comparisons; raise `AuditError` on every rank if one of any rank
+        fails. Collective in an audited step; in others it does nothing."""
         if not self._is_due():
             return
         state, parts = self._state, self._state.partition
@@ -111,7 +114,7 @@ class PeriodicAuditor:
             )
 
     def after_step(self) -> None:
-        """Take the digests of this rank's states if the next step is audited."""
+        """Discard what this step has shown; take the digests of this rank's states if the next step is audited."""
         self.restart_step()
         self._at_rest = AtRest(self._state) if self._is_due() else None
 
@@ -124,7 +127,8 @@ class PeriodicAuditor:
         self._at_rest = None
 
     def _replicated_differences(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
-        """Return which ranks differ in which data; ``unpublished``: see `unpublished`, by rank. Collective."""
+        """Return messages that say which ranks differ in which data. ``held``: this rank's data by key;
+        ``unpublished``: by rank, the parameters whose weights differ from their masters. Collective."""
         digests = {key: one.digest for key, one in held.items()}
         tables = self._state.partition.runtime.agree("audit", "all digests", digests)
         found = []
@@ -142,13 +146,14 @@ class PeriodicAuditor:
         return found
 
     def _order(self) -> list[int]:
-        """Return the candidates' unit indices: by turn, with candidates that could not be repeated last."""
+        """Return the candidates' unit indices in this step's order of choice: by turn, those refused before last."""
         turns = [unit for unit in self._candidates if unit not in self._passed_over] or list(self._candidates)
         first = self._state.counters.global_steps // self._every % len(turns)
         return list(dict.fromkeys([*turns[first:], *turns[:first], *self._candidates]))
 
     def _choose(self, loss: torch.Tensor) -> Recomputation | None:
-        """Return the recomputation of the first unit that every rank can repeat; None without one. Collective."""
+        """Return the recomputation of the first unit in `_order` whose recorded call every rank can repeat, for the
+        backward pass of ``loss``; None without one. Collective if there are candidates, as on all ranks or none."""
         if not self._candidates:
             return None
         noted, found = self._noted, {} if self._noted is None else repeatable(self._noted, loss, self._state)
@@ -159,7 +164,7 @@ class PeriodicAuditor:
         return None if chosen is None else found[chosen]
 
     def _warn_if_none_repeated(self) -> None:
-        """Warn, once, that no gradient can be computed again, and why."""
+        """Warn, once, on rank 0, that no gradient can be computed again, and why, when all candidates were tried."""
         self._fruitless = 0 if self.repeated is not None else self._fruitless + 1
         if self._warned or not self._fruitless:
             return

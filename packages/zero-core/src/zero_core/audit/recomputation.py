@@ -20,14 +20,11 @@ from .module_calls import AuditedUnit, ModuleCall, NotedCalls
 
 
 class RepeatedReductions:
-    """Repeats one unit's reductions after each backward pass and compares the averages.
+    """Repeats one unit's reductions after each backward pass of a step and compares the averages.
 
     Between a rank's own gradient and the shard that the optimizer reads are the network and a sum. Both are repeated
-    from a copy of the gradient that was taken before the first reduction.
-
-    Attributes:
-        differences: names of the parameters whose averages differed so far.
-    """
+    from a copy of the gradient that was taken before the first reduction. The attribute ``differences`` lists the names
+    of the parameters whose averages differed so far."""
 
     def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
         self.differences: list[str] = []
@@ -39,7 +36,7 @@ class RepeatedReductions:
     @contextmanager
     def backward(self, step: int) -> Iterator[None]:
         """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards reduce the copies and
-        compare. Collective."""
+        compare. Collective if the pass reduced the unit."""
         gradients = self._gradients
         average = self._present_average() if self._tree is None and gradients.is_reduced else None
         sent: list[torch.Tensor] = []
@@ -63,11 +60,12 @@ class RepeatedReductions:
             self._compare(average)
 
     def _present_average(self) -> torch.Tensor:
+        """Return a copy of the unit's averaged gradient."""
         with self._gradients.averaged() as averaged:
             return averaged.clone()
 
     def _compare(self, again: torch.Tensor) -> None:
-        """Add to `differences` the parameters whose averaged gradient differs from ``again``."""
+        """Add to `differences` the parameters whose averaged gradient differs from ``again``, of its form."""
         layout = self._gradients.unit.layout
         with self._gradients.averaged() as averaged:
             if averaged.numel() == layout.numel:
@@ -86,7 +84,7 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units that are all trained parameters of one module below the model itself."""
+    """Return the trained units whose parameters are exactly the trained parameters of one submodule, each with it."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
@@ -104,7 +102,7 @@ def auditable_units(state: TrainingState) -> list[AuditedUnit]:
 
 
 def _common_ancestor(names: Sequence[str]) -> str:
-    """Return the innermost module that contains all of ``names``, which are sorted; empty for the model itself."""
+    """Return the name of the innermost module that contains all ``names``, sorted; "" for the model itself."""
     first, last = names[0].split("."), names[-1].split(".")
     shared = [a for a, b in zip(first, last, strict=False) if a == b]
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(shared))
@@ -112,8 +110,8 @@ def _common_ancestor(names: Sequence[str]) -> str:
 
 
 def repeatable(noted: NotedCalls, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
-    """Return the recomputations that are possible after the backward pass of ``loss``, by unit index. Refuse modules
-    whose gradient does not come from the recorded call alone."""
+    """Return the recomputations of recorded calls that the backward pass of ``loss`` will allow, by unit index. Refuse
+    modules (`NotedModule.refuse`) whose gradient does not come from the recorded call alone."""
     graph, found = LossGraph(loss), {}
     for unit, module in noted.modules.items():
         if module.call is not None:
@@ -135,8 +133,7 @@ class Recomputation:
     that raises.
 
     Attributes:
-        obstacle: why nothing was compared; None if it was.
-    """
+        obstacle: why nothing was compared; None if it was."""
 
     def __init__(self, candidate: AuditedUnit, call: ModuleCall, leaves: Sequence[Node], state: TrainingState) -> None:
         self.unit = candidate.unit
@@ -165,7 +162,8 @@ class Recomputation:
                 self._gradients.show(self._keep_gradient)
 
     def differences(self) -> list[str]:
-        """Compute the gradient again; return the parameters where it differs, none with an `obstacle`. Collective."""
+        """Compute the gradient again, with the module gathered; return the names of the parameters where it differs.
+        None are returned if there is an `obstacle` on any rank; one may be found, and is set, here. Collective."""
         if self.obstacle is None and self._taken is None:
             self.obstacle = "no gradient arrived"
         if any(gradient._version != version for gradient, version in self._came_back.values()):
@@ -195,7 +193,8 @@ class Recomputation:
         return found
 
     def _compute(self) -> list[torch.Tensor | None] | None:
-        """Return the gradient of each parameter from a repeated call; None, with `obstacle` set, if that fails."""
+        """Return the gradient of each parameter (None where unused) from a repeated call, and restore the random
+        generators; return None, with `obstacle` set, if that fails."""
         runtime, now = self._state.partition.runtime, RngState().state_dict()
         runtime.pause()
         try:
@@ -215,6 +214,7 @@ class Recomputation:
             runtime.resume()
 
     def _hook_outputs(self) -> Iterator[RemovableHandle]:
+        """Register hooks that keep the gradients of the call's outputs; yield their handles."""
         places: dict[Node, list[tuple[int, int]]] = {}
         for (node, number), place in self._call.outputs.items():
             places.setdefault(node, []).append((number, place))
@@ -222,11 +222,13 @@ class Recomputation:
             yield node.register_prehook(partial(self._keep_output, its))
 
     def _hook_leaves(self) -> Iterator[RemovableHandle]:
+        """Register hooks that check that a parameter's gradient is the step's first; yield their handles."""
         held = {id(p): number for number, p in enumerate(self.unit.parameters)}
         for leaf in self._leaves:
             yield leaf.register_prehook(partial(self._check_first, held[id(leaf.variable)]))  # type: ignore[attr-defined]
 
     def _keep_output(self, places: Sequence[tuple[int, int]], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradients of a node's outputs; ``places``: each output's number there and index in the call's."""
         for number, place in places:
             gradient = gradients[number]
             if place in self._came_back:
@@ -235,15 +237,18 @@ class Recomputation:
                 self._came_back[place] = gradient, gradient._version
 
     def _check_first(self, number: int, _gradients: Sequence[torch.Tensor | None]) -> None:
+        """Set `obstacle` if the unit's parameter ``number`` has got a gradient before."""
         if self._taken is not None or self._gradients.present[number]:
             self.obstacle = "its weights got gradients before, or from a backward pass inside this one"
 
     def _keep_gradient(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
+        """Keep a copy of the unit's flat gradient buffer, and which parameters have one; the first call counts."""
         if self._taken is None:
             self._taken, self._present = flat.clone(), present
 
 
 def _are_same(ours: Sequence[torch.Tensor | None] | None, theirs: Sequence[torch.Tensor | None] | None) -> bool:
+    """Return whether two lists of gradients have the same bytes; false if one list is None."""
     if ours is None or theirs is None:
         return False
     return all(a is b if a is None or b is None else same_bits(a, b) for a, b in zip(ours, theirs, strict=True))

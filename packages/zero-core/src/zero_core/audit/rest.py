@@ -40,10 +40,8 @@ class RestingTier:
 
 
 class AtRest:
-    """Digests of this rank's masters, released weights and optimizer states after a step.
-
-    On the device, users reach these tensors only through the engine, whose writes change their version counters.
-    """
+    """Digests of this rank's masters, released weights and optimizer states, taken by the constructor after a step. On
+    the device, users reach these tensors only through the engine, whose writes change their version counters."""
 
     def __init__(self, state: TrainingState) -> None:
         self._on_device = list(_on_device(state))
@@ -51,7 +49,7 @@ class AtRest:
         self._on_tier = None if states is None else RestingTier(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
-        """Yield a message for each tensor that changed since; ``now``: the present `tier_digests`."""
+        """Yield a message for each tensor that changed without a counted write. ``now``: the present `tier_digests`."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
@@ -65,9 +63,7 @@ class AtRest:
 
 def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> dict[tuple[str, str], str]:
     """Return digests of this rank's states on a tier by (parameter, kind), in one pass over it; empty without a tier.
-
-    ``unpublished``: a list to which the parameters are added whose weights differ from their rounded masters there.
-    """
+    ``unpublished``: a list to which are added the parameters whose weights differ from their rounded masters there."""
     states, found = state.partition.states, {}
     if states is None:
         return {}
@@ -82,7 +78,8 @@ def tier_digests(state: TrainingState, unpublished: list[str] | None = None) -> 
 
 
 def unpublished(state: TrainingState) -> Iterator[str]:
-    """Yield the parameters whose weights differ from their rounded masters on the device, or from what is gathered."""
+    """Yield the trained parameters whose weights in this rank's shard differ from their rounded masters, if those are
+    on the device, or from the gathered weights, if those are never released."""
     parts = state.partition
     for unit in parts.units:
         if not unit.plan.trainable:
@@ -104,7 +101,7 @@ def unpublished(state: TrainingState) -> Iterator[str]:
 
 
 class _Weights:
-    """This rank's weights by parameter, with the shard of one unit acquired at a time."""
+    """This rank's weights by parameter; it holds the shard of one unit at a time, until `release`."""
 
     def __init__(self, state: TrainingState) -> None:
         self._residency, rank = state.partition.residency, state.partition.rank
@@ -117,7 +114,7 @@ class _Weights:
         self._acquired: tuple[Unit, torch.Tensor] | None = None
 
     def equal_rounded(self, name: str, master: torch.Tensor) -> bool:
-        """Return whether the weights of the fragment equal ``master``, rounded to their dtype."""
+        """Return whether this rank's weights of parameter ``name`` have the bits of ``master`` in their dtype."""
         unit, fragment = self._places[name]
         if self._acquired is None or self._acquired[0] is not unit:
             self.release()
@@ -133,6 +130,7 @@ class _Weights:
 
 
 def _on_device(state: TrainingState) -> Iterator[RestingTensor]:
+    """Yield this rank's masters and optimizer states on the device, and the shards there of units that are released."""
     for name, kind, tensor in kept_on_device(state):
         yield RestingTensor(name, kind, tensor, digest(tensor), tensor._version)
     parts = state.partition

@@ -1,7 +1,6 @@
 """Save an engine's state as named intervals of full tensors, and load it at any world size and stage.
 
-Read `checkpoints.py` first, then `saving.py` and `loading.py`.
-"""
+Read `checkpoints.py` first, then `saving.py` and `loading.py`."""
 
 from __future__ import annotations
 

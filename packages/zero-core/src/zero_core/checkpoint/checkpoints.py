@@ -26,11 +26,10 @@ class Checkpoints:
     """Saves, loads and resumes one engine's state. Every call is collective.
 
     Call order around each optimizer step: `check_folder`, `before_step`, the step, `step_taken`, `after_step`; all
-    others between steps, and `close` last.
+    others between steps, and `close` last. ``before_load``: called before tensors are overwritten.
 
     Attributes:
-        report: what the last `load` or `resume` did to each name; None before.
-    """
+        report: what the last `load` or `resume` did to each name; None before."""
 
     def __init__(
         self,
@@ -65,7 +64,8 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Save as `Engine.save_checkpoint` describes; then raise SystemExit if the launcher has asked for that."""
+        """Save as `Engine.save_checkpoint` describes, and wait for it if the launcher has ordered this rank to leave,
+        which then raises SystemExit. Raises `UsageError` in the middle of a step or without a folder."""
         state = self._state
         state.check_open("save_checkpoint")
         state.partition.runtime.reopen("save_checkpoint")
@@ -87,7 +87,8 @@ class Checkpoints:
         self._departure.after_checkpoint(self._saver.wait)
 
     def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (None: the newest complete checkpoint); return its path and the client state."""
+        """Load ``load_dir/tag`` (None: the newest complete checkpoint) once running saves are written; return its path
+        and the user's client state. Raises `zero_ckpt.CheckpointError`."""
         self._state.check_open("load_checkpoint")
         self._saver.wait()
         root = self._state.model_part.folder(Path(load_dir))
@@ -95,10 +96,8 @@ class Checkpoints:
 
     def resume(self, load_dir: str | os.PathLike[str]) -> Resumed | None:
         """Load the newest state, from node memory or ``load_dir``; return where it continues, None if there is none.
-
         Waits for running saves first; automatic saves use ``load_dir`` from then on. Collective. Raises
-        `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
-        """
+        `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded."""
         self._state.check_open("resume")
         runtime = self._state.partition.runtime
         runtime.reopen("resume")
@@ -123,7 +122,8 @@ class Checkpoints:
         self._notices.after_step()
 
     def after_step(self) -> None:
-        """Raise errors of saves behind training; copy and save if due; save and leave if the ranks have agreed to."""
+        """Raise errors of saves behind training; copy and save if due; save and leave if the ranks have agreed to.
+        Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
         self._notices.check()
         if self._in_memory.after_step(self._departure.root):
             self._departure.after_checkpoint(self._in_memory.wait)
@@ -148,7 +148,7 @@ class Checkpoints:
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
     def _load(self, root: Path, tag: str | None, wanted: Wanted, *, choice: str) -> tuple[str, dict[str, Any]]:
-        """Load ``root/tag``. ``choice``: the call in words, which must be equal on all ranks."""
+        """Load ``root/tag``; return its path and client state. ``choice``: the call in words, equal on all ranks."""
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()

@@ -4,8 +4,7 @@
 share (`ZERO_LAUNCH_ORDERS`). Each rank reads it once per step and sends it as a wish with the messages that the ranks
 exchange anyway (see `Watched` in zero-comm), so that all ranks know it after the same step. `regroup` means leaving
 after the next checkpoint. `end` means saving one after this step, in the folder of `resume` or, without that, of the
-first `save_checkpoint`. A rank that leaves writes the word to `left.RANK` and exits with status 75, by a SystemExit.
-"""
+first `save_checkpoint`. A rank that leaves writes the word to `left.RANK` and exits with status 75, by a SystemExit."""
 
 from __future__ import annotations
 
@@ -26,10 +25,8 @@ _WISHES = {"regroup": 1, "end": 2}
 
 
 class Departure:
-    """Carries out the launcher's orders for one engine. ``folder``: holds the orders; None without a launcher.
-
-    ``root``: the folder for a checkpoint that the launcher asks for; set by `resume` and `save_checkpoint`.
-    """
+    """Carries out the launcher's orders for one engine. ``folder``: holds the orders; None without a launcher. The
+    attribute ``root``, which `resume` and `save_checkpoint` set: the folder for a checkpoint for the launcher."""
 
     def __init__(self, state: TrainingState, folder: Path | None) -> None:
         self._state = state
@@ -39,7 +36,7 @@ class Departure:
 
     @classmethod
     def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> Departure:
-        """Return the departure whose folder is the environment's `ZERO_LAUNCH_ORDERS`."""
+        """Return the departure whose folder is the environment's `ZERO_LAUNCH_ORDERS`; without it, it does nothing."""
         folder = environ.get(ORDERS_VARIABLE)
         return cls(state, None if not folder else Path(folder))
 
@@ -49,8 +46,8 @@ class Departure:
             self._state.groups.control.watched.wish = _WISHES.get(self._order(), 0)
 
     def after_step(self, save: Callable[[str], object]) -> None:
-        """If the ranks have agreed to end, call ``save`` with `root`, which writes a checkpoint and leaves; without a
-        `root` warn once and go on."""
+        """If the ranks have agreed to end, call ``save`` with `root`: it writes a checkpoint and calls
+        `after_checkpoint`, which leaves. Without a `root` warn once and go on."""
         if self._folder is None or self._state.groups.control.watched.agreed < _WISHES["end"]:
             return
         if self.root is not None:
@@ -63,7 +60,8 @@ class Departure:
             )
 
     def after_checkpoint(self, wait: Callable[[], object]) -> None:
-        """If the ranks have agreed to leave, ``wait`` until the checkpoint is complete, then raise SystemExit."""
+        """If the ranks have agreed to leave, call ``wait``, which returns once the checkpoint is complete, write the
+        file `left.RANK`, and raise SystemExit. Collective if they have."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None:

@@ -10,13 +10,13 @@ from zero_partition import Fragment, Unit, start_in_reduced
 
 
 def shard_fragments(unit: Unit, shard: torch.Tensor, rank: int) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """Yield the fragments of ``shard``, that of ``rank``, each with its 1-D view of it."""
+    """Yield the fragments of a unit's ``shard``, which ``rank`` owns, each with a 1-D view of its elements there."""
     for fragment in unit.layout.fragments(rank):
         yield fragment, shard[fragment.shard_offset : fragment.shard_offset + fragment.length]
 
 
 def master_fragments(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch.Tensor]]:
-    """Yield the fragments of ``ranks``, each with its 1-D view of this rank's master; nothing if there is no master."""
+    """Yield the fragments of ``ranks``, each with its 1-D view of this rank's master; nothing without a master."""
     if unit.master is not None:
         for rank in ranks:
             for fragment in unit.layout.fragments(rank):
@@ -25,5 +25,5 @@ def master_fragments(unit: Unit, ranks: range) -> Iterator[tuple[Fragment, torch
 
 
 def has_own_master(unit: Unit) -> bool:
-    """Return whether this rank has a master of another dtype than the weights."""
+    """Return whether this rank has a master of the unit in another dtype than the weights."""
     return unit.master is not None and unit.master.dtype != unit.plan.dtype

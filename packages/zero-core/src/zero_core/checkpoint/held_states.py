@@ -10,12 +10,9 @@ from torch.optim import Optimizer
 
 
 class HeldStates:
-    """Makes accesses to ``optimizer.state`` wait until the states are copied.
-
-    A write through ``state["exp_avg"].data`` does not change the tensor's version, so a torn copy could not be detected
-    afterwards. ``wait_for_copies`` returns when states may be written. Call order: `hold` after a save has begun,
-    `let_go` when all states are copied.
-    """
+    """Makes accesses to ``optimizer.state`` wait until the states are copied, as a write through
+    ``state["exp_avg"].data`` changes no version counter and a torn copy would pass. ``wait_for_copies`` returns when
+    states may be written. Call order: `hold` after a save has begun, `let_go` when all are copied."""
 
     def __init__(self, wait_for_copies: Callable[[], None]) -> None:
         self._wait_for_copies = wait_for_copies
@@ -23,13 +20,13 @@ class HeldStates:
         self._states: MutableMapping[Any, Any] | None = None
 
     def hold(self, optimizer: Optimizer) -> None:
-        """Replace ``optimizer.state`` by a dict that waits, if it is an instance attribute and none is held yet."""
+        """Replace ``optimizer.state`` by a mapping that waits, if it is an instance attribute and not replaced yet."""
         if self._optimizer is None and "state" in vars(optimizer):
             self._optimizer, states = optimizer, optimizer.state
             optimizer.state = self._states = _WaitingDict(states, self._wait_for_copies)  # type: ignore[assignment]
 
     def let_go(self) -> None:
-        """Restore the optimizer's own dict, unless user code has assigned another; idempotent."""
+        """Restore the dict that `hold` replaced, if any, unless user code has assigned another."""
         if self._optimizer is not None:
             if self._optimizer.state is self._states and isinstance(self._states, _WaitingDict):
                 self._optimizer.state = self._states.inner
@@ -37,13 +34,13 @@ class HeldStates:
 
 
 class _WaitingDict(MutableMapping[Any, Any]):
-    """A view of the dict ``inner`` that calls ``wait`` before anything but ``len`` and ``in``."""
+    """A mapping that calls ``wait`` before each access to the dict ``inner``, apart from ``len`` and ``in``."""
 
     def __init__(self, inner: Any, wait: Callable[[], None]) -> None:
         self.inner, self._wait = inner, wait
 
     def copy(self) -> Any:
-        """Return a shallow copy of the dict, of its type."""
+        """Wait, then return a shallow copy of the inner dict, of its type."""
         return copy.copy(self._waited())
 
     __copy__ = copy

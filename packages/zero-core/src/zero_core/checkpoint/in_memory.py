@@ -24,7 +24,7 @@ _RUN = "run"
 
 
 class InMemory:
-    """Copies the engine's state into node memory, as the section ``checkpoint.in_memory`` says."""
+    """Copies the engine's state into the memory of the nodes, as the section ``checkpoint.in_memory`` says."""
 
     def __init__(self, state: TrainingState, offloading: Offloading) -> None:
         section = state.config.checkpoint.in_memory
@@ -35,7 +35,7 @@ class InMemory:
 
     def after_step(self, run: str | None) -> bool:
         """Start a copy if one is due, and return whether one was. Collective if so. ``run``: the folder of the run's
-        checkpoints on disk; None while it is not known."""
+        checkpoints on disk, by which `find` knows the run; None if unknown. Raises `zero_ckpt.CheckpointError`."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
@@ -52,12 +52,12 @@ class InMemory:
         return True
 
     def find(self, run: str) -> Found | None:
-        """Return the newest copy in node memory of the run with checkpoints in ``run``; None if there is none, or if
-        copies are off. Collective."""
+        """Return the newest complete copy in node memory that names ``run``, a folder of checkpoints, or no run; None
+        if there is none, or if copies are off. Collective."""
         return self._open().find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
     def fetch(self, found: Found) -> Path:
-        """Copy files of ``found`` that this node's ranks read to it; return the checkpoint's parent. Collective."""
+        """Copy files of ``found`` that this node's ranks read to it; return the folder above its tag. Collective."""
         return self._open().fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
@@ -66,7 +66,7 @@ class InMemory:
         return self._memory is not None and self._memory.has_failed
 
     def wait_for_copies(self) -> None:
-        """Wait until shards, masters and states may be written; see `Saver.wait_for_copies`."""
+        """Wait until the running copy has read shards, masters and states, so that they may be written."""
         if self._memory is not None:
             self._memory.copied()
 
@@ -88,6 +88,7 @@ class InMemory:
             self._group = None
 
     def _open(self) -> NodeMemory:
+        """Return the node memory, opened at the first call with a process group of its own. Collective then."""
         if self._memory is None:
             self._group = own_group(self._state)
             self._memory = NodeMemory(self._state.model_part.folder(self._path), self._group, allow=check_room)
@@ -95,7 +96,7 @@ class InMemory:
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:
-    """Return whether a copy is of this run, or unmarked; warn if not: node memory outlives jobs."""
+    """Return whether the copy ``manifest`` is of the run ``run``, or unmarked; else warn: node memory outlives jobs."""
     kept = manifest.client_state.get(_RUN) if isinstance(manifest.client_state, dict) else None
     if kept in (None, run):
         return True
@@ -107,7 +108,8 @@ def _is_of(manifest: Manifest, run: str) -> bool:
 
 
 def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
-    """Yield the paths of a checkpoint's files that this rank reads to load it: fragments, and what every rank reads."""
+    """Yield the paths, below the checkpoint's folder, of the files that this rank reads to load it: those with its
+    fragments, and all files of tensors that are in no unit."""
     spans, shapes = _spans(state), {e.name: e.shape for unit in state.partition.layout.units for e in unit.entries}
     needed: set[int] = set()
     for tensor in manifest.tensors:
@@ -133,8 +135,8 @@ def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
 
 
 def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shape: bool) -> Iterator[int]:
-    """Yield the indices of the files whose slices of ``tensor`` overlap ``spans``; of all its files unless
-    ``same_shape``: scalars and scales have other elements than the parameter."""
+    """Yield the indices of the files whose slices of ``tensor`` overlap ``spans``, ranges [first, end); of all its
+    files unless ``same_shape``: scalars and scales have other elements than the parameter."""
     for piece in tensor.slices:
         end = piece.offset + piece.length
         if not same_shape or any(first < end and piece.offset < last for first, last in spans):

@@ -22,14 +22,13 @@ class ChosenInterval:
 def choose_interval(
     step: float, held: float, written: float, *, overhead: float, between_failures: float | None = None
 ) -> ChosenInterval:
-    """Return the number of steps between two saves; all times are in seconds.
+    """Return the number of steps between two saves, at least 1; all times are in seconds.
 
     ``step``: an ordinary step. ``held``: the time for which a save blocks training. ``written``: from the beginning of
     a save until it is complete on disk. The interval is the shortest in which saves block training for at most the
     fraction ``overhead``, and a save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section
     4.2). With ``between_failures``, the mean time between failures, it is at least sqrt(2 * held * between_failures),
-    which minimises the time for saving and repeating lost steps (Young, 1974; Daly, 2006).
-    """
+    which minimises the time for saving and repeating lost steps (Young, 1974; Daly, 2006)."""
     bounds = [
         (held / overhead, f"saving takes at most {overhead:.3g} of the time (checkpoint.overhead)"),
         (written, "a save is written before the next begins"),
@@ -51,11 +50,11 @@ class _PendingSave:
 
 
 class IntervalChooser:
-    """Measures steps and saves, and decides when to save next. Times are seconds of `time.perf_counter`.
+    """Measures steps and saves, and decides when to save next. Times are seconds of `time.perf_counter`. ``overhead``
+    and ``between_failures``: as for `choose_interval`. Attribute ``chosen``: None before the first save is complete.
 
     Call order: `is_due` before a step, `step_ended` after it; if it was due, `save_began` and `save_returned` around
-    the save, then `save_completed` once all of it is on disk, or `save_failed`.
-    """
+    the save, then `save_completed` once all of it is on disk, or `save_failed`."""
 
     def __init__(self, overhead: float, between_failures: float | None) -> None:
         self._overhead, self._between_failures = overhead, between_failures
@@ -69,12 +68,12 @@ class IntervalChooser:
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of an ordinary step: the median of the last ones during which no save was written."""
+        """Return the seconds of an ordinary step: the median of the last 64 during which no save was written."""
         return median(self._steps)
 
     @property
     def held_seconds(self) -> float:
-        """Return the seconds for which a save blocks training: the mean of the last saves."""
+        """Return the seconds for which a save blocks training: the mean of the last 4 saves that were completed."""
         return fmean(self._held)
 
     @property
@@ -83,18 +82,17 @@ class IntervalChooser:
         return self._save is not None
 
     def is_due(self) -> bool:
-        """Return whether a save should follow the step that is about to be taken."""
+        """Return whether a save should follow the step that is about to be taken: not while one is being written, the
+        first after 5 steps, the others at the chosen interval."""
         if self._save is not None:
             return False
         after = self._steps_since_save + 1
         return after >= self.chosen.steps if self.chosen is not None else after >= _MIN_STEPS
 
     def step_ended(self, now: float, waited: float = 0.0) -> None:
-        """Record a step that ended at ``now``; ``waited``: the seconds for which it waited for a save's copies.
-
-        While a save is written, the time by which a step exceeds the median counts as the save's, up to the length of
-        one step, so that evaluation and other pauses of the user's script hardly count.
-        """
+        """Record a step that ended at ``now``; ``waited``: the seconds for which it waited for a save's copies. While a
+        save is written, the time by which a step exceeds the median counts as the save's, up to the length of one step,
+        so that evaluation and other pauses of the user's script hardly count."""
         self._steps_since_save += 1
         if self._last_step_end is not None:
             taken = now - self._last_step_end
@@ -117,8 +115,8 @@ class IntervalChooser:
         self._last_step_end = now
 
     def save_completed(self, now: float) -> ChosenInterval | None:
-        """Record that the save is complete and choose the interval again; return the choice if it is the first or
-        differs from the last by more than a fifth, else None."""
+        """Record that the save is complete, at ``now`` or before, and choose the interval again; return the choice if
+        it is the first or differs from the last by more than a fifth, else None and keep the last."""
         save, self._save = self._save, None
         if save is None:
             return None

@@ -40,8 +40,7 @@ class StateIntervals:
     [Note: masters follow behind] A write to weights that changes no version counter (NumPy, DLPack) reaches a master
     only when all weights are compared with it. A save compares them, since it stores both. Comparing takes ten times as
     long as copying, so behind training only the weights are copied before `save` returns, and the thread that copies
-    masters compares.
-    """
+    masters compares."""
 
     def __init__(
         self,
@@ -70,7 +69,7 @@ class StateIntervals:
         self._versions: dict[int, int] = {}
 
     def everything(self) -> Iterator[Interval]:
-        """Yield all intervals; data on a tier is read when its interval is written."""
+        """Yield all intervals, which read data on a tier when they are written; nothing may change meanwhile."""
         if self._writes_nothing:
             return
         self._linked = self._files.flush_weights()
@@ -83,13 +82,13 @@ class StateIntervals:
         yield from self._replicated_intervals()
 
     def settle_masters(self) -> None:
-        """Update masters from weights that the user has edited, apart from masters that `later` updates."""
+        """Update masters from weights that the user has edited, apart from the masters that `later` updates."""
         units = self._state.partition.units
         followed = {unit.index for unit in self._units if self._follows(unit)}
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the bytes of weights in host memory that user code can write, for the caller to copy now."""
+        """Return the bytes of weights in host memory that user code can write; `later` gets copies made now."""
         if self._writes_nothing:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
@@ -107,7 +106,7 @@ class StateIntervals:
 
     def present(self) -> Iterator[Interval]:
         """Yield the intervals of data that user code or a forward pass may change at any time, and of weights in a
-        store that are not linked."""
+        store that cannot be linked. Their values are those of now."""
         if self._writes_nothing:
             return
         self._remember_versions()
@@ -119,8 +118,8 @@ class StateIntervals:
         yield from self._replicated_intervals()
 
     def later(self, copies: Sequence[memoryview]) -> Iterator[Interval]:
-        """Yield the other intervals: ``copies`` of `memory`, shards, masters and states. Raises `CheckpointError` for a
-        tensor that was written since `present`."""
+        """Yield the other intervals. ``copies``: of what `memory` returned, for the weights; shards, masters and states
+        are read now. Raises `CheckpointError` for a tensor that was written since `present`."""
         if not self._writes_nothing:
             self._sealed_weights, self._sealed_states = self._files.seal_weights(), self._files.seal_states()
         for (unit, weights), copied in zip(self._copied, copies, strict=True):
@@ -156,14 +155,15 @@ class StateIntervals:
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
-        """Return a unit's weights if they are in host memory, contiguous, and writable by user code; else None."""
+        """Return the weights to copy of a unit, 1-D, if user code can write them and they are contiguous in host
+        memory: all of them, or this rank's shard; else None."""
         if not self._on_device or unit.releasable:
             return None
         weights = self._mastered[unit.index] if self._follows(unit) else self._shard(unit)
         return weights if weights is not None and weights.device.type == "cpu" and weights.is_contiguous() else None
 
     def _states_now(self) -> list[_KeptStates]:
-        """Return the optimizer states that this rank writes; their tensors are not copied."""
+        """Return the optimizer states on the device that this rank writes; their tensors are not copied."""
         optimizer, parts, found = self._state.optimizer, self._state.partition, []
         for owned in () if optimizer is None else optimizer.fragments:
             part: Fragment | None = owned.fragment
@@ -182,6 +182,7 @@ class StateIntervals:
             )
 
     def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
+        """Yield the intervals of a unit's weights from their bytes ``copied``; update a master that follows."""
         dtype, rank = weights.dtype, self._state.partition.rank
         if copied.nbytes and self._follows(unit):
             unit.update_master(torch.frombuffer(copied, dtype=dtype))
@@ -193,6 +194,7 @@ class StateIntervals:
             yield Interval(entry.name, "param", entry.shape, dtype_name(dtype), fragment.param_offset, data)
 
     def _weights(self, unit: Unit) -> Iterator[Interval]:
+        """Yield the intervals of this rank's weights of a unit, on the device or in a store."""
         parts = self._state.partition
         if not self._on_device:
             yield from weight_intervals(parts.residency, unit, parts.rank, self._sealed_weights)
@@ -201,6 +203,7 @@ class StateIntervals:
             yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
 
     def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
+        """Yield the intervals of a unit's master, if it has another dtype than the weights, and tier states."""
         parts = self._state.partition
         if has_own_master(unit):
             ranks = parts.owned_ranks() if self._every_replica else range(parts.rank, parts.rank + 1)
@@ -228,7 +231,7 @@ class StateIntervals:
                     yield from self._stager.intervals(name, f"{key}.scalar", tensor.reshape(()), stays=True)
 
     def _replicated_intervals(self) -> Iterator[Interval]:
-        """Yield each rank's own optimizer rows and, if this rank writes them, buffers and replicated parameters."""
+        """Yield this rank's own rows of optimizer state and, if it writes them, buffers and replicated parameters."""
         state = self._state
         if state.optimizer is not None:
             yield from rank_intervals(state, self._stager)
@@ -239,6 +242,7 @@ class StateIntervals:
                 yield from self._stager.intervals(name, "param", parameter.contiguous())
 
     def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:
+        """Return the intervals of the fragment's elements ``piece``; ``stays``: unwritten until copied."""
         entry = fragment.entry
         return self._stager.intervals(
             entry.name, kind, piece, shape=entry.shape, offset=fragment.param_offset, stays=stays
@@ -247,8 +251,8 @@ class StateIntervals:
 
 @dataclass(frozen=True)
 class _KeptStates:
-    """The states of a fragment by kind; this rank writes the elements of ``part``. The part at offset 0 also has the
-    states that are not per element."""
+    """The states by kind of the fragment ``owned``; this rank writes the elements of ``part`` and, if that is at offset
+    0, the states that are not per element."""
 
     owned: OwnedFragment
     part: Fragment

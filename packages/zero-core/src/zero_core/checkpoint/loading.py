@@ -44,8 +44,8 @@ CustomLoad = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Wanted:
-    """The choice of what to load. ``strict``: the model and the checkpoint must have the same tensors. ``custom``: the
-    function that loads the weights instead of the match by name."""
+    """The choice of what to load; weights always are. ``strict``: the model and the checkpoint must have the same
+    tensors. ``custom``: the function that loads the weights instead of the match by name."""
 
     strict: bool
     optimizer: bool
@@ -66,7 +66,8 @@ class Wanted:
 
 
 def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
-    """Load ``root/tag`` into the engine; return the report on each name and the client state. Collective."""
+    """Load ``root/tag`` (None: the newest complete one) into the engine, and clear its gradients and its accumulation;
+    return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)
@@ -88,7 +89,7 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> t
 
 def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
     """Read this rank's part of a checkpoint into the engine. Return all full tensors by name if a custom function will
-    load the weights, else nothing. Does not communicate."""
+    load the weights, else an empty dict. Does not communicate. Raises `MismatchError`."""
     if wanted.strict and wanted.custom is None:
         check_names(state, checkpoint)
     if wanted.counters:
@@ -107,7 +108,7 @@ def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[
 
 
 def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> None:
-    """Read this rank's weights and masters and, on tiers, its optimizer states."""
+    """Read this rank's masters, its weights unless a custom function loads them and, on tiers, its optimizer states."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
     if parts.states is not None:
@@ -136,6 +137,7 @@ def _is_filled_by_gather(state: TrainingState, unit: Unit) -> bool:
 
 
 def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
+    """Add this rank's weights of a unit to ``reading``; for a shard in a store, also read them now."""
     parts = state.partition
     shard = unit.borrow_shard()
     for fragment, piece in shard_fragments(unit, shard, parts.rank):
@@ -147,7 +149,7 @@ def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
-    """Read the states of the optimizer's fragments that are not on a tier."""
+    """Replace the states of the optimizer's fragments that are on no tier; ``reading`` fills their tensors."""
     if state.optimizer is None:
         return
     numbers_on = state.optimizer.number_devices()
@@ -166,7 +168,8 @@ def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, 
 
 
 def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: torch.device) -> dict[str, Any]:
-    """Return the optimizer state of one fragment; its tensors are filled when ``reading`` runs."""
+    """Return the optimizer state of one fragment by key; its tensors are filled when ``reading`` runs, but for
+    quantized moments, which are read now. ``numbers_on``: the device for scalars."""
     checkpoint, fragment, name = reading.checkpoint, owned.fragment, owned.fragment.entry.name
     state: dict[str, Any] = {}
     quantized = quantized_moments(checkpoint, name)
@@ -191,7 +194,7 @@ def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: tor
 
 
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
-    """Read the buffers, and the parameters that no unit holds."""
+    """Read the buffers, and the parameters that no unit holds, where the checkpoint has them."""
     replicated = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
     named = named_parameters(state.module)
     replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state, named).items()]
@@ -215,14 +218,15 @@ def _full_model(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _load_by_custom(state: TrainingState, custom: CustomLoad, source: dict[str, torch.Tensor]) -> None:
-    """Call the user's function on the gathered model; masters that round to the new weights keep their digits."""
+    """Call the user's function on the gathered model with ``source``, tensors by name; keep rank 0's result. Masters
+    that round to the new weights stay. Collective."""
     module: nn.Module = state.module
     with gathered(state.partition, list(module.parameters()), modifier_rank=0), torch.no_grad():
         custom(src=source, dst=module)
 
 
 def _all_gather_loaded_shards(state: TrainingState) -> None:
-    """All-gather units whose parameters stay gathered, from the shards that every rank has read."""
+    """All-gather units whose parameters stay gathered, from the shards that every rank has read. Collective."""
     parts = state.partition
     works = []
     for unit in parts.units:

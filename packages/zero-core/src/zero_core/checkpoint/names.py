@@ -24,7 +24,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return the stored name of each tied parameter by its other names; ``named``: `named_parameters`."""
+    """Return, by its other names, the stored (first) name of each tied parameter; ``named``: `named_parameters`."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in named.items():
@@ -45,7 +45,7 @@ def frozen_names(named: Mapping[str, nn.Parameter]) -> list[str]:
 
 
 def tensor_shapes(state: TrainingState) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Return the full shapes of the model's parameters and buffers by (name, kind)."""
+    """Return the full shapes of the model's parameters and buffers by (stored name, "param" or "buffer")."""
     ours: dict[tuple[str, str], tuple[int, ...]] = {
         (e.name, "param"): tuple(e.shape) for unit in state.partition.layout.units for e in unit.entries
     }
@@ -87,7 +87,7 @@ def restructured(state: TrainingState, now: Mapping[str, nn.Parameter]) -> str:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Return whether the former parameter ``name`` is now a parametrization or a plain tensor."""
+    """Return whether ``name``, once a parameter, is a parametrization or plain tensor; false without its module."""
     path, _, leaf = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -97,7 +97,7 @@ def _is_computed(module: nn.Module, name: str) -> bool:
 
 
 def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Raise MismatchError unless the checkpoint has exactly the model's parameters and buffers, in their shapes."""
+    """Raise `MismatchError` unless the checkpoint has exactly the model's parameters and buffers, in their shapes."""
     ours = tensor_shapes(state)
     theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
     problems = [
@@ -118,7 +118,7 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
-    """Return what a load by name does to each name; ``optimizer``: optimizer states are loaded too."""
+    """Return what a load by name does to each "name (kind)"; ``optimizer``: optimizer states are loaded too."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
     ours = tensor_shapes(state)
     trained = {
@@ -153,6 +153,7 @@ def _dtypes(state: TrainingState) -> dict[str, torch.dtype]:
 
 
 def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool:
+    """Return whether a checkpoint has the parameter ``name``, but neither it nor its master in ``dtype``."""
     stored = [
         checkpoint.tensors[name, kind].dtype for kind in ("param", "master") if (name, kind) in checkpoint.tensors
     ]
@@ -160,7 +161,7 @@ def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool
 
 
 def summary(report: LoadReport) -> str:
-    """Return the report as one line for the log."""
+    """Return the report as one line for the log, with at most three names of each sort."""
     parts = [f"{len(report.loaded)} tensors loaded"]
     for text, names in (("converted", report.converted), ("defaulted", report.defaulted), ("ignored", report.ignored)):
         if names:

@@ -2,8 +2,7 @@
 
 [Note: failures behind training] A save behind training fails on every rank, but ranks see it at different times. A rank
 that raised at once would leave a rank that takes its next step waiting. So a rank announces the failure with the
-messages of its next step (`Watched.announced` in zero-comm), and after that step all ranks raise their errors.
-"""
+messages of its next step (`Watched.announced` in zero-comm), and after that step all ranks raise their errors."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _DUE, _SAVE_FAILED, _COPY_FAILED = 1, 2, 4
 
 
 class Notices:
-    """Exchanges notices. Call order: `before_step`, the step, `after_step`, then `check` and `due`."""
+    """Exchanges notices in a step's messages. Call order: `before_step`, the step, `after_step`, `check`, `due`."""
 
     def __init__(self, control: Control, saver: Saver, in_memory: InMemory, periodic: Periodic) -> None:
         self._watched = control.watched
@@ -25,17 +24,17 @@ class Notices:
         self._heard = 0
 
     def before_step(self, *, leads: bool) -> None:
-        """Put failed saves into this step's messages and, on the rank that ``leads`` (rank 0), a save that is due."""
+        """Put failed saves into this step's messages and, if this rank ``leads`` (is rank 0), a save that is due."""
         due = _DUE if leads and self._periodic.is_due() else 0
         failed = _SAVE_FAILED if self._saver.has_failed else 0
         self._watched.announced = due | failed | (_COPY_FAILED if self._in_memory.has_failed else 0)
 
     def after_step(self) -> None:
-        """Read the notices of all ranks, which came with the step's messages."""
+        """Keep the notices of all ranks, which came with the step's messages, for `check` and `due`."""
         self._heard, self._watched.announced = self._watched.heard, 0
 
     def check(self) -> None:
-        """Raise the error of a save or copy behind training if any rank announced one, on every rank."""
+        """If any rank announced a failed save or copy, wait for this rank's, which raises `CheckpointError`."""
         if self._heard & _SAVE_FAILED:
             self._saver.wait()
         if self._heard & _COPY_FAILED:

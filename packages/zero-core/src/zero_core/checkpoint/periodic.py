@@ -2,8 +2,7 @@
 
 [Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves, and decides. Its
 decision travels with the messages that the ranks exchange in a step anyway (see notices.py), so that all ranks save
-after the same step.
-"""
+after the same step."""
 
 from __future__ import annotations
 
@@ -27,10 +26,10 @@ Save = Callable[[str], object]
 
 
 class Periodic(Protocol):
-    """Decides when an engine saves by itself. Call order: `check`, `is_due`, the step, `after_step`."""
+    """Decides when an engine saves by itself. Call order: `check`, `is_due` on rank 0, the step, `after_step`."""
 
     def check(self, root: str | None) -> None:
-        """Raise `UsageError` if there is no folder to save in; ``root``: that of `resume` or of the first save."""
+        """Raise `UsageError` if no folder is known; ``root``: that of `resume` or of the first save, or None."""
         ...
 
     def is_due(self) -> bool:
@@ -38,12 +37,13 @@ class Periodic(Protocol):
         ...
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Call ``save`` with a folder if a save is due; ``due``: rank 0's `is_due`. Collective if so."""
+        """Call ``save`` with a folder if one is due; ``due``: rank 0's `is_due`. Collective if so. Raises as
+        ``save``."""
         ...
 
 
 class Never:
-    """No automatic saves."""
+    """A `Periodic` that never saves."""
 
     def check(self, root: str | None) -> None: ...
 
@@ -55,7 +55,7 @@ class Never:
 
 
 class Fixed:
-    """A save after every ``steps`` optimizer steps, below ``path``, by default below the ``root`` of the calls."""
+    """A `Periodic` that saves after every ``steps`` optimizer steps, below ``path``; None means the ``root`` given."""
 
     def __init__(self, state: TrainingState, steps: int, path: str | None) -> None:
         self._state, self._steps, self._path = state, steps, path
@@ -79,7 +79,8 @@ class Fixed:
 
 
 class Automatic:
-    """A save whenever rank 0's ``chooser`` finds it due; see [Note: automatic interval]. ``clock``: in seconds."""
+    """A `Periodic` that saves when rank 0's ``chooser`` finds it due; see [Note: automatic interval]. ``clock``:
+    seconds. ``path``: the folder of the saves; None for the ``root`` given."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Automatic:
         return self._chooser.is_due()
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Report the step to the chooser and, if ``due``, save and report the save."""
+        """Report the step to the chooser and, if ``due``, save and report the save, also one that fails."""
         chooser, saver = self._chooser, self._saver
         chooser.step_ended(self._clock(), saver.take_waited())
         if chooser.saving and not saver.is_writing:
@@ -122,6 +123,7 @@ class Automatic:
             self._save_completed()
 
     def _save_completed(self) -> None:
+        """Report to the chooser that the save is on disk; log the interval on rank 0 if it changed."""
         chosen = self._chooser.save_completed(self._clock())
         if chosen is not None and self._state.reports:
             logger.warning("%s", interval_text(chosen, self._chooser))

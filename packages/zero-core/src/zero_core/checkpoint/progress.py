@@ -19,7 +19,7 @@ _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 
 
 def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """Return the training state besides tensors as plain data, with the user's ``client_state`` as "client"."""
+    """Return the training state besides tensors as plain data by name, with the user's ``client_state`` as "client"."""
     return {
         "client": client_state,
         "counters": {name: getattr(state.counters, name) for name in _COUNTERS},
@@ -32,7 +32,7 @@ def progress_of(state: TrainingState, client_state: dict[str, Any]) -> dict[str,
 
 
 def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the `progress_of` a checkpoint's engine; defaults for what another format or program did not write."""
+    """Return what `progress_of` returned for a checkpoint's engine; defaults where another program has written it."""
     state = checkpoint.client_state if isinstance(checkpoint.client_state, dict) else {}
     empty = dict.fromkeys(("scheduler", "loss_scale", "param_groups", "data"))
     if "counters" in state:
@@ -41,7 +41,7 @@ def engine_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the counters, the seed of virtual ranks and, at the same world size, this rank's random generators."""
+    """Load the counters, the seed of virtual ranks and, at the same world size, this rank's random generator states."""
     for name, value in engine_state(checkpoint)["counters"].items():
         setattr(state.counters, name, value)
     state.partition.runtime.step = state.counters.global_steps
@@ -53,7 +53,7 @@ def load_counters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def check_virtual_ranks(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Raise MismatchError if this run cannot continue bitwise from the checkpoint, as virtual ranks must."""
+    """Raise `MismatchError` if this run has virtual ranks and cannot continue bitwise from the checkpoint."""
     problem = state.micro_batches.mismatch(engine_state(checkpoint).get("virtual_ranks"))
     if problem is not None:
         raise MismatchError(
@@ -70,7 +70,7 @@ def load_schedule(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the options of the param groups, and the loss scale. Raises MismatchError for another number of groups."""
+    """Load the options of the param groups, and the loss scale. Raises `MismatchError` for another number of groups."""
     sharded, saved = state.optimizer, engine_state(checkpoint)
     if sharded is None:
         return
@@ -103,6 +103,7 @@ def load_position(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def _hyperparameters(state: TrainingState) -> list[dict[str, Any]]:
+    """Return the options of each param group as plain data; an empty list without an optimizer."""
     if state.optimizer is None:
         return []
     return [
@@ -112,8 +113,7 @@ def _hyperparameters(state: TrainingState) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with tensors as numbers or lists, in copied containers. Other objects stay, and the checkpoint
-    refuses them by name."""
+    """Return ``value`` with tensors as numbers or lists, in copied containers. A checkpoint refuses other objects."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, dict):

@@ -21,7 +21,7 @@ _PREFIX = "optimizer."
 
 
 def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
-    """Yield the intervals of this rank's rows; none for optimizers without such state."""
+    """Yield the intervals of this rank's rows of optimizer state; none unless the optimizer is a 1-bit one."""
     optimizer, parts = state.torch_optimizer, state.partition
     if isinstance(optimizer, OneBitOptimizer):
         for name, values in optimizer.rank_state().items():
@@ -30,7 +30,7 @@ def rank_intervals(state: TrainingState, stager: Stager) -> Iterator[Interval]:
 
 
 def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
-    """Return whether a checkpoint's tensor is such state, and this engine's optimizer uses it."""
+    """Return whether a checkpoint's tensor (name, kind) has a row per rank for this engine's optimizer."""
     optimizer = state.torch_optimizer
     if not isinstance(optimizer, OneBitOptimizer) or kind != _KIND or not name.startswith(_PREFIX):
         return False
@@ -38,8 +38,8 @@ def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
 
 
 def load_rank_state(state: TrainingState, reading: BatchedRead) -> None:
-    """Add this rank's rows to ``reading`` and give them to the optimizer when it runs; warn and leave them out if they
-    are of another number of ranks."""
+    """Add this rank's rows to ``reading``, which gives them to a 1-bit optimizer when it runs; warn and leave out
+    tensors that are of another number of ranks."""
     optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):
         return

@@ -13,11 +13,8 @@ _STAGED_BYTES = 256 << 20
 
 
 class BatchedRead:
-    """Collects read requests; `run` performs them with several reads in flight.
-
-    CPU tensors of the stored dtype are read in place, others through staging memory. Once staged tensors reach 256 MiB,
-    the requests collected so far are performed.
-    """
+    """Collects read requests; `run` performs them with several reads in flight. CPU tensors of the stored dtype are
+    read in place, others through staging memory; once that reaches 256 MiB, the requests so far are performed."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
@@ -27,7 +24,7 @@ class BatchedRead:
         self._staged_bytes = 0
 
     def add(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        """Request the elements from ``offset`` on of the tensor (name, kind) into the 1-D ``out``, in its dtype."""
+        """Request elements of (name, kind) from ``offset`` on into the 1-D ``out``, in its dtype; `run` reads them."""
         dtype = torch_dtype(self.checkpoint.entry(name, kind).dtype)
         target = out
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
@@ -39,7 +36,7 @@ class BatchedRead:
             self.run()
 
     def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """`add` a parameter's elements: from the weight or master of ``out``'s dtype, else the more precise one."""
+        """`add` a parameter's elements: from the weight or master of ``out``'s dtype, else from the wider one."""
         tensors = self.checkpoint.tensors
         dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
         exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]
@@ -50,7 +47,7 @@ class BatchedRead:
         self._then.append(action)
 
     def run(self) -> None:
-        """Perform all requests, then the actions. Raises DamagedError, naming tensor and file."""
+        """Perform all requests, then the actions. Raises `zero_ckpt.DamagedError`, naming tensor and file."""
         self.checkpoint.read_many(self._requests)
         for out, target in self._staged:
             with torch.no_grad():

@@ -22,8 +22,8 @@ Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state that was resumed: optimizer step ``step``, loaded from ``path``, with the ``client_state`` it was saved
-    with. ``source``: node memory or disk."""
+    """The state that was resumed: optimizer step ``step``, from the folder ``path``, with the ``client_state`` it was
+    saved with. ``source``: node memory or disk."""
 
     step: int
     source: Literal["memory", "disk"]
@@ -32,11 +32,9 @@ class Resumed:
 
 
 def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, run: str) -> Resumed | None:
-    """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. Collective.
-    ``run``: see `InMemory.find`.
-
-    Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
-    """
+    """Load the newest state by ``load`` and log it; return where it continues, None if there is no state. ``root``: the
+    folder of checkpoints; ``run``: see `InMemory.find`. Collective. Raises `zero_ckpt.CheckpointError` on every rank
+    when there are checkpoints and none can be loaded."""
     resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
         sizes = state.sizes.micro, state.sizes.steps
@@ -49,6 +47,7 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, ru
 
 
 def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run: str) -> Resumed | None:
+    """Do what `resume` does without a log: the copy in memory comes first unless the disk is newer, then the disk."""
     everybody = state.model_part.coordinator or coordinator_of(state)
     found = memory.find(run)
     try:

@@ -29,7 +29,7 @@ from .tier_files import TierFiles
 
 
 class Dialect(Protocol):
-    """Adds to checkpoints what readers of another library's checkpoints look for. Called once per save."""
+    """Adds to checkpoints what readers of another library's checkpoints look for; each method is called once a save."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given``, the user's client state, as plain data (JSON types and bytes)."""
@@ -39,7 +39,7 @@ class Dialect(Protocol):
 
 
 class OwnDialect:
-    """The dialect of checkpoints that add nothing."""
+    """A `Dialect` that adds nothing."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of ``given``."""
@@ -52,11 +52,9 @@ class OwnDialect:
 
 class Saver:
     """Writes an engine's checkpoints: before `save` returns, or behind training (``checkpoint.writer.decoupled``).
-
     Behind training, `save` returns once the parameters that user code can write are copied into host memory, which is
     kept for the next save; the rest is copied during the next forward and backward pass (see `wait_for_copies`). A save
-    that failed raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`.
-    """
+    that failed raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`."""
 
     def __init__(self, state: TrainingState, offloading: Offloading, dialect: Dialect) -> None:
         section = state.config.checkpoint
@@ -75,7 +73,7 @@ class Saver:
         return self._behind is not None and self._behind.is_busy
 
     def take_waited(self) -> float:
-        """Return the seconds for which `wait_for_copies` blocked since the last call of this method."""
+        """Return the seconds for which saves' copies have blocked this rank since the last call of this method."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -83,7 +81,7 @@ class Saver:
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
     ) -> None:
         """Write ``root/tag``. ``save_latest``: name it in the file ``latest``. Collective. Raises `UsageError` on every
-        rank inside an accumulation, and for models and states that no checkpoint can hold."""
+        rank inside an accumulation, and for models and states that no checkpoint can hold; else as the class says."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
@@ -112,6 +110,7 @@ class Saver:
         intervals.settle_masters()
 
         def options() -> dict[str, Any]:
+            """Return what to write besides tensors, as keyword arguments of `save_sharded`."""
             own = {"save_latest": save_latest, "node": node, "keep_last": self._keep_last}
             beside = self._dialect.files_beside(state, client)
             return checkpoint_options(state, client, named, self._config) | own | {"beside": beside}
@@ -130,11 +129,12 @@ class Saver:
             save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
 
     def wait_for_copies(self) -> None:
-        """Wait until a save behind training has copied all: then shards, masters and states may be written."""
+        """Wait until a save behind training has copied all; then shards, masters and states may be written."""
         self._await_copies()
         self._states.let_go()
 
     def _await_copies(self) -> None:
+        """Do what `wait_for_copies` does, but leave `optimizer.state` replaced; count the seconds."""
         if self._behind is not None:
             began = time.perf_counter()
             self._behind.copied()
@@ -151,7 +151,7 @@ class Saver:
             self._behind.wait()
 
     def close(self) -> None:
-        """Finish the save that was started, and end its thread. Raises as `wait` does."""
+        """Finish the save that was started, and end its thread and group. Raises as `wait` does. Idempotent."""
         self.wait_for_copies()
         if self._behind is not None:
             try:
@@ -202,11 +202,9 @@ def checkpoint_options(
 
 
 def own_group(state: TrainingState) -> dist.ProcessGroup:
-    """Return a new gloo group (fake in a fake world) of the engine's ranks, for a background thread. Collective.
-
-    torch names a group that only its members make after its ranks: a second one of the same ranks would use addresses
-    that the first has left in the store.
-    """
+    """Return a new gloo group (fake in a fake world) of the engine's ranks, for a background thread. Collective over
+    the world: torch names a group that only its members make after its ranks, so that a second one of the same ranks
+    would use addresses that the first has left in the store."""
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
     made = {row: dist.new_group(list(row), backend=backend) for row in map(tuple, state.model_part.place.data_rows)}
     group: dist.ProcessGroup = next(group for row, group in made.items() if dist.get_rank() in row)
@@ -246,7 +244,7 @@ def _refuse_unsavable(values: list[str]) -> None:
 
 
 def coordinator_of(state: TrainingState) -> Coordinator:
-    """Return the coordinator through which the ranks of the engine agree about checkpoints."""
+    """Return a coordinator through which the engine's ranks agree about checkpoints; a solo one for a single rank."""
     group = state.partition.groups.control.process_group
     return SoloCoordinator() if group is None else DistCoordinator(group)
 

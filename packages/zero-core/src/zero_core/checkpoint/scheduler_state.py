@@ -12,11 +12,9 @@ from zero_optim import Scheduler
 
 
 def plain_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Return the scheduler's state as None, bool, int, float, str, bytes, lists and maps with string keys.
-
-    Maps with other keys become lists of pairs, one-element tensors numbers. Functions are left out: a scheduler has
-    them from its construction. Raises `UsageError`, naming the entry, for anything else.
-    """
+    """Return the scheduler's state as None, bool, int, float, str, bytes, lists and maps with string keys. Maps with
+    other keys become lists of pairs, tuples lists, one-element tensors numbers. Functions are left out: a scheduler has
+    them from its construction. Raises `UsageError`, naming the entry, for anything else."""
     state: dict[str, Any] = _plain(scheduler.state_dict(), f"the state of {type(scheduler).__name__}")
     return state
 
@@ -44,7 +42,7 @@ def _plain(value: Any, path: str) -> Any:
 
 
 def _like(fresh: Any, stored: Any) -> Any:
-    """Return ``stored`` converted to the types of ``fresh``: tensors, tuples and classes of maps."""
+    """Return ``stored`` with its tensors, tuples and maps converted to the types that they have in ``fresh``."""
     if isinstance(fresh, torch.Tensor):
         return torch.as_tensor(stored, dtype=fresh.dtype, device=fresh.device).reshape(fresh.shape)
     if isinstance(fresh, tuple) and isinstance(stored, list):

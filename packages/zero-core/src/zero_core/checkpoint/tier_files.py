@@ -20,8 +20,7 @@ class TierFiles:
     thread, before weights and states are written; `make_durable` on any thread.
 
     `seal_weights` and `seal_states` return None if there are no such files or they are on another file system than
-    ``root``. They raise `BudgetError` if the disk has no room for new files: sealed files are never written again.
-    """
+    ``root``. They raise `BudgetError` if the disk has no room for new files: sealed files are never written again."""
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
         self._tiers, self._root, self._durable = tiers, root, durable
@@ -31,7 +30,7 @@ class TierFiles:
         self._sealed: list[Sealed] = []
 
     def flush_weights(self) -> frozenset[str]:
-        """Wait for writes of parameter shards; return the names of the units whose shards can be linked."""
+        """Wait for writes of parameter shards; return the names of units whose shards are in files to link."""
         store = self._store()
         if store is None:
             return frozenset()

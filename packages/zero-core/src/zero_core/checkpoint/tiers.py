@@ -23,6 +23,7 @@ def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | N
     else views of host memory, valid until the next update; else, for a store on files, read when they are written."""
 
     def read(fragment: Fragment) -> Any:
+        """Return a copy of the fragment's bytes, for the writer of the checkpoint to call."""
         shard = store.acquire(unit.name)
         copied = shard[fragment.shard_offset : fragment.shard_offset + fragment.length].to("cpu", copy=True)
         store.release(unit.name, dirty=False)
@@ -56,7 +57,8 @@ def _linked_weights(sealed: Sealed, unit: Unit, fragment: Fragment) -> Iterator[
 
 
 def _weights(unit: Unit, offset: int, data: Any, fragment: Fragment, length: int) -> Interval:
-    """Return the interval of ``length`` elements from ``offset`` on of a parameter, with the bytes ``data``."""
+    """Return the interval of ``length`` elements of the fragment's parameter, from ``offset`` on. ``data``: their
+    bytes, a file extent, or a function that returns the bytes."""
     entry = fragment.entry
     return Interval(entry.name, "param", entry.shape, dtype_name(unit.plan.dtype), offset, data, length)
 
@@ -65,10 +67,11 @@ def tier_intervals(
     tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, every_replica: bool = False
 ) -> Iterator[Interval]:
     """Yield the intervals of a unit's states on a tier: linked to ``sealed`` files, else read when they are written,
-    one parameter in memory at a time. ``every_replica``: also write the step counts that another rank writes."""
+    one parameter in memory at a time; and the step counts. ``every_replica``: also those that another rank writes."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
+        """Return the bytes of one kind of a parameter's state; those read last stay in ``kept``."""
         if name not in kept:
             kept.clear()
             kept.update(tier.states([name]))
@@ -110,8 +113,8 @@ def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torc
 def tier_values(
     unit: Unit, tier: StateTier, checkpoint: Checkpoint, rank: int, *, optimizer: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return a checkpoint's values of a unit's fragments on its tier: per parameter by kind, and "step". ``optimizer``:
-    with the moments and steps, else masters only. Parameters that the checkpoint lacks are left out."""
+    """Return a checkpoint's values of a unit's fragments for its tier: per parameter a dict by kind, with "step" as an
+    int. ``optimizer``: with moments and steps, else masters only. A parameter that the checkpoint lacks is missing."""
     found: dict[str, dict[str, Any]] = {}
     reading = BatchedRead(checkpoint)
     steps: dict[str, torch.Tensor] = {}
@@ -139,8 +142,8 @@ def tier_values(
 def _add_moment(
     reading: BatchedRead, fragment: Fragment, kind: str, kinds: tuple[str, ...], state: dict[str, Any]
 ) -> None:
-    """Set ``state[kind]`` to a fragment's values of a kind, filled when ``reading`` runs: in the stored dtype, or in
-    float32 if they are stored quantized and the tier's ``kinds`` have no scales. Unset if the checkpoint lacks it."""
+    """Set ``state[kind]`` to a fragment's values, filled when ``reading`` runs: in the stored dtype, or now, in
+    float32, if they are stored quantized and the tier's ``kinds`` have no scales. Unset if the checkpoint lacks it."""
     name, shape, offset, length = fragment.entry.name, fragment.entry.shape, fragment.param_offset, fragment.length
     quantized = kind in quantized_moments(reading.checkpoint, name)
     if quantized and f"{kind}_scale" not in kinds:

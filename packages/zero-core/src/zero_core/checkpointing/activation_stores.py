@@ -17,14 +17,14 @@ Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 class ActivationStore(Protocol):
     """Stores inputs of segments: `keep` returns the tensor to store, and a function from it to the input. ``position``:
-    the number of the input in its segment. `reset` frees buffers that no stored tensor uses."""
+    the number of the input in its segment, from 1. `reset` frees buffers that no stored tensor uses."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept: ...
     def reset(self) -> None: ...
 
 
 class PlainStore:
-    """Keeps the input itself."""
+    """An `ActivationStore` that keeps the input itself."""
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
         """Return ``tensor`` itself and the identity."""
@@ -35,14 +35,15 @@ class PlainStore:
 
 
 class PartitionedStore:
-    """Shards each input over ``process_group``, whose ranks have equal inputs; ``inner`` stores this rank's shard."""
+    """An `ActivationStore` that shards inputs over ``process_group``, whose ranks have equal inputs, into ``inner``."""
 
     def __init__(self, process_group: dist.ProcessGroup, inner: ActivationStore) -> None:
         self._group = Group(process_group)
         self._inner = inner
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Store this rank's shard, padded to equal sizes; an input with fewer elements than ranks in full."""
+        """Keep this rank's shard, padded to equal sizes, in ``inner``; restoring it is collective. An input with fewer
+        elements than ranks is kept in full."""
         ranks, rank = self._group.world_size, self._group.rank
         if ranks == 1 or tensor.numel() < ranks:
             return self._inner.keep(tensor, position)
@@ -59,13 +60,15 @@ class PartitionedStore:
         self._inner.reset()
 
     def _gathered(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the tensor of ``shape`` whose padded shard ``part`` is. Collective."""
         full = part.new_empty(part.numel() * self._group.world_size)
         self._group.all_gather(full, part, Tag("gather", "a checkpointed activation")).wait()
         return full[: shape.numel()].view(shape)
 
 
 class ContiguousStore:
-    """Copies inputs of one size into one buffer with room for ``number`` segments, so that memory is not fragmented."""
+    """An `ActivationStore` that copies inputs of one size into one buffer with room for ``number`` segments, so that
+    memory is not fragmented. Raises `UsageError` for a ``number`` below 1."""
 
     def __init__(self, number: int) -> None:
         if number < 1:
@@ -77,7 +80,7 @@ class ContiguousStore:
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], _Slots] = {}
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Copy ``tensor`` to a free slot for its position, size and dtype. Raises `UsageError` if none is free."""
+        """Copy ``tensor`` to a free slot of its position, size, dtype and device. Raises `UsageError` without one."""
         key = (position, tensor.numel(), tensor.dtype, tensor.device)
         if key not in self._buffers:
             self._buffers[key] = _Slots(tensor, self._number)
@@ -97,6 +100,7 @@ class _Slots:
         self._free = list(range(number))[::-1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a free slot in the shape of ``tensor``, not filled yet. Raises `UsageError` if none is free."""
         if not self._free:
             raise UsageError(
                 f"{self._memory.shape[0]} segments with an input of shape {tuple(tensor.shape)} wait for backward "

@@ -25,12 +25,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` stores inputs, from now on in this context (see the package's docstring).
-
-    ``mpu_``: an object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
+    """Set how `checkpoint` stores inputs, from now on in this context (see the package's docstring). ``mpu_``: an
+    object with ``get_model_parallel_group()`` (or ``get_tensor_model_parallel_group()``), for
     ``partition_activations``. ``config``: a dict or a JSON file whose section `activation_checkpointing` is used; the
-    other arguments replace its keys. Raises `ConfigError` or `UsageError`.
-    """
+    other arguments, where not None, replace its keys. Raises `ConfigError` or `UsageError`."""
     section = dict(read(config).get("activation_checkpointing", {})) if config is not None else {}
     given = {
         "partition_activations": partition_activations,
@@ -47,7 +45,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Return whether `configure` has been called in this context."""
+    """Return whether `configure` has been called in this context, or in one from which it was copied."""
     return _CONFIGURED.get() is not None
 
 
@@ -62,9 +60,10 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 
 
 def reset() -> None:
-    """Free the contiguous buffers, for example after forward passes without backward; keep `configure`'s settings."""
+    """Free the contiguous buffers, as after forward passes without backward; `configure`'s settings stay in force."""
     _current().reset()
 
 
 def _current() -> Checkpointing:
+    """Return the object that the functions use, as the package's docstring says."""
     return _CONFIGURED.get() or running() or _PLAIN

@@ -50,8 +50,7 @@ class Checkpointing:
     - ``contiguous_memory_optimization``: inputs of one size are stored in one buffer with room for
       ``number_checkpoints`` segments. No effect with ``cpu_checkpointing``, which reuses host memory by size.
     - ``synchronize_checkpoint_boundary``: wait for the accelerator at both ends of every segment.
-    - ``profile``: measure segments in `profile`, which also waits for the accelerator.
-    """
+    - ``profile``: measure segments in `profile`, which also waits for the accelerator."""
 
     def __init__(self, section: ActivationCheckpointing | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.section = section if section is not None else ActivationCheckpointing()
@@ -70,9 +69,7 @@ class Checkpointing:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)`` without storing what autograd saves in it: backward runs it again.
-
-        ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no keywords.
-        """
+        ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no keywords."""
         segment = _Segment(self, function)
         with self._storing_inputs():
             return torch_checkpoint(segment, *args, use_reentrant=use_reentrant, **kwargs)
@@ -87,7 +84,7 @@ class Checkpointing:
             _RUNNING.reset(token)
 
     def after_step(self, *, reports: bool) -> None:
-        """With ``profile``, log the cost of segments since the last step if this rank ``reports``, and reset it."""
+        """With ``profile``, log the cost of segments since the last step if this rank ``reports``, and begin again."""
         if self.section.profile and self.profile.segments:
             if reports:
                 logger.info("activation checkpointing: %s", self.profile)
@@ -112,11 +109,12 @@ class Checkpointing:
             yield
 
     def _synchronizes(self) -> bool:
+        """Return whether segments wait for the accelerator at both ends."""
         return self.section.synchronize_checkpoint_boundary or self.section.profile
 
 
 def running() -> Checkpointing | None:
-    """Return the object of the engine whose forward or recomputation runs in this context; None outside."""
+    """Return the object whose `Checkpointing.running` block, or segment, runs in this context; None outside."""
     return _RUNNING.get()
 
 
@@ -142,6 +140,7 @@ class _Segment:
                 self._count(time.perf_counter() - start, again)
 
     def _count(self, seconds: float, again: bool) -> None:
+        """Add a run of ``seconds`` to the profile; ``again``: it was a recomputation."""
         profile = self._owner.profile
         if again:
             profile.recomputed, profile.recomputation = profile.recomputed + 1, profile.recomputation + seconds
@@ -153,11 +152,9 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Inputs:
-    """The saved-tensor hook that stores one segment's inputs.
-
-    ``outer``: the hooks outside, which come first; tensors that they pack (views of sharded parameters, or all under
-    save_on_cpu) are theirs. The others go to ``store``, and the tensors that it stores to ``offload``.
-    """
+    """The saved-tensor hook that stores one segment's inputs. ``outer``: the hooks outside, which come first; tensors
+    that they pack (views of sharded parameters, or all under save_on_cpu) are theirs. The others go to ``store``, and
+    the tensors that it stores to ``offload``."""
 
     def __init__(self, store: ActivationStore, outer: Hooks | None, offload: Hooks | None) -> None:
         self._store = store
@@ -195,6 +192,7 @@ def _saved_tensors_hooks() -> Hooks | None:
 
 
 def _keep_nothing(_tensor: torch.Tensor) -> bool:
+    """Return false: any tensor may be offloaded."""
     return False
 
 

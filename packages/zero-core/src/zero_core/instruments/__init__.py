@@ -1,7 +1,6 @@
 """Measurements of a run: times, floating-point operations, bytes sent, memory, and metrics for monitors.
 
-Read `instruments.py` first; every other file is one instrument.
-"""
+Read `instruments.py` first; every other file is one instrument."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _KNOWN = ("gather", "reduce", "publish", "broadcast", "control", "checkpoint")
 
 
 def chosen_phases(config: Config) -> frozenset[str] | None:
-    """Return the ledger's phases that ``comms_logger`` asks for; None for all. Raises `UsageError` for others."""
+    """Return the ledger's phases that ``comms_logger`` asks for; None for all. Raises `UsageError` for unknown ones."""
     section = config.comms_logger
     if section.prof_all or not section.prof_ops:
         return None
@@ -62,7 +62,7 @@ def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, st
 
 
 class SpokenLedger(Ledger):
-    """A ledger that also prints or logs every collective of ``phases`` as it starts (``comms_logger.verbose``)."""
+    """A ledger that also prints or logs every collective of ``phases`` (None: all) as it starts, for ``verbose``."""
 
     def __init__(self, phases: frozenset[str] | None) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _PassCount:
-    """Operations and seconds of one part: forward, backward or step."""
+    """Floating-point operations and seconds of one part: forward, backward or step."""
 
     flops: int = 0
     seconds: float = 0.0
@@ -39,8 +39,7 @@ class FlopsProfile:
     """Counts the first micro-batch of step ``profile_step`` (from 0), times its optimizer step, and reports after it.
 
     Operations are those that `torch.utils.flop_counter` knows: matrix products, convolutions, attention. Per-module
-    times synchronise the device and include gathering the parameters.
-    """
+    times synchronise the device and include gathering the parameters."""
 
     def __init__(self, section: FlopsProfiler, module: nn.Module, device: torch.device) -> None:
         self._section = section
@@ -52,7 +51,7 @@ class FlopsProfile:
 
     @contextmanager
     def during(self, part: str, step: int) -> Iterator[None]:
-        """Count the block as ``part`` (forward, backward or step) if it is the one to be counted."""
+        """Count the block as ``part`` (forward, backward or step) if it is the first in step ``profile_step``."""
         first = step == self._section.profile_step and part not in self._parts
         if self._done or not first or not self._expects(part):
             yield
@@ -66,7 +65,8 @@ class FlopsProfile:
             self._modules.flops = {name: sum(c.values()) for name, c in counter.get_flop_counts().items()}
 
     def after_step(self, step: int, samples: int) -> None:
-        """Report, once, after the counted step; ``samples``: in one micro-batch on this rank."""
+        """Report, once, after ``step`` if that was counted: to ``output_file``, else to the log or standard output.
+        ``samples``: in one micro-batch on this rank."""
         if step < self._section.profile_step or self._done or "forward" not in self._parts:
             return
         self._done = True
@@ -85,6 +85,7 @@ class FlopsProfile:
         return "forward" in self._parts
 
     def _now(self) -> float:
+        """Return the time in seconds, once the device has finished its work."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
@@ -166,10 +167,12 @@ class FlopsProfile:
         return list(self._module.named_modules())
 
     def _cell(self, row: tuple[int, str, int]) -> str:
+        """Return a row of `_rows` as text: name and operations."""
         _, name, flops = row
         return f"{name or type(self._module).__name__} {scaled(flops, 'FLOP')}"
 
     def _module_table(self, modules: list[tuple[int, str, int]], root: str) -> str:
+        """Return ``modules``, rows of `_rows`, as a table; ``root``: the model's name in it."""
         whole = max(modules[0][2], 1)
         owned = {name: sum(p.numel() for p in m.parameters()) for name, m in self._module.named_modules()}
         return table(

@@ -25,10 +25,8 @@ _NOTHING = nullcontext()
 
 
 class Timers:
-    """Sums the times of named parts on ``device``.
-
-    On an accelerator each part lies between two events of the current stream; only `take` waits for them.
-    """
+    """Sums the times of named parts on ``device``. On an accelerator each part lies between two events of the current
+    stream; only `take` waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,8 +80,8 @@ PARTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 
 
 class Instruments(Protocol):
-    """Measures an engine's work. Call order per micro-batch: `during` around each part, and `loss`; at the accumulation
-    boundary `after_step`."""
+    """Measures an engine's work. Call order per micro-batch: `during` around each part, and `loss`; then `after_step`
+    at the accumulation boundary."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Return a context that measures one of `PARTS`, or "save", in which a checkpoint blocks training."""
@@ -105,7 +103,7 @@ class Instruments(Protocol):
 
 
 class Silent:
-    """The instruments that measure nothing: none is enabled, or this is not rank 0."""
+    """An `Instruments` that measures nothing: none is enabled, or this is not rank 0."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Return a null context."""
@@ -119,7 +117,7 @@ class Silent:
 
 
 class Speaking:
-    """The instruments of rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
+    """An `Instruments` for rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
 
     def __init__(self, state: TrainingState, monitor: Monitor) -> None:
         config = state.config
@@ -145,7 +143,8 @@ class Speaking:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Time the block as ``part``, count its operations, and measure memory after it, as configured."""
+        """Time the block as ``part``, count its operations, and measure memory after it, as configured; nothing in a
+        forward pass without gradients."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
             return
@@ -195,6 +194,7 @@ class Speaking:
         return self._state.counters.global_steps % self._every == 0
 
     def _events(self, times: dict[str, float]) -> Iterator[Event]:
+        """Yield the step's events for the monitor. ``times``: milliseconds by part."""
         state, samples = self._state, self._state.counters.global_samples
         if self._losses:
             yield "Train/Samples/train_loss", float(torch.stack(self._losses).sum()), samples
@@ -206,6 +206,7 @@ class Speaking:
                 yield f"Train/Samples/elapsed_time_ms_{part}", times[part], samples
 
     def _reports(self) -> Iterator[str]:
+        """Yield the texts of the enabled reports, about the steps since the last ones."""
         state = self._state
         if self._progress:
             yield self._progress_line()
@@ -233,6 +234,7 @@ class Speaking:
         return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
     def _progress_line(self) -> str:
+        """Return the line on the last step, with the samples per second since the last such line."""
         state = self._state
         rates = ", ".join(f"{rate:.3g}" for rate in state.learning_rates())
         line = f"step {state.counters.global_steps}: gradient norm {state.counters.norm:.4g}, lr {rates}"

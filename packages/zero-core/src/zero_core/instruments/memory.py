@@ -47,7 +47,8 @@ class OnDisk(Protocol):
 
 
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
-    """Return the model state that this rank holds now; a storage counts once, under the first kind that uses it."""
+    """Return the model state that this rank holds now; a storage counts once, under the first kind that uses it. Rows
+    of stores and tiers that count all units together have a name in parentheses as unit."""
     count = _Count(partition.device)
     rows: list[MemoryRow] = []
     for unit in partition.units:
@@ -101,6 +102,7 @@ class _Count:
         self._seen: set[int] = set()
 
     def rows(self, unit: str, kind: str, tensors: Iterable[torch.Tensor]) -> Iterator[MemoryRow]:
+        """Yield a row per tier with the bytes of the storages of ``tensors`` that are not counted yet."""
         by_tier: dict[str, int] = {}
         for tensor in tensors:
             nbytes, address = tensor.untyped_storage().nbytes(), storage_address(tensor)
@@ -131,6 +133,7 @@ def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
 
 
 def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
+    """Yield the rows of optimizer states that are not on a tier."""
     if sharded is None:
         return
     tensors: dict[str, list[torch.Tensor]] = {}

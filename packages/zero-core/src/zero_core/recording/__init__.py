@@ -1,8 +1,7 @@
 """Write the record of a run for `zero_report`. Read `record.py` next; each other file records one thing.
 
 Nothing of `zero_report` is imported, and no thread runs, unless ``run_record.path`` or the environment variable
-`RECORD_VARIABLE` names a folder.
-"""
+`RECORD_VARIABLE` names a folder."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ RECORD_VARIABLE = "ZERO_RUN_RECORD"
 
 
 def record_folder(config: Config) -> Path | None:
-    """Return the folder of the record; None if no record is enabled."""
+    """Return the folder of the record that the configuration or the environment names; None if neither does."""
     named = config.run_record.path or os.environ.get(RECORD_VARIABLE)
     return Path(named) if named else None
 

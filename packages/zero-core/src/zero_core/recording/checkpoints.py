@@ -18,10 +18,8 @@ class _SaveEvent:
 
 
 class CheckpointEvents:
-    """Records each checkpoint once it is on disk, with its size and seconds; without ``looks`` at once, without size.
-
-    Saves behind training are looked for after every step, so their seconds are exact to a step.
-    """
+    """Records each checkpoint once it is on disk, with its size in bytes and seconds; without ``looks`` at once,
+    without size. Saves behind training are looked for after every step, so their seconds are exact to a step."""
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer
@@ -51,12 +49,14 @@ class CheckpointEvents:
         self._pending.clear()
 
     def _note(self, save: _SaveEvent, nbytes: int | None) -> None:
+        """Record a save as an event; ``nbytes``: its size on disk, None if it was not looked for."""
         seconds = save.blocked if nbytes is None else max(save.blocked, time.time() - save.began)
         facts = {"path": str(save.path), "of_step": save.step, "bytes": nbytes}
         self._writer.note("checkpoint", **facts, seconds=seconds, blocked_s=save.blocked)
 
 
 def _is_on_disk(save: _SaveEvent) -> bool:
+    """Return whether the folder of a save exists and was written since it began."""
     try:
         return save.path.stat().st_mtime >= save.began - 1
     except FileNotFoundError:

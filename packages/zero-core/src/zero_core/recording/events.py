@@ -11,7 +11,7 @@ _LOGGERS = ("zero_ckpt", "zero_comm", "zero_core", "zero_offload", "zero_partiti
 
 
 class WarningEvents(logging.Handler):
-    """A logging handler that records every warning from `start` to `stop`."""
+    """A logging handler that records every warning of the toolbox's loggers from `start` to `stop`."""
 
     def __init__(self, writer: RecordWriter) -> None:
         super().__init__(logging.WARNING)

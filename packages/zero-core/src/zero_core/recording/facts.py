@@ -34,7 +34,7 @@ _PACKAGES = (
 
 
 def head_facts(config: Config, device: torch.device) -> dict[str, Any]:
-    """Return title, command, configuration with the origin of every value (no secrets), versions and machine."""
+    """Return title, command, configuration with the origin of every value (no secrets), versions, machine by name."""
     rows = [row for row in config.report() if not row.path.startswith(_SECRET)]
     return {
         "title": Path(sys.argv[0]).name or "run",
@@ -65,6 +65,7 @@ def _versions() -> dict[str, str]:
 
 
 def _accelerator(device: torch.device) -> dict[str, Any]:
+    """Return the device's type and, of an accelerator, its number here, name and CUDA version, by name."""
     if device.type == "cpu":
         return {"device": "cpu"}
     found: dict[str, Any] = {"device": device.type, "accelerators": torch.accelerator.device_count()}

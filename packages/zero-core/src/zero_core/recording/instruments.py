@@ -30,7 +30,8 @@ _KINDS = {"forward": SpanKind.FORWARD, "backward": SpanKind.BACKWARD, "step": Sp
 
 
 class RecordingInstruments:
-    """Writes times, losses, memory, checkpoints and failures to a record, and forwards every call to ``inner``."""
+    """An `Instruments` that writes times, losses, memory, checkpoints and failures to a record, and forwards to
+    ``inner``. ``close``: called by `close` to close the record. ``plan``: the plan to compare the run with."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class RecordingInstruments:
         self._writer.restart(state.counters.global_steps + 1)
 
     def under_way(self) -> Running:
-        """Return the parts of the step that are running; between parts, the wait for data since the last one."""
+        """Return the parts of the step that run now; between parts, the wait for data since the last one."""
         return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:
@@ -114,8 +115,8 @@ class RecordingInstruments:
         self._close()
 
     def begin(self, part: str, kind: SpanKind) -> float:
-        """Begin ``part`` and return its begin. Before a forward pass, record the time outside the engine as a wait for
-        data, and continue at the step of a checkpoint that was loaded."""
+        """Begin ``part`` and return the time (`time.perf_counter`). Before a forward pass, record the time outside the
+        engine as a wait for data, and continue at the step of a checkpoint that was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -133,7 +134,7 @@ class RecordingInstruments:
         return now
 
     def end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
-        """End ``part``: record its span and, the first time, the ``error`` that ended it."""
+        """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it."""
         now = time.perf_counter()
         self._open.pop()
         self._writer.span(kind, part, begin, now)

@@ -33,7 +33,7 @@ class RecordedLedger(Ledger):
         ]
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
-        """Add one collective that sends ``sent_bytes`` bytes from this rank."""
+        """Add one collective that sends ``sent_bytes`` from this rank, ``across_bytes`` of them to other nodes."""
         super().count(tag, sent_bytes, across_bytes)
         if self._inner is not None:
             self._inner.count(tag, sent_bytes, across_bytes)
@@ -45,7 +45,7 @@ class RecordedLedger(Ledger):
         pending.append((time.perf_counter(), sent_bytes))
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
-        """Add the times of a collective that has ended, and record its span."""
+        """Add the times of a collective that has ended (open, of these waited for), and record its span."""
         super().count_seconds(tag, open_seconds, waited_seconds)
         now = time.perf_counter()
         pending = self._pending.get((tag.phase, tag.name))

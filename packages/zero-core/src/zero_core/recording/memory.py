@@ -34,7 +34,8 @@ _MAX_SAMPLES = 96  # in one step
 
 
 class MemorySampler:
-    """Records the bytes by owner (masters, activations and so on) at the ends of passes and units, in some steps."""
+    """Records the bytes by owner (masters, activations and so on) at the ends of passes and units, in some steps: the
+    first 3, then so seldom that sampling costs a thousandth of the time. ``plan``: to compare the peaks with."""
 
     def __init__(
         self, state: TrainingState, offloading: Offloading, writer: RecordWriter, plan: RunPlan | None
@@ -78,6 +79,7 @@ class MemorySampler:
             self._samples, self._sample_seconds, self._peaks, self._device = 0, 0.0, {}, None
 
     def _take_sample(self, *, first: bool = False) -> None:
+        """Record the bytes by owner; ``first``: before a pass. Activations are what is allocated beyond that."""
         begin = time.perf_counter()
         state = self._state
         owners: dict[str, int] = {}

@@ -19,7 +19,7 @@ logger = logging.getLogger("zero_core")
 
 
 def load_plan(config: Config, rank: int) -> RunPlan | None:
-    """Return what the plan of ``run_record.plan`` says of ``rank``; None if there is none. Raises `UsageError`."""
+    """Return what the file ``run_record.plan`` says of ``rank``; None if none is named. Raises `UsageError`."""
     try:
         return None if config.run_record.plan is None else RunPlan.load(config.run_record.plan, rank)
     except PlanFileError as error:
@@ -27,7 +27,7 @@ def load_plan(config: Config, rank: int) -> RunPlan | None:
 
 
 def planned_run(plan: RunPlan | None, state: TrainingState, writer: RecordWriter) -> PlannedRun | None:
-    """Record the plan and return what compares the run with it, with warnings in the log; None without a plan."""
+    """Record the plan; return the object that compares the run with it, and warns in the log; None without a plan."""
     actual = {
         "stage": state.config.zero_optimization.stage,
         "world_size": state.partition.data_world_size,

@@ -51,7 +51,7 @@ class RunRecord:
         self._warnings.start()
 
     def under_way(self) -> Running:
-        """Return the spans that have begun and not ended: kind, name, begin and bytes."""
+        """Return the spans that have begun and not ended, of collectives and of the step."""
         sources = [source() for source in self._running]
         return [found for source in sources if source is not None for found in source()]
 
@@ -66,6 +66,7 @@ class RunRecord:
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
+            """Record a transfer of ``nbytes`` over ``hop``; ``waited``: or only the wait for one."""
             if hop == _UPDATE:
                 writer.span(SpanKind.COMPUTE, name, begin, end)
                 return
@@ -87,6 +88,6 @@ class RunRecord:
         return instruments
 
     def close(self) -> None:
-        """Write all measurements and close the record."""
+        """Write all measurements, stop recording warnings, and close the record."""
         self._warnings.stop()
         self.writer.close()

@@ -15,11 +15,9 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 class TokenCount:
-    """Counts the tokens in the arguments of ``module``'s training forward passes, until `close`.
-
-    Tokens are the elements of ``input_ids`` (or ``decoder_input_ids``), else of the first argument, if that is a
-    two-dimensional int32 or int64 tensor. A rank records its own times ``ranks``: their mean over ranks is the total.
-    """
+    """Counts the tokens in the arguments of ``module``'s training forward passes, until `close`. Tokens are the
+    elements of ``input_ids`` (or ``decoder_input_ids``), else of the first argument, if that is a two-dimensional int32
+    or int64 tensor. A rank records its own times ``ranks``: their mean over ranks is the total."""
 
     def __init__(self, module: nn.Module, ranks: int, writer: RecordWriter) -> None:
         self._ranks = ranks
@@ -31,6 +29,7 @@ class TokenCount:
         self._hook.remove()
 
     def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The forward pre-hook: add the tokens of one call to the step."""
         if torch.is_grad_enabled():
             named = (kwargs[name] for name in _NAMES if name in kwargs)
             given = next(named, args[0] if args else None)
