@@ -51,6 +51,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
+    """Return a public name that is imported on first use, and remember it; AttributeError for any other name."""
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
@@ -62,4 +63,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """Return the public names, also those not imported yet."""
     return [*__all__, "errors", "testing"]

@@ -1,5 +1,5 @@
-"""Descriptions of a user's buffers as memory that the engine can use. torch and NumPy are recognised but never
-imported.
+"""Descriptions of a user's buffers as memory that the engine can use: a flat memoryview of bytes, or a tuple (address,
+bytes, owner to be kept alive). torch and NumPy are recognised but never imported.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ _CPU, _CUDA_HOST, _ROCM_HOST = 1, 3, 11
 
 
 def describe_all(buffers: Any, writable: bool) -> list[Item]:
-    """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them."""
+    """Return the description of each buffer; `buffers` is one buffer, or a list or tuple of them. `writable`: they are
+    to be written to. Errors as in `describe`.
+    """
     if isinstance(buffers, (list, tuple)):
         return [describe(buffer, writable) for buffer in buffers]
     return [describe(buffers, writable)]
 
 
 def describe(buffer: Any, writable: bool) -> Item:
-    """Return the memory of one C-contiguous host buffer; InvalidBufferError says what is wrong with it."""
+    """Return the memory of one C-contiguous host buffer (bytes-like, NumPy, torch or DLPack), without a copy.
+    InvalidBufferError says what is wrong with it; with `writable` read-only memory is.
+    """
     if is_tensor(buffer):
         return _from_tensor(buffer)
     try:
@@ -54,7 +58,7 @@ def nbytes_of(item: Item) -> int:
 
 
 def slice_item(item: Item, begin: int, end: int) -> Item:
-    """Return bytes [begin, end) of a described buffer, without a copy."""
+    """Return bytes [begin, end) of a described buffer as a description, without a copy."""
     if isinstance(item, tuple):
         address, _, owner = item
         return (address + begin, end - begin, owner)
@@ -62,7 +66,9 @@ def slice_item(item: Item, begin: int, end: int) -> Item:
 
 
 def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
-    """Return bytes [begin, end) of described buffers laid end to end, without a copy."""
+    """Return bytes [begin, end) of described buffers laid end to end, as descriptions, without a copy; empty parts are
+    left out.
+    """
     out = []
     position = 0
     for item in items:
@@ -75,7 +81,7 @@ def slice_items(items: Sequence[Item], begin: int, end: int) -> list[Item]:
 
 
 def checksum_of(item: Item) -> int:
-    """Return the xxh3_64 of a described buffer."""
+    """Return the xxh3_64 of a described buffer's bytes."""
     if isinstance(item, tuple):
         return _native.checksum_at(item[0], item[1])
     return _native.checksum(item)
@@ -93,7 +99,9 @@ def is_device_tensor(buffer: Any) -> bool:
 
 
 class Lent:
-    """A tensor whose storage could be resized while a request uses its memory."""
+    """A tensor whose storage could be resized while a request uses its memory; it remembers the address of the storage
+    when it was made.
+    """
 
     __slots__ = ("_address", "_tensor")
 
@@ -101,7 +109,9 @@ class Lent:
         self._tensor, self._address = tensor, tensor.untyped_storage().data_ptr()
 
     def require_unchanged(self, kind: str, path: str) -> None:
-        """Raise InvalidBufferError when the storage was resized or replaced since the request began."""
+        """Raise InvalidBufferError when the storage was resized or replaced since this was made. `kind` ("read" or
+        "write") and `path` of the request are for the message.
+        """
         storage = self._tensor.untyped_storage()
         needed = (self._tensor.storage_offset() + self._tensor.numel()) * self._tensor.element_size()
         if storage.data_ptr() != self._address or storage.nbytes() < needed:
@@ -113,7 +123,9 @@ class Lent:
 
 
 def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
-    """Return the tensors among described buffers whose owner can resize their storage."""
+    """Return those among described buffers that are torch tensors whose storage can be resized, to be checked when the
+    request ends.
+    """
     return tuple(
         Lent(item[2])
         for item in items
@@ -122,14 +134,16 @@ def lent(items: Sequence[Item]) -> tuple[Lent, ...]:
 
 
 def _flat(view: memoryview) -> memoryview:
-    """Return a contiguous view as flat bytes."""
+    """Return a contiguous view as a flat view of bytes; of an empty one, another empty one."""
     if view.nbytes == 0:
         return memoryview(bytearray())
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
 def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
-    """Raise InvalidBufferError unless the memory is contiguous and, as a target of a read, writable."""
+    """Raise InvalidBufferError unless the memory is contiguous and no `read_only_target`, read-only memory to be read
+    into; `buffer` gives its type to the message.
+    """
     kind = type(buffer).__name__
     if not contiguous:
         message = f"expected C-contiguous memory, got a strided {kind}; copy it first (.contiguous())"
@@ -139,6 +153,9 @@ def _require(contiguous: bool, read_only_target: bool, buffer: Any) -> None:
 
 
 def _from_tensor(tensor: Any) -> Item:
+    """Return the memory of a torch tensor, as (address, bytes, tensor); InvalidBufferError unless it is dense,
+    contiguous, in host memory, of plain values, and its storage holds all of it.
+    """
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         raise InvalidBufferError(f"expected a dense tensor, got layout {tensor.layout}")
@@ -159,7 +176,9 @@ def _from_tensor(tensor: Any) -> Item:
 
 
 def _from_interface(buffer: Any, writable: bool) -> Item:
-    """Describe a buffer that offers NumPy's array interface or DLPack."""
+    """Return the memory of a buffer that offers NumPy's array interface or DLPack; InvalidBufferError if it offers
+    neither, is strided, holds Python objects, or is read-only with `writable`.
+    """
     interface = getattr(buffer, "__array_interface__", None)
     if interface is not None:
         if interface["typestr"][1] == "O" or getattr(getattr(buffer, "dtype", None), "hasobject", False):
@@ -175,6 +194,9 @@ def _from_interface(buffer: Any, writable: bool) -> Item:
 
 
 def _from_dlpack(buffer: Any, writable: bool) -> Item:
+    """Return the memory of a buffer that offers DLPack, as (address, bytes, capsule); InvalidBufferError if it is not
+    in host memory, strided, or read-only with `writable`.
+    """
     device = buffer.__dlpack_device__()[0]
     if device not in (_CPU, _CUDA_HOST, _ROCM_HOST):
         raise InvalidBufferError(f"expected DLPack memory of the host, got device type {int(device)}")
@@ -188,7 +210,7 @@ def _from_dlpack(buffer: Any, writable: bool) -> Item:
 
 
 def copy_into(item: Item, source: memoryview) -> None:
-    """Copy bytes into a described buffer of the same size."""
+    """Copy the bytes of `source` into a described buffer of the same size."""
     if isinstance(item, tuple):
         import ctypes
 

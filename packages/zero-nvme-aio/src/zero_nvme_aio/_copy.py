@@ -33,8 +33,9 @@ def copy_file(
 ) -> int:
     """Copy a file's content and permissions and return the bytes copied; a target that exists is replaced.
 
-    `target` may be a folder. A copy that fails leaves the target as it was. `sync`: the copy is on stable storage on
-    return. `verify`: read the copy back and compare checksums. Raises the errors of the engine, ChecksumError.
+    `target` may be a folder, into which the file is copied under its own name. A copy that fails leaves the target as
+    it was. `sync`: the copy is on stable storage on return. `verify`: read the copy back and compare checksums. Raises
+    the errors of the engine, ChecksumError.
     """
     origin, goal = os.fspath(source), os.fspath(target)
     if os.path.isdir(goal):
@@ -61,7 +62,7 @@ def copy_file(
 
 
 class CopyRange(NamedTuple):
-    """`nbytes` to copy from `offset` of one file to `target_offset` of another."""
+    """`nbytes` to copy from `offset` (bytes) of one open file to `target_offset` of another."""
 
     source: File
     offset: int
@@ -71,7 +72,8 @@ class CopyRange(NamedTuple):
 
 
 def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
-    """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks, in order.
+    """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks, in order, once all
+    are written. Nothing is synced.
 
     A chunk ends at a multiple of ``chunk_bytes`` in the source. Raises the errors of the engine, EndOfFileError if a
     source is shorter than its range.
@@ -111,7 +113,9 @@ def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
 
 
 def _verify(engine: Engine, file: File, nbytes: int, checksums: list[str | None]) -> None:
-    """Read the copy back; raise ChecksumError unless its chunks have ``checksums``, those of the source's chunks."""
+    """Read `nbytes` of the copy back; raise ChecksumError unless its 16 MiB chunks have ``checksums``, those of the
+    source's chunks.
+    """
     buffer = memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1))))
     for number, expected in enumerate(checksums):
         begin = number * CHUNK_BYTES

@@ -21,7 +21,8 @@ def engine_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of `Engine` that mean what the `aio` section means; absent keys get DeepSpeed's
     defaults.
 
-    Raises ValueError for an unknown key, `use_gds`, two different thread counts, and flags that are not `bool`.
+    Raises ValueError for an unknown key, `use_gds`, two different thread counts, and flags that are not `bool`. Numbers
+    are left for `Engine` to check.
     """
     for key in config:
         if key not in _KEYS:

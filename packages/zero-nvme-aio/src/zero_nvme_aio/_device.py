@@ -24,7 +24,9 @@ SLOTS = 4
 
 
 class DeviceRequest(Request):
-    """A read or write of an accelerator tensor, worked by the thread of its device's `_StagingRing`."""
+    """A `Request` for a tensor on an accelerator, carried out by the thread of that device's ring of staging buffers.
+    The tensor is kept alive until the request has ended.
+    """
 
     __slots__ = ("_cancelled", "_future", "_nbytes")
 
@@ -91,10 +93,11 @@ class DeviceTransfers:
         self._lock = threading.Lock()
 
     def submit(self, write: bool, file: File, tensor: Any, offset: int, checksum: bool) -> DeviceRequest:
-        """Start to write a contiguous torch tensor at `offset` of the file, or to read it from there.
+        """Start to write a contiguous torch tensor at `offset` (bytes) of the file, or without `write` to read it from
+        there; return the request.
 
         The transfer follows the work that is enqueued on the caller's current stream now. Raises InvalidBufferError for
-        a strided tensor or with `checksum`, InvalidOffsetError.
+        a strided tensor or with `checksum`, InvalidOffsetError; the request raises later errors.
         """
         if checksum:
             raise InvalidBufferError("no checksum is computed for accelerator tensors; copy to host memory first")
@@ -116,6 +119,7 @@ class DeviceTransfers:
             ring.executor.shutdown(wait=True)
 
     def _ring_of(self, device: Any) -> _StagingRing:
+        """Return the ring of host buffers of a device, made on first use; safe for several threads."""
         with self._lock:
             ring = self._rings.get(device)
             if ring is None:
@@ -124,7 +128,7 @@ class DeviceTransfers:
 
 
 class _CopyStream:
-    """Copies on a stream of the device of its own. For the CPU copies are synchronous and events are None."""
+    """Copies on a stream of their own on one device. For the CPU copies are synchronous and events are None."""
 
     def __init__(self, device: Any) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -143,7 +147,9 @@ class _CopyStream:
             self._stream.wait_event(event)
 
     def start_copy(self, target: Any, source: Any) -> Any:
-        """Start a copy and return the event of its end; None if it has ended already."""
+        """Start copying `source` to `target`, tensors of equal size, and return the event of its end; None if it has
+        ended already. Neither may be written before.
+        """
         if self._stream is None:
             target.copy_(source)
             return None
@@ -153,7 +159,9 @@ class _CopyStream:
 
 
 class _StagingRing:
-    """The pinned host buffers of one device; one thread copies through them, one request at a time."""
+    """Four pinned host buffers of 8 MiB for one device; one thread, that of `executor`, copies through them, one
+    request at a time.
+    """
 
     def __init__(self, device: Any) -> None:
         torch: Any = importlib.import_module("torch")
@@ -193,7 +201,12 @@ class _StagingRing:
     def read(
         self, start: StartTransfer, file: File, tensor: Any, offset: int, ready: Any, cancelled: threading.Event
     ) -> int:
-        """Fill ``tensor`` from ``offset`` of the file, chunk by chunk, and return its bytes; the rest as in `write`."""
+        """Fill ``tensor`` from ``offset`` of the file, chunk by chunk, and return its bytes; runs on the ring's thread.
+
+        ``start``: starts the read of a chunk. ``ready``: event to wait for before the first copy. All copies to the
+        device have ended on return. Raises RequestCancelledError if ``cancelled`` was set meanwhile, and the error of a
+        read; part of the tensor is then written.
+        """
         flat = self._flat_bytes(tensor)
         begins = range(0, len(flat), CHUNK_BYTES)
         pending: list[Request | None] = [None] * SLOTS
@@ -221,13 +234,17 @@ class _StagingRing:
         return self._finish(pending, len(flat), file, cancelled)
 
     def _wait_for_slot(self, pending: list[Request | None], slot: int) -> None:
-        """Wait for the transfer of a slot's buffer, if there is one, and raise its error."""
+        """Wait for the transfer of buffer number ``slot``, if there is one, take it out of ``pending`` and raise its
+        error.
+        """
         request, pending[slot] = pending[slot], None
         if request is not None:
             request.wait()
 
     def _finish(self, pending: list[Request | None], nbytes: int, file: File, cancelled: threading.Event) -> int:
-        """Wait for the remaining transfers and return ``nbytes``; RequestCancelledError if ``cancelled`` is set."""
+        """Wait for the transfers in ``pending``, raising the first error, and return ``nbytes``; RequestCancelledError
+        if ``cancelled`` is set.
+        """
         for slot in range(SLOTS):
             self._wait_for_slot(pending, slot)
         if cancelled.is_set():
@@ -236,7 +253,9 @@ class _StagingRing:
 
 
 def _settle_all(pending: list[Request | None]) -> None:
-    """Wait until all transfers have ended, also after an error: the next request reuses the buffers."""
+    """Wait until all transfers have ended, also after an error, which is not raised: the next request reuses the
+    buffers.
+    """
     for request in pending:
         if request is not None:
             request.settle()

@@ -20,8 +20,10 @@ def available() -> bool:
 
 
 def run(kind: str, path: str, nbytes: int, engine: str, block_bytes: int, queue_depth: int) -> Sample:
-    """Read or write the whole file once with fio (`kind`: "read" or "write") and return its timing; io_uring with
-    registered files and buffers.
+    """Read or write the whole file of `nbytes` once with fio (`kind`: "read" or "write") and return its timing.
+
+    `engine`: one of `ENGINES`, io_uring with registered files and buffers. `block_bytes` per operation, `queue_depth`
+    of them in flight. AioError if fio fails.
     """
     command = ["fio", "--name=peer", f"--filename={path}", f"--size={nbytes}", "--direct=1", f"--rw={kind}"]
     command += [f"--ioengine={engine}", f"--bs={block_bytes}", f"--iodepth={queue_depth}", "--output-format=json"]

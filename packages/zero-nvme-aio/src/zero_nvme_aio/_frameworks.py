@@ -32,8 +32,8 @@ _FORMATS = {
 
 
 def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the safetensors dtype and the shape of a torch tensor, a NumPy array or any buffer; InvalidBufferError if
-    safetensors has no such dtype.
+    """Return the safetensors dtype ("F32", "BF16", …) and the shape of a torch tensor, a NumPy array or any buffer;
+    InvalidBufferError, with `name` in it, if safetensors has no such dtype.
     """
     if _buffers.is_tensor(tensor):
         code = _FROM_TORCH.get(str(tensor.dtype).removeprefix("torch."))
@@ -58,7 +58,10 @@ def dtype_and_shape(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def choose_framework(asked: str) -> str:
-    """ "torch", "numpy" or "memoryview"; "auto" is torch when it is already imported, else NumPy when installed."""
+    """Return the framework that is `asked` for, "torch", "numpy" or "memoryview"; for "auto" torch when it is already
+    imported, else NumPy when installed, else "memoryview". AioError if it is not installed, ValueError for another
+    name.
+    """
     if asked not in ("auto", "torch", "numpy", "memoryview"):
         raise ValueError(f"expected framework 'auto', 'torch', 'numpy' or 'memoryview', got {asked!r}")
     if asked != "auto":
@@ -71,8 +74,8 @@ def choose_framework(asked: str) -> str:
 
 
 def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: memoryview) -> Any:
-    """Return a tensor of the framework over `memory` (bytes), which it keeps alive; AioError if the framework lacks the
-    dtype. `name` is for the message.
+    """Return a tensor of the framework over `memory` (bytes), which it keeps alive; the `memory` itself for
+    "memoryview". AioError, with `name` in it, if the framework lacks the dtype (safetensors' spelling).
     """
     if framework == "torch":
         torch: Any = importlib.import_module("torch")
@@ -93,6 +96,9 @@ def view(framework: str, name: str, dtype: str, shape: tuple[int, ...], memory: 
 
 
 def _numpy_dtype(name: str, dtype: str) -> Any:
+    """Return NumPy's dtype for one of safetensors, from ml_dtypes where NumPy has none; AioError, with the tensor's
+    `name` in it, if neither knows it.
+    """
     import numpy
 
     if dtype in _NUMPY:

@@ -39,7 +39,8 @@ def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_by
     """Return the length field and JSON of a header, padded with spaces so that the data begins at a multiple of 4096
     bytes.
 
-    `reserve_bytes`: the minimum size, for a header that will be rewritten with more entries.
+    `metadata`: strings to strings; left out if empty. `reserve_bytes`: the minimum size, for a header that will be
+    rewritten with more entries.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
@@ -51,8 +52,8 @@ def build(entries: Sequence[TensorInfo], metadata: Mapping[str, str], reserve_by
 
 
 def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
-    """Return the bytes of length field and header together, from the first eight bytes of a file; FormatError if that
-    is impossible.
+    """Return the bytes of length field and header together, from the first eight bytes (`prefix`) of a file of
+    `file_bytes`; FormatError, naming `path`, if that is impossible.
     """
     if len(prefix) < 8:
         raise FormatError(f"'{path}' is not safetensors: expected at least 8 bytes, got {len(prefix)}", path=path)
@@ -68,10 +69,10 @@ def header_length(path: str, prefix: bytes, file_bytes: int) -> int:
 
 
 def parse(path: str, text: bytes, data_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
-    """Return the entries in file order, and the metadata.
+    """Return the entries in file order, and the metadata, of a header's JSON `text`, which `data_bytes` of data follow.
 
-    Raises FormatError for anything that the format does not allow: unknown dtypes, sizes that do not match the shape,
-    overlaps, holes and trailing bytes.
+    Raises FormatError, naming `path`, for anything that the format does not allow: unknown dtypes, sizes that do not
+    match the shape, overlaps, holes and trailing bytes.
     """
     try:
         table = json.loads(text, object_pairs_hook=_keys_once)
@@ -110,6 +111,9 @@ def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, value: Any) -> TensorInfo:
+    """Return one entry of a header's JSON; FormatError, naming `path`, for an invalid name, unknown dtype, or a size
+    that does not match the shape.
+    """
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
         numbers_are_whole = len(shape) <= _MOST_DIMENSIONS and all(

@@ -77,7 +77,9 @@ class BufferPool:
             return self._free.pop()
 
     def give_back(self, buffer: AlignedBuffer) -> None:
-        """Put a taken buffer back into the pool, if it is open; ValueError for a buffer that was not taken from it."""
+        """Put a taken buffer back into the pool; do nothing once the pool is closed. ValueError for a buffer that was
+        not taken from it.
+        """
         with self._changed:
             if self._closed:
                 return
@@ -87,11 +89,15 @@ class BufferPool:
             self._changed.notify()
 
     def borrow(self, timeout: float | None = None) -> _Borrowed:
-        """Return a context manager that takes a buffer and gives it back after the block; `timeout` as in `take`."""
+        """Return a context manager that takes a buffer, yields it, and gives it back after the block; `timeout`
+        (seconds) and errors as in `take`.
+        """
         return _Borrowed(self, timeout)
 
     def close(self) -> None:
-        """Close the pool: waiting calls of `take` raise ClosedError, and memory is freed once nobody refers to it."""
+        """Close the pool: `take` raises ClosedError, also where it waits, and memory is freed once nothing refers to
+        it. May be called twice.
+        """
         with self._changed:
             self._closed = True
             self._all.clear()

@@ -69,7 +69,9 @@ def probe() -> Probe:
 
 
 def _registered_note(chosen: str | None) -> str:
-    """Return whether staging memory can be registered with the kernel, as a sentence; ``chosen``: backend of "auto"."""
+    """Return whether staging memory can be registered with the kernel now, as a sentence; ``chosen``: the backend of
+    "auto".
+    """
     if chosen != "io_uring":
         return "no buffers are registered without io_uring"
     limit, in_use = _native.pin_limit(), _native.pinned_bytes()
@@ -86,7 +88,9 @@ def _registered_note(chosen: str | None) -> str:
 
 
 def _huge_pages() -> str:
-    """Return the setting of transparent huge pages: "always", "madvise" or "never", with a remark where it matters."""
+    """Return the kernel's setting of transparent huge pages: "always", "madvise" or "never", with a remark where it
+    matters; a remark alone where the kernel has none.
+    """
     try:
         with open("/sys/kernel/mm/transparent_hugepage/enabled") as file:
             text = file.read()

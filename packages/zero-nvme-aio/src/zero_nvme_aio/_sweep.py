@@ -45,7 +45,9 @@ def points(
     memories: Sequence[str],
     direct: bool,
 ) -> list[Setting]:
-    """Return the settings of every combination."""
+    """Return a setting for every combination of backend, block size (bytes), queue depth, number of threads and memory;
+    `direct` holds for all.
+    """
     return [
         Setting(backend, block, depth, count, memory, direct)
         for backend, block, depth, count, memory in itertools.product(backends, blocks, depths, threads, memories)
@@ -55,7 +57,12 @@ def points(
 def sweep(
     folder: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, repeats: int, peers: Peers
 ) -> list[Row]:
-    """Measure every setting and peer `repeats` times, interleaved, after one warm-up round; return their rows."""
+    """Measure every setting and peer `repeats` times, interleaved, after one warm-up round; return a row for each, with
+    its samples.
+
+    A scratch file of `nbytes` is made in `folder` and removed. `kinds`: "read", "write" or "mixed", which peers do not
+    do.
+    """
     memories: dict[str, Any] = {"aligned": memoryview(AlignedBuffer(nbytes))}
     if any(setting.memory == "plain" for setting in settings):
         memories["plain"] = measure.plain_memory(nbytes)
@@ -81,6 +88,7 @@ def sweep(
 
 
 def _label(setting: Setting) -> str:
+    """Return the name of a setting in the table: backend, threads, and memory, or "buffered"."""
     return f"{setting.backend} x{setting.threads} {setting.memory if setting.direct else 'buffered'}"
 
 
@@ -92,7 +100,10 @@ def _peers(
     nbytes: int,
     memories: Mapping[str, memoryview],
 ) -> Iterator[tuple[Row, Callable[[], Sample]]]:
-    """Yield a row and its measurement for the peers at every block size and depth of the sweep."""
+    """Yield an empty row and the function that measures it once, for each peer asked for at every block size and depth
+    of the settings. `memories`: the memory of each kind that a setting uses, of `nbytes`, as large as the file at
+    `path`.
+    """
     shapes = sorted({(setting.block_bytes, setting.queue_depth) for setting in settings})
     for (block, depth), kind in itertools.product(shapes, kinds):
         for engine in _fio.ENGINES if peers.fio else ():
@@ -115,7 +126,9 @@ def _peers(
 
 
 def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int) -> Sample:
-    """Measure one transfer of the whole file; "mixed" reads one half while it writes the other."""
+    """Measure one transfer of the whole file of `nbytes` with a setting, from or to `memory`; "mixed" reads one half
+    while it writes the other.
+    """
     with setting.engine() as io, io.open(path, "rw", direct="auto" if setting.direct else False) as file:
         # Every progress thread gets its staging ring before the clock starts.
         io.read(file, memory[: min(nbytes, 4 * setting.block_bytes * setting.threads)], 0).wait()
@@ -166,8 +179,8 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def _ratio(value: float, peers: list[float], best: Callable[[list[float]], float]) -> str:
-    """Return the ratio to the best of the peers as text; empty if there is none (a mixed load), or if it used no
-    measurable time.
+    """Return the ratio to the `best` (`max` or `min`) of the peers as text; empty if there is none (a mixed load), or
+    if it used no measurable time.
     """
     return f"{value / best(peers):.2f}" if peers and best(peers) > 0 else ""
 

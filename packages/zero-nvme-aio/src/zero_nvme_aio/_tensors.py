@@ -87,7 +87,9 @@ def load(
 
 
 def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str, str]]:
-    """Return the offset of the data (bytes), the entries in file order, and the metadata."""
+    """Return the offset of the data in the file (bytes), the entries in file order, and the metadata; FormatError if
+    the file is not safetensors.
+    """
     size = file.size
     first = bytearray(min(size, _header.PAGE))
     io.read(file, first, 0).wait()
@@ -101,7 +103,7 @@ def read_header(io: Engine, file: File) -> tuple[int, list[TensorInfo], dict[str
 
 
 def sync_folder(folder: str) -> None:
-    """Sync a folder, so that renames and new names in it survive a crash."""
+    """Sync a folder, so that renames and new names in it survive a crash; OSError if that fails."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -111,7 +113,9 @@ def sync_folder(folder: str) -> None:
 
 @contextmanager
 def _given_or_new_engine(given: Engine | None) -> Iterator[Engine]:
-    """Yield the given engine, or a new one that is closed afterwards."""
+    """Return a context manager that yields the given engine, which stays open, or without one a new engine that is
+    closed afterwards.
+    """
     if given is not None:
         yield given
         return
@@ -120,8 +124,8 @@ def _given_or_new_engine(given: Engine | None) -> Iterator[Engine]:
 
 
 def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
-    """Return the header entries of the tensors, and their described buffers in the same order, widest elements
-    first.
+    """Return the header entries of the tensors, and their described buffers in the same order, widest elements first,
+    then by name. InvalidBufferError names a tensor that cannot be saved.
     """
     described = []
     for name, tensor in tensors.items():
@@ -143,7 +147,7 @@ def _layout(tensors: Mapping[str, Any]) -> tuple[list[TensorInfo], list[Any]]:
 
 
 def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -> list[TensorInfo]:
-    """Return the entries with these names (None: all); KeyError for a missing one."""
+    """Return the entries with these names (None: all), in file order; KeyError, naming `path`, for a missing one."""
     if names is None:
         return entries
     wanted = set(names)
@@ -155,6 +159,9 @@ def _select(path: str, entries: list[TensorInfo], names: Iterable[str] | None) -
 
 
 def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], out: Mapping[str, Any]) -> None:
+    """Read each entry into the buffer of its name in `out`, all at once; `start`: the offset of the data in the file.
+    InvalidBufferError if a buffer has another size or cannot be used.
+    """
     requests = []
     for entry in entries:
         item = _buffers.describe(out[entry.name], True)
@@ -172,6 +179,9 @@ def _read_into(io: Engine, file: File, start: int, entries: list[TensorInfo], ou
 
 
 def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], framework: str) -> dict[str, Any]:
+    """Read the entries into new memory and return tensors of the framework by name; entries that are adjacent in the
+    file share one AlignedBuffer. `start`: the offset of the data in the file.
+    """
     requests = []
     pieces: dict[str, tuple[TensorInfo, memoryview, bool]] = {}
     for run in _adjacent_groups(entries):
@@ -191,6 +201,9 @@ def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], f
 
 
 def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: bool) -> Any:
+    """Return an entry's tensor over the bytes `piece`; over a copy if it is `misplaced`, not aligned to its element
+    size. FormatError if the bytes do not make such a tensor.
+    """
     if misplaced and framework != "memoryview":
         copy = memoryview(AlignedBuffer(len(piece)))
         copy[:] = piece
@@ -202,7 +215,7 @@ def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: boo
 
 
 def _adjacent_groups(entries: list[TensorInfo]) -> Iterator[list[TensorInfo]]:
-    """Yield groups of entries that are adjacent in the file."""
+    """Yield the entries, which are in file order, in lists of those that follow each other without a gap."""
     run: list[TensorInfo] = []
     for entry in entries:
         if run and entry.begin != run[-1].end:

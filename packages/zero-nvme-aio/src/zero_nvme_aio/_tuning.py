@@ -11,7 +11,9 @@ _BACKENDS = ("io_uring", "libaio", "threads")
 
 
 class Tuning(NamedTuple):
-    """The best setting for one device: bytes per block, blocks in flight, threads, and GB/s that were reached."""
+    """The best setting for one device: backend, bytes per block, blocks in flight per thread, threads, and the GB/s
+    (1e9 bytes) that were reached.
+    """
 
     backend: str
     block_bytes: int
@@ -30,7 +32,9 @@ def cache_path() -> str:
 
 
 def device_key(path: str) -> str | None:
-    """Return a key for the device of `path` (or of its folder if it does not exist yet); None if neither exists."""
+    """Return a text that identifies the device of `path` on this host (or of its folder if it does not exist yet); None
+    if neither exists.
+    """
     for candidate in (path, os.path.dirname(path) or "."):
         try:
             device = os.stat(candidate).st_dev
@@ -41,7 +45,7 @@ def device_key(path: str) -> str | None:
 
 
 def lookup(path: str) -> Tuning | None:
-    """Return the setting for the device of `path`; None if it was never tuned or the cache is invalid."""
+    """Return the setting stored for the device of `path`; None if it was never tuned, or the stored setting is invalid."""
     if not os.path.exists(cache_path()):
         return None
     key = device_key(path)
@@ -50,7 +54,9 @@ def lookup(path: str) -> Tuning | None:
 
 
 def remember(path: str, tuning: Tuning) -> None:
-    """Store the setting for the device of `path`; FileNotFoundError if neither it nor its folder exists."""
+    """Store the setting for the device of `path`, in place of an earlier one; FileNotFoundError if neither it nor its
+    folder exists, OSError if the file cannot be written.
+    """
     import json
 
     key = device_key(path)
@@ -67,6 +73,7 @@ def remember(path: str, tuning: Tuning) -> None:
 
 
 def _read() -> dict[str, Any]:
+    """Return the stored settings as plain values, by device; empty if the file is missing or damaged."""
     import json
 
     try:
@@ -78,7 +85,9 @@ def _read() -> dict[str, Any]:
 
 
 def _valid_tuning(entry: Any) -> Tuning | None:
-    """Return an entry of the cache as a setting; None if it is invalid."""
+    """Return an entry of the file as a setting; None unless it has the fields of one, a known backend, and numbers that
+    `Engine` takes.
+    """
     try:
         tuning = Tuning(**entry)
         whole = [tuning.block_bytes, tuning.queue_depth, tuning.threads]

@@ -38,6 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
+        """Exit with status 2 and the message, with the nearest known word added if a choice is unknown."""
         import difflib
 
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -46,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
+    """Return the command line's parser; parsed options have the function to run in ``action``."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-nvme-aio",
         description="Fast asynchronous file I/O: look, measure, tune, copy.",
@@ -101,7 +102,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _parse_size(text: str) -> int:
-    """Return the bytes that a size such as 4096, 128K or 1G means (powers of 1024), at least 1."""
+    """Return the bytes that a size such as 4096, 128K or 1G means (powers of 1024); ArgumentTypeError unless it is at
+    least 1.
+    """
     number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
     try:
         value = int(number) * unit
@@ -113,7 +116,7 @@ def _parse_size(text: str) -> int:
 
 
 def _run_probe(options: argparse.Namespace) -> None:
-    """Print which backends run here."""
+    """Print which backends run here, which one is chosen, and why not the others."""
     from ._probe import probe
 
     print(probe().explain())
@@ -129,7 +132,9 @@ def _console() -> Any:
 
 
 def _run_bench(options: argparse.Namespace) -> None:
-    """Measure every combination of the options' settings, and print a table; with `--png` also plot it."""
+    """Measure every combination of the options' settings, beside fio and DeepSpeed if they are asked for, and print a
+    table; with `--png` also plot it. A missing optional package raises _MissingExtraError.
+    """
     from . import _async_io, _fio, _sweep
 
     console = _console()
@@ -152,7 +157,9 @@ def _run_bench(options: argparse.Namespace) -> None:
 
 
 def _run_tune(options: argparse.Namespace) -> None:
-    """Measure settings for a folder's device, print the best and, without `--dry-run`, store it."""
+    """Measure settings for a folder's device, print each and the best and, without `--dry-run`, store it for later
+    engines.
+    """
     from ._tuning import cache_path
     from .measure import Sample, Setting
     from .tune import tune
@@ -174,7 +181,9 @@ def _run_tune(options: argparse.Namespace) -> None:
 
 
 def _run_copy(options: argparse.Namespace) -> None:
-    """Copy a file through an engine."""
+    """Copy the source to the target through an engine, with `--verify` comparing checksums; wait until it is on stable
+    storage without `--no-sync`.
+    """
     from ._copy import copy_file
     from ._engine import Engine
 

@@ -37,7 +37,9 @@ _POLL_SECONDS = 0.0005
 
 
 class GdsRequest:
-    """A transfer by kvikio; used like `Request`. kvikio starts all of it at once, so `cancel` stops nothing."""
+    """A transfer by kvikio; used like `Request`. kvikio starts all of it at once, so `cancel` stops nothing. It keeps
+    its buffers alive until `wait` or `settle`.
+    """
 
     checksum: str | None = None
 
@@ -63,7 +65,8 @@ class GdsRequest:
     def wait(self, timeout: float | None = None) -> int:
         """Block until the request has ended and return the bytes moved.
 
-        `timeout` is in seconds. Raises WaitTimeoutError if it passes first, TransferError and EndOfFileError.
+        `timeout` is in seconds; None waits without end. Raises WaitTimeoutError if it passes first, TransferError if
+        kvikio fails, EndOfFileError if fewer bytes moved.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while deadline is not None and not self.done():
@@ -107,7 +110,9 @@ class GdsRequest:
 
 
 class GdsFile:
-    """A file opened by a GdsEngine."""
+    """A file opened by a GdsEngine; close it, or use it as a context manager. `path`: as the user gave it; `mode`: "r",
+    "w" or "rw".
+    """
 
     def __init__(self, handle: Any, path: str, mode: str) -> None:
         self._handle = handle
@@ -128,7 +133,7 @@ class GdsFile:
 
     @property
     def size(self) -> int:
-        """Return the current bytes of the file."""
+        """Return the current bytes of the file at `path`."""
         return os.stat(self.path).st_size
 
     def close(self) -> None:
@@ -149,7 +154,8 @@ class GdsFile:
 class GdsEngine:
     """Moves CUDA memory to and from files without a copy through host memory, where driver and file system allow it.
 
-    `read`, `write`, `sync`, `open` and `close` as in `Engine`. Raises AioError if kvikio is not installed.
+    `read`, `write`, `sync`, `open` and `close` as in `Engine`. The constructor raises AioError if kvikio is not
+    installed.
     """
 
     def __init__(self) -> None:
@@ -170,7 +176,9 @@ class GdsEngine:
         return self._closed
 
     def open(self, path: str | os.PathLike[str], mode: str = "r") -> GdsFile:
-        """Open a file: "r", "w" or "rw", as in `Engine.open`."""
+        """Open a file: "r" (must exist), "w" (created or emptied), "rw" (created if missing, content kept). Raises
+        ValueError for another mode, MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
+        """
         if mode not in _FLAGS:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")
         self._require_open()
@@ -185,18 +193,21 @@ class GdsEngine:
 
     def read(self, file: GdsFile, out: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
         """Start filling `out` (a contiguous CUDA tensor or host buffer, or a list of them) from the file at `offset`
-        bytes.
+        bytes, and return the request.
+
+        Raises InvalidBufferError for a strided tensor or with `checksum`, InvalidOffsetError, AccessError,
+        TransferError, ClosedError.
         """
         return self._start(False, file, out, offset, checksum)
 
     def write(self, file: GdsFile, data: Any, offset: int = 0, *, checksum: bool = False) -> GdsRequest:
         """Start writing `data` (a contiguous CUDA tensor or host buffer, or a list of them) to the file at `offset`
-        bytes.
+        bytes, and return the request; the memory must not change until it has ended. Errors as for `read`.
         """
         return self._start(True, file, data, offset, checksum)
 
     def sync(self, file: GdsFile) -> None:
-        """Block until the file's content is on stable storage; wait for its requests first."""
+        """Block until the file's content is on stable storage; wait for its requests first. ClosedError after `close`."""
         self._require_open()
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -205,7 +216,7 @@ class GdsEngine:
             os.close(fd)
 
     def close(self) -> None:
-        """Refuse further use; kvikio's threads belong to the process and go on. May be called twice."""
+        """Refuse further use; kvikio's threads belong to the process and stay. May be called twice."""
         self._closed = True
 
     def __enter__(self) -> GdsEngine:
@@ -217,6 +228,9 @@ class GdsEngine:
         self.close()
 
     def _start(self, write: bool, file: GdsFile, buffers: Any, offset: int, checksum: bool) -> GdsRequest:
+        """Start a read, or with `write` a write, of one buffer or a list of them, one after the other in the file;
+        errors as for `read`.
+        """
         self._require_open()
         if checksum:
             raise InvalidBufferError("no checksum is computed on the way of GPUDirect; copy to host memory first")
@@ -239,12 +253,15 @@ class GdsEngine:
         return request
 
     def _require_open(self) -> None:
+        """Raise ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the engine is closed")
 
 
 def _try_open(path: str, mode: str) -> None:
-    """Open and close a file, so that errors are typed (kvikio's are not) and "rw" creates it (kvikio does not)."""
+    """Open and close a file, so that errors are typed (kvikio's are not) and "rw" creates it (kvikio does not). OSError
+    if it cannot be opened, or is a directory.
+    """
     fd = os.open(path, _OPEN_FLAGS[mode] | os.O_CLOEXEC, 0o666)
     is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
     os.close(fd)
@@ -253,6 +270,9 @@ def _try_open(path: str, mode: str) -> None:
 
 
 def _flat(buffer: Any) -> Any:
+    """Return a buffer with `nbytes` for kvikio: a tensor as flat bytes, other buffers as they are or as a memoryview,
+    without a copy. InvalidBufferError for a strided tensor.
+    """
     if not _buffers.is_tensor(buffer):
         return buffer if hasattr(buffer, "nbytes") else memoryview(buffer)
     if not buffer.is_contiguous():

@@ -58,7 +58,9 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
 
 
 def report(folders: Sequence[str], remove: bool) -> list[str]:
-    """Run `find` and return a line of text per store."""
+    """Run `find` and return a line of text per store, with its prefix, folder, number of files and bytes. With `remove`
+    the files are deleted.
+    """
     verb = "removed" if remove else "left by a killed process"
     return [
         f"{left.prefix} in {os.path.dirname(left.files[0])}: {len(left.files)} files, {left.nbytes} bytes, {verb}"
@@ -67,7 +69,9 @@ def report(folders: Sequence[str], remove: bool) -> list[str]:
 
 
 def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each store, by prefix."""
+    """Return the paths of each store's files in the folders, by the store's prefix; OSError for a folder that cannot be
+    read.
+    """
     stores: dict[str, list[str]] = {}
     for folder in folders:
         with os.scandir(folder) as entries:
@@ -79,7 +83,9 @@ def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _not_needed(prefix: str, paths: Sequence[str]) -> list[str]:
-    """Return the files of one store that nobody needs, indexes first: without its index a generation does not exist."""
+    """Return those of a store's files that no process needs, indexes first, since without its index a generation does
+    not exist. Of a rank's swap that is all of them, of other stores those of unsealed generations.
+    """
     return sorted(paths if _SWAP.fullmatch(prefix) else _unsealed(paths), key=lambda path: not path.endswith(".index"))
 
 
@@ -92,7 +98,9 @@ def _unsealed(paths: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[bool]:
-    """Try to lock a store and yield whether that succeeded; nobody can open it inside the context."""
+    """Try to lock a store by its lock file and yield whether that succeeded; if so, no process can open the store
+    inside the context.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

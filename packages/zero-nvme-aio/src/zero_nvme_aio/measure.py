@@ -16,7 +16,10 @@ __all__ = ["Sample", "Setting", "file_for_bench", "measure", "median"]
 
 
 class Setting(NamedTuple):
-    """One point of a sweep. `memory`: "aligned" (zero copy) or "plain" (64 bytes off a page, as torch's is)."""
+    """One setting to be measured: backend, bytes per block, blocks in flight, threads. `memory`: "aligned" (zero copy)
+    or "plain" (64 bytes off a page, as torch's is). `direct`: direct I/O where the file system can, else through the
+    page cache.
+    """
 
     backend: str
     block_bytes: int
@@ -26,7 +29,7 @@ class Setting(NamedTuple):
     direct: bool = True
 
     def engine(self) -> Engine:
-        """Return a new engine with this setting."""
+        """Return a new engine with this setting's backend, block size, depth and threads."""
         return Engine(
             backend=self.backend, block_bytes=self.block_bytes, queue_depth=self.queue_depth, threads=self.threads
         )
@@ -40,7 +43,9 @@ class Sample(NamedTuple):
 
 
 def measure(action: Callable[[], int]) -> Sample:
-    """Run a transfer, which returns its bytes, and return its timing."""
+    """Run a transfer, which returns the bytes it moved (not 0), and return its timing: wall time, and processor time of
+    all threads of this process.
+    """
     before, start = _cpu_seconds(), time.perf_counter()
     nbytes = action()
     wall, cpu = time.perf_counter() - start, _cpu_seconds() - before
@@ -48,17 +53,19 @@ def measure(action: Callable[[], int]) -> Sample:
 
 
 def median(samples: Sequence[Sample]) -> Sample:
-    """Return the median of each field."""
+    """Return the median of each field on its own."""
     return Sample(statistics.median(s.gb_per_s for s in samples), statistics.median(s.cpu_s_per_gb for s in samples))
 
 
 def plain_memory(nbytes: int) -> memoryview:
-    """Return memory aligned as torch allocates it: 64 bytes off a page."""
+    """Return `nbytes` of memory aligned as torch allocates it: 64 bytes off a page."""
     return memoryview(AlignedBuffer(nbytes + 64, huge_pages=False))[64:]
 
 
 def file_for_bench(io: Engine, folder: str, nbytes: int, memory: memoryview | AlignedBuffer) -> str:
-    """Write and sync a scratch file of `nbytes` and return its path."""
+    """Write and sync a scratch file of `nbytes` in `folder`, with the content of `memory` repeated, and return its
+    path; the caller removes it.
+    """
     path = os.path.join(folder, f".zero-nvme-aio-bench-{os.getpid()}")
     with io.open(path, "w") as file:
         for begin in range(0, nbytes, len(memory)):
@@ -68,5 +75,6 @@ def file_for_bench(io: Engine, folder: str, nbytes: int, memory: memoryview | Al
 
 
 def _cpu_seconds() -> float:
+    """Return the processor seconds, user and system, of all threads of this process so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

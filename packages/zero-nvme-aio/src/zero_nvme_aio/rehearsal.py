@@ -43,7 +43,9 @@ class RehearsedEngine(Engine):
     def open(
         self, path: str | os.PathLike[str], mode: str = "r", *, direct: bool | str = "auto", preallocate: bool = True
     ) -> File:
-        """Open a file without content; as `Engine.open`."""
+        """Open a file without content: "r" (must exist), "w" (created or emptied), "rw" (created if missing). `direct`
+        and `preallocate` are ignored. OSError if it cannot be opened.
+        """
         name = os.fspath(path)
         if mode != "r":
             descriptor = os.open(name, os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if mode == "w" else 0), 0o600)
@@ -52,7 +54,9 @@ class RehearsedEngine(Engine):
         return _RehearsedFile(name, mode)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
-        """Count the bytes and return an ended request; a write extends the file to its end."""
+        """Count the bytes of described buffers and return an ended request; a write extends the file to its end.
+        InvalidOffsetError for an impossible offset.
+        """
         nbytes = sum(map(_buffers.nbytes_of, items))
         require_offset(file.path, offset, nbytes)
         if write:
@@ -68,11 +72,11 @@ class RehearsedEngine(Engine):
         """Do nothing: no content was written."""
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes that would have moved."""
+        """Return the bytes that would have been moved so far, as ``bytes_read`` and ``bytes_written``."""
         return {"bytes_read": self._read, "bytes_written": self._written}
 
     def lengths(self) -> dict[str, int]:
-        """Return the bytes of each file that exists, by path."""
+        """Return the bytes of each file that was opened and still exists, by path."""
         return {path: os.stat(path).st_size for path in self._lengths if os.path.exists(path)}
 
     def close(self) -> None:
@@ -83,7 +87,7 @@ class RehearsedEngine(Engine):
 
 
 class _RehearsedFile(File):
-    """A path and its length."""
+    """A `File` of a dry run: a path, a mode, and the length of the file on disk; no descriptor is open."""
 
     __slots__ = ()
 
@@ -107,7 +111,9 @@ class _RehearsedFile(File):
 
 
 class _EndedRequest(Request):
-    """A transfer that has ended successfully."""
+    """A `Request` of a dry run, which has ended successfully: `wait` returns its bytes at once; `checksum`, if asked
+    for, is the same for all.
+    """
 
     __slots__ = ("_nbytes", "_summed")
 

@@ -32,7 +32,8 @@ def tune(
     The first round measures every setting, interleaved; two further rounds repeat the six best, until `budget_seconds`
     are used. Best: the highest harmonic mean of read and write speed; within 3 % of it the setting with the fewest
     threads and the least processor time. With `store` the result is stored for engines whose block size and depth are
-    not given. Raises MissingPathError, NoSpaceError.
+    not given. `report` is called after each measurement with the setting and its read and write timing. Raises
+    MissingPathError, NoSpaceError.
     """
     name = os.fspath(folder)
     memory = AlignedBuffer(file_bytes)
@@ -68,7 +69,9 @@ def tune(
 
 
 def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[list[Setting]]:
-    """Yield the settings of each round; later rounds have the best six of `results`."""
+    """Yield the settings of each of three rounds: all of them, then twice the best six by what `results` holds at that
+    time.
+    """
     chosen = probe().chosen or "threads"
     everything = [
         Setting(chosen, block, depth, threads)
@@ -90,20 +93,23 @@ def _measure_setting(setting: Setting, path: str, memory: AlignedBuffer) -> tupl
 
 
 def _score(pairs: list[tuple[Sample, Sample]]) -> float:
-    """Return the harmonic mean of the median read and write speeds."""
+    """Return the harmonic mean of the median read and write speeds, in GB/s, of (read, write) pairs."""
     reads, writes = zip(*pairs, strict=True)
     read, write = measure.median(reads).gb_per_s, measure.median(writes).gb_per_s
     return 2 * read * write / (read + write)
 
 
 def _best(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Setting:
-    """Return the best of the settings that were measured most often."""
+    """Return the best of the settings that were measured most often: near the highest score, with the fewest threads
+    and the least processor time.
+    """
     most = max(len(pairs) for pairs in results.values())
     finalists = {setting: pairs for setting, pairs in results.items() if len(pairs) == most}
     top = max(map(_score, finalists.values()))
     near = [setting for setting, pairs in finalists.items() if _score(pairs) >= 0.97 * top]
 
     def cost(setting: Setting) -> tuple[int, float]:
+        """Return the threads of a setting, and its processor seconds per GB read and written."""
         reads, writes = zip(*finalists[setting], strict=True)
         return setting.threads, measure.median(reads).cpu_s_per_gb + measure.median(writes).cpu_s_per_gb
 

@@ -158,6 +158,7 @@ class EngineConformance:
 
 
 def _pattern(size: int, seed: int = 1) -> bytes:
+    """Return `size` random bytes, the same for the same size and seed."""
     return random.Random(size * 1_000_003 + seed).randbytes(size)
 
 

@@ -29,7 +29,9 @@ class Fault:
     min_offset: int = 0
 
     def native_rule(self) -> dict[str, Any]:
-        """Return the rule as keyword values for the native engine; ValueError for values out of range."""
+        """Return the rule as keyword values for the native engine, which a subclass completes by its `action`;
+        ValueError for values out of range.
+        """
         unknown = set(self.on) - {"read", "write", "sync"}
         if unknown:
             raise ValueError(f"expected kinds 'read', 'write' or 'sync', got {sorted(unknown)}")
@@ -97,7 +99,9 @@ class Reorder(Fault):
 
 
 class FaultyEngine(Engine):
-    """An engine over a real backend that follows a plan of faults; made by `faulty_engine`."""
+    """An engine over a real backend that follows a plan of faults; made by `faulty_engine`. `settings`: those of
+    `Engine`, without `single_submit` and `overlap_events`.
+    """
 
     def __init__(self, faults: Iterable[Fault], **settings: Any) -> None:
         self._plan = _native.FaultPlan([fault.native_rule() for fault in faults])
@@ -107,12 +111,12 @@ class FaultyEngine(Engine):
 
     @property
     def fired(self) -> int:
-        """Return the number of faults injected so far."""
+        """Return the number of faults injected so far, by all rules together."""
         return self._plan.fired()
 
 
 def faulty_engine(*faults: Fault, **settings: Any) -> FaultyEngine:
     """Return an engine that injects `faults` into its transfers; `settings` are those of `Engine` (backend,
-    queue_depth, block_bytes, threads).
+    queue_depth, block_bytes, threads). ValueError for a fault with values out of range.
     """
     return FaultyEngine(faults, **settings)
