@@ -45,7 +45,9 @@ def device_key(path: str) -> str | None:
 
 
 def lookup(path: str) -> Tuning | None:
-    """Return the setting stored for the device of `path`; None if it was never tuned, or the stored setting is invalid."""
+    """Return the setting stored for the device of `path`; None if it was never tuned, or the stored setting
+    is invalid.
+    """
     if not os.path.exists(cache_path()):
         return None
     key = device_key(path)

@@ -207,7 +207,9 @@ class GdsEngine:
         return self._start(True, file, data, offset, checksum)
 
     def sync(self, file: GdsFile) -> None:
-        """Block until the file's content is on stable storage; wait for its requests first. ClosedError after `close`."""
+        """Block until the file's content is on stable storage; wait for its requests first. ClosedError after
+        `close`.
+        """
         self._require_open()
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

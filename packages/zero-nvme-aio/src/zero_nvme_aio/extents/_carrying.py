@@ -78,7 +78,9 @@ class Carrying:
         return pieces
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
-        """Carry one covered range over, or note it in the list of copies to be done at the end; yield its new ranges."""
+        """Carry one covered range over, or note it in the list of copies to be done at the end; yield its new
+        ranges.
+        """
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)
         if len(places) > 1 or (covered.begin, covered.end) != (old.begin, old.end):

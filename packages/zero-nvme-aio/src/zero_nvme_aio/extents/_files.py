@@ -41,7 +41,9 @@ class StoreFolders:
         return descriptor
 
     def give_back(self, descriptor: int) -> None:
-        """Release the lock and close its descriptor; the store is unlocked even if a forked process has a copy of it."""
+        """Release the lock and close its descriptor; the store is unlocked even if a forked process has a
+        copy of it.
+        """
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 

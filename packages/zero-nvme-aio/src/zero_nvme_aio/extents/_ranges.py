@@ -56,7 +56,9 @@ class WrittenRange:
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:
-        """Return the sub-range [begin, end) of this one, in the same place; its checksum is not known until it is set."""
+        """Return the sub-range [begin, end) of this one, in the same place; its checksum is not known until
+        it is set.
+        """
         part = WrittenRange(
             self.name, begin, end - begin, self.generation, self.stripe, self.file_offset + begin - self.begin
         )

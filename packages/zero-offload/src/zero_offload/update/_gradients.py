@@ -56,7 +56,9 @@ class Gradients(Protocol):
         """
 
     def release(self, index: int) -> None:
-        """End the use of the gradients that `acquire` returned for slice ``index``; the step does not read them again."""
+        """End the use of the gradients that `acquire` returned for slice ``index``; the step does not read
+        them again.
+        """
 
     def abort(self) -> None:
         """End the use of all acquired gradients, after a step that failed."""

@@ -102,7 +102,9 @@ class KeptFragment:
         return self.has_moments
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of all kinds of state together for ``elements`` elements; an incomplete block counts as one."""
+        """Return the bytes of all kinds of state together for ``elements`` elements; an incomplete block
+        counts as one.
+        """
         return sum(kind.nbytes(elements) for kind in self.kinds)
 
 

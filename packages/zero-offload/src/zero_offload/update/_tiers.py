@@ -252,7 +252,9 @@ class NvmeTier:
         self._store.close(remove=True)
 
     def _declare_extents(self) -> None:
-        """Declare the size and the element type of every extent to the store, which needs them before the first write."""
+        """Declare the size and the element type of every extent to the store, which needs them before the
+        first write.
+        """
         ends: dict[tuple[str, str], tuple[int, str]] = {}
         for slice_ in self._slices:
             for span in slice_:

@@ -203,7 +203,9 @@ class DelayedUpdate:
         self._after_step().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
-        """Wait for the running step; reset the moments and the step count of the fragments named. Their masters stay."""
+        """Wait for the running step; reset the moments and the step count of the fragments named. Their
+        masters stay.
+        """
         self._after_step().restart(fragments)
 
     def reset(self) -> None:
