@@ -40,46 +40,50 @@ class TensorForm(NamedTuple):
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this form over the first bytes of ``memory`` (uint8)."""
+        """Return a tensor of this form over the first bytes of ``memory`` (uint8), which it shares; the device is that
+        of the memory.
+        """
         return memory[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
     def empty(self) -> torch.Tensor:
-        """Return a new tensor of this form, on its device."""
+        """Return a new tensor of this form, on its device, with arbitrary content."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class ActivationTier(Protocol):
-    """Call order: `save` once; then `start` and `finish`, any number of times; `free` when it will not be
-    needed again.
+    """Keeps tensors that autograd saved until backward uses them. Call order for each: `save` once; then `start` and
+    `finish`, any number of times; `free` when it will not be needed again. ``form`` is the tensor's in all calls.
     """
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> Any:
         """Start copying a tensor to the tier; return its place, for `start` and `free`. The tensor may be freed at
-        once.
+        once, but must not be written until the copy has ended, at the latest after `flush`.
         """
 
     def start(self, place: Any, form: TensorForm) -> Any:
         """Start bringing a saved tensor back to its device; return a handle for `finish`."""
 
     def finish(self, started: Any) -> torch.Tensor:
-        """Return the tensor whose way back was started, ready for use on the current stream."""
+        """Return the tensor whose way back was started, ready for use on the current stream; ``started`` is what
+        `start` returned. Raises the error of a failed read.
+        """
 
     def free(self, place: Any) -> None:
-        """Release the place of a saved tensor for reuse."""
+        """Release the place of a saved tensor for reuse by another; what `finish` returned stays valid."""
 
     def flush(self) -> None:
         """Block until every saved tensor has arrived on the tier; raise the first write that failed."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now by tier: ``host`` and ``nvme``."""
+        """Return the bytes held now by tier: ``host`` and ``nvme``. Places that are free for reuse count."""
 
     def close(self) -> None:
         """Free the memory and remove the files."""
 
 
 class HostActivations:
-    """An `ActivationTier` in host memory; copies run on a stream beside compute. Freed blocks are reused for tensors of
-    equal size.
+    """An `ActivationTier` in host memory, pinned unless the device is the CPU; copies run on a stream beside compute.
+    Freed blocks are reused for tensors of equal size, and count in `memory` until `close`.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None) -> None:
@@ -121,8 +125,12 @@ class HostActivations:
 
 
 class FiledActivations:
-    """An `ActivationTier` in files. Buffers being written hold at most ``in_flight_bytes``, or one tensor if that is
-    larger.
+    """An `ActivationTier` in files under ``paths``. Buffers being written hold at most ``in_flight_bytes``, or one
+    tensor if that is larger; `save` waits for room.
+
+    `memory` counts as ``host`` the buffers being written, not those being read, and as ``nvme`` the bytes in files,
+    places free for reuse included. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `open_extents`.
+    The constructor opens the files (OffloadError if it cannot), `close` removes them.
     """
 
     def __init__(
@@ -198,24 +206,29 @@ class FiledActivations:
         self._writing.clear()
 
     def _new_name(self, form: TensorForm) -> str:
-        """Return a name for a new extent of this form; it ends with its bytes, which `free` reads from it."""
+        """Return a name for a new extent of this form; it ends with "x" and the number of its bytes, which `free` reads
+        from it.
+        """
         self._count += 1
         self._file_bytes += form.nbytes
         return f"activation {self._count} of {'x'.join(map(str, form.shape))} {form.dtype} bytes x{form.nbytes}"
 
     def _finish_oldest_write(self) -> None:
-        """Wait for the oldest write and free its buffer."""
+        """Wait for the oldest write and free its buffer; ShardError if the write failed."""
         name, request, buffer = self._writing.popleft()
         self._writing_bytes -= buffer.numel()
         with naming(name, "write"), self._trace_wait("activations out", name, request):
             request.wait()
 
     def _trace_transfer(self, hop: str, name: str, form: TensorForm, request: Request) -> None:
+        """Record a transfer until it ends, if there is a trace. ``hop``: its kind, "activations in" or "activations
+        out".
+        """
         if self._trace is not None:
             self._trace.follow(hop, name, form.nbytes, request.wait)
 
     def _trace_wait(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
-        """Return a context that traces the wait for a request; an empty one if it has ended."""
+        """Return a context that records the wait for a request; an empty one if it has ended or there is no trace."""
         if self._trace is None or request.done():
             return nullcontext()
         return self._trace.span(hop, name, waiting=True)

@@ -1,4 +1,9 @@
-"""A ring of host buffers in front of an extent store: reads run ahead, writes trail behind, the middle computes."""
+"""A ring of host buffers in front of an extent store: reads run ahead, writes trail behind, the middle computes.
+
+An extent is a named range of bytes in the store's files. A pack is what one buffer holds: parts of extents that are
+read and written together. A buffer is held while somebody has acquired its pack, awaited while its pack was prefetched
+and not used yet.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +45,8 @@ class BufferContent:
 
 
 def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
-    """Return a pack of (extent name, offset, bytes) pieces. Each piece has the same distance to a page boundary in
-    memory as in its extent, so that direct I/O needs no copy.
+    """Return a pack called ``name`` of (extent name, offset, bytes) pieces, one after the other. Each piece has the
+    same distance to a page boundary in memory as in its extent, so that direct I/O needs no copy.
     """
     parts: list[BufferedExtent] = []
     position = 0
@@ -54,7 +59,9 @@ def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
 
 @dataclass
 class _Slot:
-    """One buffer. It is free (no pack), idle (a pack without holders) or held."""
+    """One buffer. It is free (no pack), idle (a pack without holders) or held. ``dirty``: a holder changed the pack.
+    ``writing``: the transfers in ``pending`` are writes, else reads.
+    """
 
     memory: torch.Tensor
     pack: BufferContent | None = None
@@ -66,16 +73,16 @@ class _Slot:
     pending: list[tuple[BufferedExtent, Request]] = field(default_factory=list)
 
     def transfers_done(self) -> bool:
-        """Return whether all its transfers have ended."""
+        """Return whether all its transfers have ended, successfully or not; never blocks."""
         return all(request.done() for _, request in self.pending)
 
 
 class BufferRing:
     """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
 
-    A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit. With
-    ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an accelerator. ``trace`` gets
-    the transfers as "<hop> in" and "<hop> out". Not thread-safe.
+    A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit; packs are
+    known by their names. With ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an
+    accelerator. ``trace`` gets the transfers as "<hop> in" and "<hop> out". Not thread-safe.
     """
 
     def __init__(
@@ -105,8 +112,8 @@ class BufferRing:
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
     def prefetch(self, packs: Iterable[BufferContent]) -> None:
-        """Start reading packs into free buffers, in this order, and protect packs that are already in a buffer; stop
-        when no buffer is free.
+        """Start reading packs into buffers that can be taken without waiting, in this order, and protect packs that are
+        already in a buffer; stop when there is no such buffer. ShardError if a read cannot be started.
         """
         for pack in packs:
             known = self._find(pack)
@@ -121,15 +128,16 @@ class BufferRing:
             self._mark_prefetched(slot)
 
     def is_here(self, pack: BufferContent) -> bool:
-        """Return whether `acquire` would return at once."""
+        """Return whether `acquire` would return at once, without waiting for a transfer."""
         slot = self._find(pack)
         return slot is not None and slot.transfers_done()
 
     def acquire(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
-        """Return the pack's bytes, writable until `release`; with ``fresh`` they are not read and their content is
-        arbitrary.
+        """Return the pack's bytes (uint8), writable until `release`; with ``fresh`` they are not read and their content
+        is arbitrary, unless the pack is in a buffer already. Calls may nest.
 
-        Raises ShardError for a failed transfer, StoreFullError when every buffer is held.
+        Waits for transfers of the buffer. Raises ShardError for a failed one, StoreFullError when every buffer is held,
+        or when the pack is larger than a buffer of fixed size.
         """
         slot = self._find(pack)
         if slot is None:
@@ -146,7 +154,7 @@ class BufferRing:
 
     def release(self, pack: BufferContent, *, dirty: bool) -> None:
         """End one `acquire`. The last release starts writing the pack if any holder passed ``dirty`` (it changed the
-        bytes).
+        bytes). ShardError if the pack is not acquired.
         """
         slot = self._find(pack)
         if slot is None or slot.holders == 0:
@@ -157,27 +165,31 @@ class BufferRing:
             self._write(slot, pack)
 
     def drop(self, pack: BufferContent) -> None:
-        """End one `acquire` by a holder that wrote nothing, and forget the buffer's content, because the extents will
-        change.
+        """End one `acquire` by a holder that wrote nothing, and, if no other holds the pack, forget the buffer's
+        content, because the extents will change.
         """
         self.release(pack, dirty=False)
         self.remove(pack)
 
     def remove(self, pack: BufferContent) -> None:
-        """Forget the buffered content of a pack without holders; none of its transfers may be under way."""
+        """Forget the buffered content of a pack without holders; do nothing if it is held or in no buffer. None of its
+        transfers may be under way.
+        """
         slot = self._find(pack)
         if slot is not None and not slot.holders:
             slot.pack = None
 
     def discard(self, pack: BufferContent) -> None:
-        """End all holds on a pack and throw away its buffered content unwritten."""
+        """End all holds on a pack and throw away its buffered content unwritten; do nothing if it is in no buffer.
+        Memory that `acquire` returned is not used any more.
+        """
         slot = self._find(pack)
         if slot is not None:
             self._abandon(slot)
 
     def forget(self) -> None:
-        """Empty every buffer, after waiting for its transfers and ignoring their failures: all data will be written
-        anew.
+        """Empty every buffer, after waiting for its transfers and ignoring their failures; all holds end. Changes that
+        were not written are lost: all data will be written again.
         """
         for slot in self._slots:
             with suppress(ShardError):
@@ -185,7 +197,9 @@ class BufferRing:
             slot.pack, slot.holders, slot.dirty = None, 0, False
 
     def flush(self) -> None:
-        """Block until every transfer has ended, then raise the first one that failed."""
+        """Block until every transfer has ended, then raise a failure, if there was one. Packs that are held are not
+        written.
+        """
         with ExitStack() as stack:
             for slot in self._slots:
                 stack.callback(self._settle, slot)
@@ -195,8 +209,8 @@ class BufferRing:
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
     def _take_free(self) -> _Slot | None:
-        """Empty and return a buffer that can be taken without waiting and whose content is not about to be used; None
-        if there is none.
+        """Empty and return a buffer that can be taken without waiting and whose pack is not awaited, if possible an
+        empty one, else the least recently used; None if there is none. A failure of its transfers is raised.
         """
         idle = [
             slot
@@ -210,8 +224,8 @@ class BufferRing:
         return slot
 
     def _take_needed(self) -> _Slot:
-        """Empty and return a buffer for a pack that is needed now: a free one, else the least recently used, else the
-        last in the ring. StoreFullError if all are held.
+        """Empty and return a buffer for a pack that is needed now, after waiting for its transfers: a free one, else
+        the least recently used, else the last in the ring. StoreFullError if all are held.
         """
         slot = self._take_free()
         if slot is not None:
@@ -227,7 +241,7 @@ class BufferRing:
         return slot
 
     def _read(self, slot: _Slot, pack: BufferContent) -> None:
-        """Assign a buffer to a pack and start reading it."""
+        """Assign a buffer to a pack and start reading the pack; if that fails the buffer is emptied."""
         self._fit(slot, pack)
         slot.pack = pack
         slot.writing = False
@@ -242,7 +256,7 @@ class BufferRing:
             raise
 
     def _write(self, slot: _Slot, pack: BufferContent) -> None:
-        """Start writing a buffer's pack to its extents."""
+        """Start writing a buffer's pack to its extents; if that fails the buffer is emptied."""
         slot.writing, slot.dirty = True, False
         try:
             for part in pack.parts:
@@ -255,8 +269,8 @@ class BufferRing:
             raise
 
     def _settle(self, slot: _Slot) -> None:
-        """Wait for a buffer's transfers; a failed one empties the buffer, whose content differs from the store's
-        then.
+        """Wait for a buffer's transfers; ShardError for a failed one, which empties the buffer, whose content differs
+        from the store's then.
         """
         try:
             with self._trace_wait(slot):
@@ -271,7 +285,7 @@ class BufferRing:
         slot.writing = False
 
     def _trace_transfer(self, way: str, part: BufferedExtent, request: Request) -> None:
-        """Trace a transfer until it ends; ``way`` is "in" or "out"."""
+        """Record a transfer until it ends, if there is a trace; ``way`` is "in" or "out"."""
         if self._trace is not None:
             self._trace.follow(f"{self._hop} {way}", part.name, part.nbytes, request.wait)
 
@@ -291,7 +305,9 @@ class BufferRing:
         slot.memory = self._buffer(nbytes)
 
     def _fit(self, slot: _Slot, pack: BufferContent) -> None:
-        """Give a buffer enough memory for a pack; StoreFullError if the buffers have a fixed size."""
+        """Give a buffer enough memory for a pack, losing its content; do nothing if it has enough. StoreFullError if
+        the buffers have a fixed size.
+        """
         if slot.memory.numel() >= pack.nbytes:
             return
         if self._fixed:
@@ -303,6 +319,7 @@ class BufferRing:
         slot.memory = self._buffer(pack.nbytes)
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Return new host memory of ``nbytes`` in whole pages, aligned for direct I/O."""
         return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 
     def _memory_of(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
@@ -314,8 +331,8 @@ class BufferRing:
         slot.used, slot.hinted = 0, self._clock
 
     def _is_awaited(self, slot: _Slot) -> bool:
-        """Return whether a buffer was prefetched and its use is still expected; the expectation ends after a number of
-        other uses.
+        """Return whether a buffer was prefetched and its use is still expected; the expectation ends after eight times
+        as many other uses as there are buffers.
         """
         return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 

@@ -23,7 +23,9 @@ def compute_device(device: torch.device | str | None) -> torch.device:
 
 
 class CopyStream:
-    """One stream for copies to and from ``device``; ``trace`` records them under the name ``hop``."""
+    """One stream for copies to and from ``device``; for the CPU copies are synchronous. ``trace`` records them under
+    the name ``hop``.
+    """
 
     def __init__(self, device: torch.device, trace: Trace | None = None, hop: str = "") -> None:
         self.device = device
@@ -53,18 +55,20 @@ class CopyStream:
         return event
 
     def join(self, event: torch.Event | None) -> None:
-        """Make the current stream wait for a copy; the host does not block."""
+        """Make the current stream wait for a copy's event; do nothing for None. The host does not block."""
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Block until every copy has ended."""
+        """Block until every copy has ended; return at once for the CPU."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class DeviceCopies:
-    """The device copies of shards by name, with the events that mark the end of each copy in either direction."""
+    """The device copies of shards by name, with the events that mark the end of each copy in either direction.
+    ``trace`` records the copies.
+    """
 
     def __init__(self, device: torch.device, trace: Trace | None = None) -> None:
         self.stream = CopyStream(device, trace, "shards, device")
@@ -75,7 +79,9 @@ class DeviceCopies:
         return name in self._on_device
 
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
-        """Start copying a shard to the device; the event returned completes when ``host`` may be written again."""
+        """Start copying a shard from ``host`` to the device, after a copy of it in the other direction has ended;
+        return the event after which ``host`` may be written again.
+        """
         self.settle(name)
         copy = torch.empty_like(host, device=self.stream.device)
         event = self.stream.copy(copy, host)
@@ -89,15 +95,17 @@ class DeviceCopies:
         return copy
 
     def send_back(self, name: str, host: torch.Tensor) -> None:
-        """Start copying the device's content to ``host``."""
+        """Start copying the device's content of a fetched shard to ``host``, which must not be read before `settle`."""
         self._leaving[name] = self.stream.copy(host, self._on_device[name][0])
 
     def drop(self, name: str) -> None:
-        """Free the device's copy; ``host`` may be read until the event of `fetch`."""
+        """Free the device's copy, if there is one; work queued on it may still run. ``host`` may be read until the
+        event of `fetch`.
+        """
         self._on_device.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Free the device's copy; return when no copy reads or writes the host's memory any more."""
+        """Free the device's copy, if there is one; block until no copy reads or writes the host's memory any more."""
         self.settle(name)
         _, event = self._on_device.pop(name, (None, None))
         if event is not None:

@@ -32,6 +32,7 @@ DTYPE_NAMES = {
 
 
 def _library() -> Any:
+    """Return the module zero_nvme_aio; MissingExtraError if it is not installed."""
     try:
         import zero_nvme_aio
     except ImportError as error:
@@ -40,7 +41,9 @@ def _library() -> Any:
 
 
 def folders(path: NvmePath) -> list[str]:
-    """Return the folders of a store as strings; ValueError when there is none."""
+    """Return the folders of a store, given as one path or several, as strings; ValueError when there is none or one is
+    empty.
+    """
     found = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else [os.fspath(p) for p in path]
     if not found or not all(found):
         raise ValueError(f"path: expected one folder or several, got {path!r}")
@@ -50,10 +53,12 @@ def folders(path: NvmePath) -> list[str]:
 def open_extents(
     paths: Sequence[str], *, prefix: str, checksums: bool, verify: bool, engine: Any = None
 ) -> ExtentStore:
-    """Return an empty extent store. Files that a killed process left under the same prefix are removed, sealed ones
-    too: a checkpoint has its own links to them.
+    """Return an empty extent store over the folders ``paths``, whose file names begin with ``prefix``. Files that a
+    killed process left under the same prefix are removed, sealed ones too: a checkpoint has its own links to them.
 
-    Raises OffloadError while another process uses the store, and for folders that cannot be used.
+    ``checksums`` are recorded as data is written; ``verify`` compares them on every read, and implies them. ``engine``:
+    a ``zero_nvme_aio.Engine`` to share; None for one of its own. Raises OffloadError while another process uses the
+    store, and for folders that cannot be used.
     """
     library = _library()
     ends = current_ends()
@@ -78,7 +83,9 @@ def open_extents(
 
 
 def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
-    """Remove the sealed generations of a store that no process has open; AioError while one has."""
+    """Remove the sealed generations of a store that no process has open, also damaged ones; the library's ExtentError
+    while one has.
+    """
     library = _library()
     try:
         library.ExtentStore(list(paths), prefix=prefix, resume=True).close(remove=True)
@@ -107,8 +114,11 @@ def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:
 
 @contextmanager
 def naming(tensor: str, action: str) -> Iterator[None]:
-    """Turn an error of the I/O library raised inside into a ShardError that names the tensor, the file and the
-    offset.
+    """Return a context manager that turns an error of the I/O library raised inside into a ShardError that names the
+    tensor, the file and the offset. ``action``: a verb for the message ("read", "write").
+
+    ShardCorruptError stands for a file that is too short or has a wrong checksum, StoreFullError for a full disk or
+    quota.
     """
     library = _library()
     try:
@@ -125,7 +135,7 @@ def naming(tensor: str, action: str) -> Iterator[None]:
 
 
 def _shard_error_class(errors: Any, error: Exception) -> Callable[..., ShardError]:
-    """Return the exception class that stands for an error of the I/O library."""
+    """Return the exception class that stands for an error of the I/O library, whose module of errors is ``errors``."""
     if isinstance(error, (errors.ChecksumError, errors.EndOfFileError)):
         return ShardCorruptError
     if isinstance(error, errors.NoSpaceError):

@@ -17,7 +17,7 @@ PAGE = mmap.PAGESIZE
 
 
 def page_rounded(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to whole pages."""
+    """Return ``nbytes`` rounded up to whole pages of the system (`PAGE` bytes)."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -29,7 +29,8 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 class HostBlock:
     """``nbytes`` of zeroed, page-aligned host memory; resident once touched. ``tensor`` is the memory as uint8.
 
-    Pinned if ``use.pin`` (see `pinned_by_torch` and `pin_memory`).
+    ``use`` says what for; the memory is pinned if ``use.pin`` (see `pinned_by_torch` and `pin_memory`). Inside
+    `tier_ends` the memory comes from there. It lives as long as a tensor over it.
     """
 
     def __init__(self, nbytes: int, use: HostUse) -> None:
@@ -44,14 +45,16 @@ class HostBlock:
             pin_memory(self.tensor)
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``numel`` elements of ``dtype`` at ``offset_bytes``, a multiple of the element size, as a 1-D
-        tensor.
+        """Return ``numel`` elements of ``dtype`` at ``offset_bytes``, a multiple of the element size, as a 1-D tensor
+        over the block's memory.
         """
         return self.tensor[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
 
 
 def anonymous_memory(nbytes: int) -> torch.Tensor:
-    """Return ``nbytes`` of zeroed, page-aligned memory of the system, as uint8."""
+    """Return ``nbytes`` of zeroed, page-aligned memory of the system, as uint8, in huge pages where possible; freed
+    with the last tensor over it.
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

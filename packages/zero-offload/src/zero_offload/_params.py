@@ -30,7 +30,9 @@ class Member:
 
 
 def plans(members: Sequence[Member]) -> list[ShardPlan]:
-    """Return a shard plan for each parameter that has elements, in order."""
+    """Return a shard plan for each parameter that has elements, in order. Each is one fragment; it is updated in place
+    if it is on the CPU and in the dtype of the update.
+    """
     made: list[ShardPlan] = []
     position = 0
     for member in members:
@@ -45,13 +47,13 @@ def plans(members: Sequence[Member]) -> list[ShardPlan]:
 
 
 class ParameterWeights:
-    """Lends the parameters' own memory as the update's weights."""
+    """The `Weights` of an update that are the parameters' own memory, by the members' names."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._params = {member.name: member.param for member in members}
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the parameter, flat."""
+        """Return the parameter's own elements as a 1-D view, writable at any time; ``fresh`` changes nothing."""
         return self._params[name].detach().view(-1)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
@@ -69,7 +71,9 @@ def check_parameter(member: Member) -> None:
 
 
 def check_gradient(member: Member) -> None:
-    """Raise TypeError or ValueError, naming the parameter, if the kernels cannot read its gradient."""
+    """Raise TypeError or ValueError, naming the parameter, if the kernels cannot read its gradient (sparse, of another
+    dtype or device) or the parameter is not contiguous. No gradient passes.
+    """
     param, grad = member.param, member.param.grad
     if not param.is_contiguous():
         raise ValueError(
@@ -89,14 +93,16 @@ def check_gradient(member: Member) -> None:
 
 
 def flat_gradient(member: Member) -> torch.Tensor | None:
-    """Return the gradient in ``p.grad``, 1-D and contiguous; None if there is none."""
+    """Return the gradient in ``p.grad`` without its graph, 1-D and contiguous, a copy only if it is strided; None if
+    there is none.
+    """
     grad = member.param.grad
     return None if grad is None else grad.detach().contiguous().view(-1)
 
 
 class GradientHooks:
-    """Passes each parameter's gradient to ``take`` as soon as autograd has finished it, then sets ``p.grad``
-    to None.
+    """Passes each parameter's gradient to ``take(name, gradient)``, 1-D, as soon as autograd has finished it, then sets
+    ``p.grad`` to None. Parameters without elements have no hook.
     """
 
     def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], None]) -> None:
@@ -113,6 +119,9 @@ class GradientHooks:
             handle.remove()
 
     def _hand_over(self, member: Member, param: torch.Tensor) -> None:
+        """Check and pass on the gradient of ``param``, the member's, and set it to None; TypeError or ValueError if the
+        kernels cannot read it.
+        """
         check_gradient(member)
         grad = flat_gradient(member)
         if grad is not None:

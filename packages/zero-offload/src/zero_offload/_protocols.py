@@ -12,14 +12,20 @@ class Request(Protocol):
     """A transfer under way. Named as the class that satisfies it."""
 
     def done(self) -> bool:
-        """Return whether it has ended, successfully or not."""
+        """Return whether it has ended, successfully or not; never blocks."""
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until it has ended; return the bytes moved or raise its error."""
+        """Block until it has ended; return the bytes moved or raise its error. TimeoutError if it has not ended after
+        ``timeout`` seconds; None waits without end.
+        """
 
 
 class Extent(Protocol):
-    """A range of a name's bytes in a file. Named as the class that satisfies it."""
+    """A range of a name's bytes in a file. Named as the class that satisfies it.
+
+    ``nbytes`` from ``offset_bytes`` of the name are at ``file_offset_bytes`` of the file ``path``. ``checksum``:
+    xxh3_64 as text, empty while unsealed. ``key``: the entry if the file is a safetensors file, else empty.
+    """
 
     @property
     def path(self) -> str: ...
@@ -36,8 +42,10 @@ class Extent(Protocol):
 
 
 class Generation(Protocol):
-    """The extents written between two seals; their files are never written again. Named as the class that
-    satisfies it.
+    """The extents written between two seals; their files are never written again. Named as the class that satisfies it.
+
+    ``index``: its number, from 1. ``extents``: by name, in order of offset. ``files``: their paths. ``kind``:
+    "safetensors" or "raw".
     """
 
     @property
@@ -50,38 +58,46 @@ class Generation(Protocol):
     def kind(self) -> str: ...
 
     def release(self) -> None:
-        """Allow the store to remove the files as soon as it does not need them itself."""
+        """Allow the store to remove the files as soon as it does not need them itself; hard links to them stay."""
 
     def make_durable(self) -> None:
-        """Sync the files, so that they survive a crash; callable from any thread."""
+        """Sync the files, so that they survive a crash; callable from any thread, also twice. Raises the error of
+        syncing.
+        """
 
 
 class ExtentStore(Protocol):
     """Named byte ranges in files, in generations. Named as the class that satisfies it."""
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
-        """Fix the size and element type of a name before it is written."""
+        """Fix the size and element type (safetensors' name of it) of a name before it is written."""
 
     def write(self, name: str, data: Any, offset_bytes: int = 0) -> Request:
-        """Start writing ``data`` at an offset of the name, into the open generation."""
+        """Start writing ``data``, host memory that must not change until the request has ended, at an offset of the
+        name, into the open generation; return the request. Waits for transfers of the same bytes.
+        """
 
     def read(self, name: str, out: Any, offset_bytes: int = 0) -> Request:
-        """Start reading into ``out`` from the newest generation that holds the bytes."""
+        """Start reading into ``out``, host memory, from the newest generation that holds the bytes; return the request.
+        Waits for writes of the same bytes.
+        """
 
     def seal(self, *, durable: bool = True) -> Generation:
-        """End the open generation, which is never written again; it survives a crash only if ``durable``."""
+        """End the open generation, which is never written again, and return it; it survives a crash only if
+        ``durable``, or after its `make_durable`. Data of older generations may be carried over.
+        """
 
     def carried_bytes(self) -> int:
-        """Return the bytes that `seal` would copy now."""
+        """Return the bytes of older generations that `seal` would copy now."""
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
         """Return the current extents of each name, over all generations."""
 
     def flush(self) -> None:
-        """Wait for all submitted transfers."""
+        """Wait for all submitted transfers; raise the first write that failed."""
 
     def bytes_written(self) -> int:
         """Return the bytes passed to `write` so far."""
 
     def close(self, *, remove: bool) -> None:
-        """Close the store; with ``remove`` delete its files."""
+        """Close the store; with ``remove`` delete its files, else only those not sealed."""

@@ -21,7 +21,8 @@ __all__ = ["offload_activations"]
 class _Saved:
     """A tensor that was moved to the tier; autograd holds this object in its place.
 
-    ``started``: the tier's handle while it is on its way back. ``restored``: the tensor, once back, while it lives.
+    ``number``: its place in the order of saving. ``place``: the tier's. ``started``: the tier's handle while it is on
+    its way back. ``restored``: the tensor, once back, while it lives.
     """
 
     def __init__(self, number: int, form: TensorForm, place: Any) -> None:
@@ -113,8 +114,8 @@ class offload_activations:
         self._known.clear()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now: ``host`` (saved tensors, or buffers being written to files) and ``nvme``
-        (files).
+        """Return the bytes held now: ``host`` (saved tensors and free blocks, or buffers being written to files) and
+        ``nvme`` (files).
         """
         return self._tier.memory()
 
@@ -129,8 +130,8 @@ class offload_activations:
         self._finalizer()
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """Move a tensor that autograd saves to the tier; return what autograd keeps: the tensor itself if it is not
-        moved.
+        """Start moving a tensor that autograd saves to the tier; return what autograd keeps in its place: the tensor
+        itself if it is not to be moved, the earlier object if the same tensor was saved in this forward pass already.
         """
         if not self._moves or not self._is_movable(tensor):
             return tensor
@@ -150,8 +151,8 @@ class offload_activations:
         return saved
 
     def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
-        """Return the tensor of a packed one, and start bringing back the ones saved just before it, which backward uses
-        next.
+        """Return the tensor of what `_pack` returned, waiting for it, and start bringing back the ones saved just
+        before it, which backward uses next. A tensor that is back and still alive is returned again.
         """
         if isinstance(packed, torch.Tensor):
             return packed

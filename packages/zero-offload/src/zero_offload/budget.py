@@ -74,7 +74,10 @@ class HostBudget:
         return tuple(self._needs)
 
     def need(self, purpose: str, nbytes: int, resource: Resource = "memory", *, path: str | None = None) -> None:
-        """Add a need. ``path`` (a folder, which may not exist yet) is required for ``disk`` and refused otherwise."""
+        """Add a need of ``nbytes``; ``purpose`` names it in tables. ``path`` (a folder, which may not exist yet) is
+        required for ``disk`` and refused otherwise. ValueError for an unknown resource, negative bytes, or a path where
+        none belongs.
+        """
         if resource not in _ADVICE:
             raise ValueError(f"resource: expected one of {', '.join(_ADVICE)}, got {resource!r}")
         if nbytes < 0:
@@ -90,7 +93,9 @@ class HostBudget:
         return made
 
     def check(self) -> None:
-        """Raise BudgetError, with the table, if any resource does not suffice."""
+        """Raise BudgetError, with the table, if any resource does not suffice for the needs added so far. Calls
+        ``barrier`` first, also if it does not suffice.
+        """
         totals = self._totals()
         short = [(title, advice) for title, advice, needed, limit in totals if needed > limit.free]
         if self._barrier is not None:
@@ -105,6 +110,7 @@ class HostBudget:
         return self._table(self._totals())
 
     def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:
+        """Return the needs, their sum and the limit of each resource as text, from what `_totals` returned."""
         rows: list[tuple[str, str, str]] = []
         for title, _, needed, limit in totals:
             for need in self._needs:
@@ -117,7 +123,9 @@ class HostBudget:
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 
     def free(self, resource: Resource, *, path: str | None = None) -> Limit:
-        """Return the tightest current limit on a resource; ``path`` names the folder for ``disk``."""
+        """Return this process's share of the tightest current limit on a resource, less the reserve; one of 2**62 bytes
+        if there is none. ``path`` names the folder for ``disk``.
+        """
         if self._given is not None and resource in self._given:
             found = list(self._given[resource])
         elif resource == "disk":
@@ -131,7 +139,9 @@ class HostBudget:
         return min((self._share(limit, resource) for limit in found), key=lambda limit: limit.free)
 
     def _share(self, limit: Limit, resource: Resource) -> Limit:
-        """Return the limit less the reserve, divided among the processes that share it."""
+        """Return the limit less the reserve (of ``memory``), divided among the processes that share it; its ``source``
+        says so.
+        """
         source, free = limit.source, limit.free
         reserve = 0
         if resource == "memory":
@@ -143,7 +153,9 @@ class HostBudget:
         return Limit(source, free, limit.own)
 
     def _totals(self) -> list[tuple[str, str, int, Limit]]:
-        """Return (title, advice, bytes needed, tightest limit) of each resource that is needed."""
+        """Return (title, advice, bytes needed, tightest limit) of each resource that is needed, one per file system for
+        ``disk``; reads the limits.
+        """
         groups: dict[str, list[Demand]] = {}
         for need in self._needs:
             groups.setdefault(self._title(need), []).append(need)

@@ -13,7 +13,8 @@ __all__ = ["HostUse", "TierEnds", "current_ends", "tier_ends"]
 
 
 class HostUse(NamedTuple):
-    """The use of a block of host memory: ``purpose`` in words, ``parts`` the names that use it, with bytes.
+    """The use of a block of host memory: ``purpose`` in words, ``parts`` the names of the tensors in it, each with
+    bytes.
 
     ``pin``: it should be pinned. ``on_device``: it stands for device memory (not offloaded, and the device is the CPU).
     """
@@ -32,7 +33,7 @@ class TierEnds(Protocol):
 
     def io_engine(self, given: Any) -> Any:
         """Return the engine that a store of files shall use. ``given``: the engine its user asked for; None for the
-        default.
+        default, which may be returned too.
         """
 
 
@@ -46,9 +47,10 @@ def current_ends() -> TierEnds | None:
 
 @contextmanager
 def tier_ends(ends: TierEnds) -> Iterator[None]:
-    """Make the tiers created in this context take memory and engines from ``ends``, to simulate or to count them.
+    """Return a context manager, inside which new tiers take memory and engines from ``ends``, to simulate or to count
+    them.
 
-    Threads started inside use the system.
+    Tiers made before are not affected. Threads started inside use the system.
     """
     token = _ENDS.set(ends)
     try:

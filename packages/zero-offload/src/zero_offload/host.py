@@ -44,8 +44,8 @@ class HostStore:
         return sum(map(nbytes_of, self._shards.values()))
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Copy a new shard (1-D, any dtype) into the store; it replaces one of the same name. ShardError while that one
-        is acquired.
+        """Copy a new shard (1-D, any dtype) into the store; it replaces one of the same name, which may have another
+        size. ShardError while that one is acquired, ValueError unless it is 1-D.
         """
         check_shard(name, shard)
         if self._holders.get(name):
@@ -59,7 +59,9 @@ class HostStore:
         self._shards[name].copy_(shard.detach())
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard on the compute device, valid until `release`; calls may nest."""
+        """Return the shard on the compute device, valid until `release`; calls may nest. The copy is ready for work on
+        the current stream; the host does not wait.
+        """
         host = self._shard_named(name)
         self._holders[name] = self._holders.get(name, 0) + 1
         if self._copies is None:
@@ -69,8 +71,8 @@ class HostStore:
         return self._copies.get(name)
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """End one `acquire`. The last release copies the shard back to the host if any holder passed ``dirty`` (it
-        changed the shard), and frees the device's copy.
+        """End one `acquire`. The last release starts copying the shard back to the host if any holder passed ``dirty``
+        (it changed the shard), and frees the device's copy. ShardError if the shard is not acquired.
         """
         host = self._shard_named(name)
         if not self._holders.get(name):
@@ -86,8 +88,9 @@ class HostStore:
         self._copies.drop(name)
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard in host memory, writable until `give_back`; ShardError while it is acquired. ``fresh`` is
-        accepted for `NvmeStore`'s sake and changes nothing.
+        """Return the shard in host memory, writable until `give_back`, after a copy from the device has arrived.
+        ShardError while it is acquired on an accelerator. ``fresh`` is accepted for `NvmeStore`'s sake and changes
+        nothing.
         """
         host = self._shard_named(name)
         if self._copies is not None:
@@ -101,7 +104,9 @@ class HostStore:
         self._shard_named(name)
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Start copying these shards to the device, in this order, before they are acquired."""
+        """Start copying these shards to the device, in this order, before they are acquired; do nothing on the CPU and
+        for shards that are there.
+        """
         for name in names:
             host = self._shard_named(name)
             if self._copies is not None and name not in self._copies:

@@ -19,7 +19,9 @@ _CAP_IPC_LOCK = 14
 
 @dataclass(frozen=True)
 class Limit:
-    """``free`` bytes under one limit, and its name in ``source``. ``own``: it binds this process alone."""
+    """``free`` bytes under one limit, and its name in ``source``. ``own``: it binds this process alone, so it is not
+    shared with others of the job.
+    """
 
     source: str
     free: int
@@ -45,8 +47,8 @@ def memory_limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def locked_limits(root: Path = Path("/")) -> list[Limit]:
-    """Return RLIMIT_MEMLOCK less the memory already locked; an empty list if unlimited or if CAP_IPC_LOCK lifts the
-    limit.
+    """Return RLIMIT_MEMLOCK less the memory already locked, as one limit; an empty list if unlimited or if CAP_IPC_LOCK
+    lifts the limit. ``root``: the folder that holds ``proc``.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fields = _read_fields(root / "proc/self/status")
@@ -57,12 +59,16 @@ def locked_limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def shared_limits(path: str = "/dev/shm") -> list[Limit]:
-    """Return the free bytes of the shared-memory file system; an empty list if there is none."""
+    """Return the free bytes of the shared-memory file system at ``path``, as one limit; an empty list if
+    there is none.
+    """
     return [Limit(path, disk_limit(path).free)] if os.path.isdir(path) else []
 
 
 def disk_limit(path: str) -> Limit:
-    """Return the free bytes, for this user, of the file system that ``path`` is or will be on."""
+    """Return the free bytes, for this user, of the file system that ``path`` is or will be on; its folder need not
+    exist.
+    """
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent
@@ -71,7 +77,9 @@ def disk_limit(path: str) -> Limit:
 
 
 def _mem_available(root: Path) -> int | None:
-    """Return MemAvailable of /proc/meminfo in bytes; None if the file or the field is missing."""
+    """Return MemAvailable of /proc/meminfo in bytes; None if the file or the field is missing. ``root``: the folder
+    that holds ``proc``.
+    """
     text = _read_fields(root / "proc/meminfo").get("MemAvailable")
     return None if text is None else int(text.split()[0]) * 1024
 
@@ -85,7 +93,9 @@ def _read_fields(path: Path) -> dict[str, str]:
 
 
 def _cgroup_limits(root: Path) -> list[Limit]:
-    """Return the limits of this process's cgroup and of all groups above it."""
+    """Return the memory limits of this process's cgroup (v1 or v2) and of all groups above it, those that set one.
+    ``root``: the folder that holds ``proc``; empty if it has no cgroups.
+    """
     listing, mounts = root / "proc/self/cgroup", root / "proc/self/mountinfo"
     if not listing.exists() or not mounts.exists():
         return []
@@ -103,7 +113,9 @@ def _cgroup_limits(root: Path) -> list[Limit]:
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (version, root within the hierarchy, mount point) of each mount whose groups can limit memory."""
+    """Yield ("v1" or "v2", root within the hierarchy, mount point) of each mount whose groups can limit memory;
+    ``text``: the content of /proc/self/mountinfo.
+    """
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         root, point = before.split()[3:5]
@@ -115,8 +127,8 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _groups_up_from(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
-    """Yield the folders from the group at ``path`` up to the mount; a container sees only groups below
-    ``mount_root``.
+    """Yield the folders that exist from the group at ``path`` up to the mount; a container sees only groups below
+    ``mount_root``, and for a group elsewhere only the mount is yielded.
     """
     relative = os.path.relpath(path, mount_root) if mount_root != "/" else path.lstrip("/")
     folder = mount if relative.startswith("..") else mount / relative
@@ -129,7 +141,9 @@ def _groups_up_from(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
 
 
 def _limit_v2(folder: Path) -> Limit | None:
-    """Return the limit of one cgroup v2; None if it sets none."""
+    """Return the limit of the cgroup v2 in ``folder``: the lower of memory.max and memory.high, less what is used; None
+    if it sets none. Page cache that can be dropped does not count as used.
+    """
     bounds = [_read_number(folder / name) for name in ("memory.max", "memory.high")]
     used = _read_number(folder / "memory.current")
     if used is None or all(bound is None for bound in bounds):
@@ -140,7 +154,9 @@ def _limit_v2(folder: Path) -> Limit | None:
 
 
 def _limit_v1(folder: Path) -> Limit | None:
-    """Return the limit of one cgroup v1; None if it sets none."""
+    """Return the limit of the cgroup v1 in ``folder``, less what is used; None if it sets none. Page cache that can be
+    dropped does not count as used.
+    """
     bound, used = (_read_number(folder / f"memory.{name}_in_bytes") for name in ("limit", "usage"))
     if bound is None or used is None or bound >= _UNLIMITED:
         return None
@@ -157,7 +173,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _stat_value(path: Path, key: str) -> int:
-    """Return the value of ``key`` in a file of "key value" lines; 0 if there is none."""
+    """Return the value of ``key`` in a file of "key value" lines; 0 if there is no such file or key."""
     if not path.exists():
         return 0
     rows = (line.split() for line in path.read_text().splitlines())

@@ -39,13 +39,15 @@ def keep_freed_memory(keep: bool) -> None:
 
 
 def is_tunable(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the C library has the settings, and the environment sets none of them itself."""
+    """Return whether the C library has the settings, and the environment sets none of them itself, so that
+    `keep_freed_memory` would override no choice of the user.
+    """
     tuned = any(name.startswith("MALLOC_") for name in environ) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
     return _function("mallopt") is not None and not tuned
 
 
 def return_free_memory() -> None:
-    """Return what is free in the allocator's heap to the system, where the C library can."""
+    """Return what is free in the allocator's heap to the system; do nothing where the C library cannot."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -69,7 +71,7 @@ class _MallocState(ctypes.Structure):
 
 @cache
 def _function(name: str) -> Any:
-    """Return the C library's function ``name``; None if it has none."""
+    """Return the C library's function ``name``, with its return type set where it is no int; None if it has none."""
     found = getattr(ctypes.CDLL(None), name, None)
     if found is not None and name == "mallinfo2":
         found.restype = _MallocState

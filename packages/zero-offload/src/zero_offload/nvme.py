@@ -90,7 +90,7 @@ class NvmeStore:
 
     @property
     def lends_at_most(self) -> int:
-        """Return how many shards can be held or borrowed at a time."""
+        """Return how many shards can be held or borrowed at a time: the number of buffers."""
         return self._buffer_count
 
     @property
@@ -135,7 +135,10 @@ class NvmeStore:
         self._ring.release(pack, dirty=True)
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard on the compute device, valid until `release`; calls may nest."""
+        """Return the shard on the compute device, valid until `release`; calls may nest. Waits for its file to be read.
+
+        ShardError for an unknown shard or a failed transfer, StoreFullError if every buffer is held.
+        """
         if name in self._in_host:
             return self._host.acquire(name)
         pack, dtype = self._filed_shard(name)
@@ -150,7 +153,7 @@ class NvmeStore:
 
     def release(self, name: str, *, dirty: bool) -> None:
         """End one `acquire`. The last release starts writing the shard to its file if any holder passed ``dirty`` (it
-        changed the shard).
+        changed the shard), and frees the device's copy. ShardError if the shard is not acquired.
         """
         if name in self._in_host:
             self._host.release(name, dirty=dirty)
@@ -174,7 +177,8 @@ class NvmeStore:
         self._copies.drop(name)
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard in host memory, writable until `give_back`; ShardError while it is acquired.
+        """Return the shard (1-D) in host memory, writable until `give_back`; ShardError while it is acquired, for an
+        unknown shard or a failed transfer, StoreFullError if every buffer is held.
 
         With ``fresh`` the file is not read: the content is arbitrary, and the borrower must write all of it.
         """
@@ -188,7 +192,9 @@ class NvmeStore:
         return _typed(self._acquire_buffer(pack, fresh=fresh), pack, dtype)
 
     def expect(self, names: Sequence[str]) -> None:
-        """Start reading shards that will be borrowed soon, in this order, as far as buffers are free."""
+        """Start reading shards that will be borrowed soon, in this order, as far as buffers are free. ShardError for an
+        unknown one.
+        """
         self._release_arrived()
         self._ring.prefetch(self._filed_shard(name)[0] for name in names if name not in self._in_host)
 
@@ -201,6 +207,7 @@ class NvmeStore:
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Start bringing shards that will be acquired soon to the device, in this order, as far as buffers are free.
+        ShardError for an unknown one.
 
         Call it often: a shard that has been read from its file starts on its way to the device only in such a call.
         """
@@ -237,7 +244,9 @@ class NvmeStore:
         return name in self._in_host or name in self._packs
 
     def flush(self) -> None:
-        """Block until every released shard has reached its tier; raise the first write that failed."""
+        """Block until every released shard has reached its tier; raise the first write that failed. Shards that are
+        held are not written.
+        """
         self._host.flush()
         self._ring.flush()
 
@@ -270,7 +279,7 @@ class NvmeStore:
         return sealed
 
     def close(self) -> None:
-        """Wait for transfers under way and remove the files. May be called twice."""
+        """Wait for transfers under way and remove the files; the store must not be used then. May be called twice."""
         self._finalizer()
 
     def __enter__(self) -> NvmeStore:
@@ -290,8 +299,8 @@ class NvmeStore:
         self._copying.append((event, pack))
 
     def _acquire_buffer(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
-        """Return the buffer that holds ``pack``, read into it unless ``fresh``; while copies to the device hold every
-        buffer, wait for the oldest copy first.
+        """Return the bytes of ``pack``, read into a buffer unless ``fresh``, until they are released; while copies to
+        the device hold every buffer, wait for the oldest copy first.
         """
         self._release_arrived()
         if len(self._copying) == self._buffer_count:
@@ -302,7 +311,7 @@ class NvmeStore:
         return self._ring.acquire(pack, fresh=fresh)
 
     def _release_arrived(self) -> None:
-        """Release the buffers whose copies to the device have ended."""
+        """Release the buffers whose copies to the device have ended; never blocks."""
         while self._copying and (self._copying[0][0] is None or self._copying[0][0].query()):
             self._ring.release(self._copying.popleft()[1], dirty=False)
 
@@ -319,4 +328,5 @@ def _typed(buffer: torch.Tensor, pack: BufferContent, dtype: torch.dtype) -> tor
 
 
 def _close_and_remove(store: ExtentStore) -> None:
+    """Close the store and delete its files."""
     store.close(remove=True)

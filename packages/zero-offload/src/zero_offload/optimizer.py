@@ -192,8 +192,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._note_written(known)
 
     def _note_written(self, members: Sequence[Member]) -> None:
-        """Record that the members' weights are now those of their masters, and invalidate autograd graphs that saved
-        the old weights.
+        """Record that the members' weights are now those of their masters, and raise the parameters' version counters,
+        so that autograd refuses graphs that saved the old weights.
         """
         for member in members:
             torch.autograd.graph.increment_version(member.param)
@@ -227,8 +227,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return squared
 
     def _check(self) -> None:
-        """Raise for gradients that the kernels cannot read, and for parameters that were unfrozen after
-        construction.
+        """Raise TypeError or ValueError for gradients that the kernels cannot read, and for parameters that were
+        unfrozen after construction.
         """
         known = {id(member.param) for member in self._members}
         for member in self._members:
@@ -368,6 +368,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         raise TypeError("an offloaded optimizer cannot be pickled or copied; save its state_dict()")
 
     def _check_open(self) -> None:
+        """Raise OffloadError after `close`."""
         if self._closed:
             raise OffloadError("the optimizer is closed")
 
@@ -379,6 +380,7 @@ def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any
 
 
 def _release_all(update: DelayedUpdate | OffloadedUpdate, hooks: GradientHooks | None) -> None:
+    """Remove the hooks, if any, and close the update."""
     if hooks is not None:
         hooks.close()
     update.close()

@@ -61,7 +61,7 @@ def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) ->
 
 
 def _storages(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.UntypedStorage]:
-    """Return each storage once, under the first name that uses it."""
+    """Return each storage once, under the first name of a tensor that uses it; tensors that share memory share one."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()

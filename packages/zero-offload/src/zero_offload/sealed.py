@@ -39,7 +39,9 @@ class Sealed:
         steps: Mapping[str, int],
         resident: frozenset[str],
     ) -> Sealed:
-        """Return the sealed state with these ``extents``; ``generations`` are those that hold them."""
+        """Return the sealed state with these ``extents``, by name; ``generations`` are those that hold them, kept until
+        `release`. ``steps`` and ``resident`` as in the class.
+        """
         return cls(
             extents=MappingProxyType({name: tuple(found) for name, found in extents.items()}),
             steps=MappingProxyType(steps),
@@ -67,14 +69,14 @@ class Sealed:
         return targets
 
     def make_durable(self) -> None:
-        """Sync the files that were sealed with ``durable=False``, so that they survive a crash. Call it before linking
-        them, on any thread. Raises the errors of syncing.
+        """Sync the files that were sealed with ``durable=False``, so that they survive a crash; nothing is left to do
+        for others. Call it before linking them and before `release`, on any thread. Raises the errors of syncing.
         """
         for generation in self._generations:
             generation.make_durable()
 
     def needed(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Return the ``generations`` that hold some of these files."""
+        """Return those of ``generations`` of which a file is among ``files``."""
         return [g for g in generations if not set(g.files).isdisjoint(self.files)]
 
     def release(self) -> None:
@@ -99,6 +101,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def _sync(folder: str | os.PathLike[str]) -> None:
+    """Sync a folder, so that new names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,6 @@
-"""A trace of transfers: what moved when, and how much of it overlapped with compute."""
+"""A trace of transfers: what moved when, and how much of it overlapped with compute. A hop is a kind of transfer
+("states in", "shards, device"), or of compute.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +33,21 @@ class HopReport:
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second while busy."""
+        """Return the bytes per second while busy; 0 if it never was."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
     @property
     def hidden(self) -> float:
-        """Return the fraction of the busy time that was not waited for, 0 to 1."""
+        """Return the fraction of the busy time that was not waited for, 0 to 1; 1 if it never was busy."""
         return max(0.0, 1.0 - self.waited_s / self.busy_s) if self.busy_s else 1.0
 
 
 @dataclass(frozen=True)
 class _Event:
+    """One transfer, wait or computation; times in seconds of the trace's clock. ``waiting``: it was spent waiting for a
+    transfer of this hop.
+    """
+
     hop: str
     name: str
     begin: float
@@ -53,8 +59,8 @@ class _Event:
 class Trace:
     """Records transfers, waits and kernels; `report` sums them up, `save` writes a file that opens in Perfetto.
 
-    Pass one to the stores and the optimizers to be traced. ``rank`` is the process number in the file. Recording goes
-    on until `stop`; events are kept until `clear`. A thread records when asynchronous transfers end; `close` ends it.
+    Pass one to the stores and the optimizers to be traced. ``rank`` is the process number in the file. It records until
+    `stop`; events are kept until `clear`. A thread records when asynchronous transfers end; `close` ends it.
     Thread-safe. ``sink`` is called with every event, from any thread, also after `stop`; with ``keep`` false events go
     to the sink only. ``clock`` returns seconds.
     """
@@ -80,7 +86,9 @@ class Trace:
 
     @contextmanager
     def span(self, hop: str, name: str, nbytes: int = 0, *, waiting: bool = False) -> Iterator[None]:
-        """Record the time inside the context; ``waiting``: it is spent waiting for a transfer of this hop."""
+        """Return a context manager that records the time inside it as an event called ``name`` of ``nbytes``, also if
+        it fails; ``waiting``: it is spent waiting for a transfer of this hop.
+        """
         begin = self._clock()
         try:
             yield
@@ -88,7 +96,9 @@ class Trace:
             self._add(_Event(hop, name, begin, self._clock(), nbytes, waiting))
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
-        """Record a transfer that has just begun and ends when ``wait``, called in another thread, returns or raises."""
+        """Record a transfer of ``nbytes`` that has just begun and ends when ``wait``, called in another thread, returns
+        or raises OSError (then it counts 0 bytes). Transfers are waited for in the order of the calls.
+        """
         with self._lock:
             if not self._recording and self._sink is None:
                 return
@@ -99,7 +109,7 @@ class Trace:
         self._running.put((hop, name, self._clock(), nbytes, wait))
 
     def report(self) -> list[HopReport]:
-        """Wait for the transfers under way; return one row for each hop, sorted by name."""
+        """Wait for the transfers under way; return one row for each hop that was recorded, sorted by name."""
         events = self._finished_events()
         rows = []
         for hop in sorted({event.hop for event in events}):
@@ -116,7 +126,7 @@ class Trace:
         return rows
 
     def table(self) -> str:
-        """Return the report as lines of text."""
+        """Wait for the transfers under way; return the report as lines of text, below a header."""
         lines = [f"{'hop':<22}{'bytes':>16}{'GB/s':>9}{'busy s':>10}{'waited s':>10}{'hidden':>8}"]
         for row in self.report():
             lines.append(
@@ -126,7 +136,8 @@ class Trace:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all events as JSON in the trace event format; drop the file on ui.perfetto.dev or chrome://tracing.
+        """Wait for the transfers under way; write all events to the file ``path``, as JSON in the trace event format;
+        drop it on ui.perfetto.dev or chrome://tracing.
 
         Each hop is a row of its own, with as many rows below as transfers overlap.
         """
@@ -162,12 +173,14 @@ class Trace:
             self._events.clear()
 
     def stop(self) -> None:
-        """Stop recording; ``sink`` is still called."""
+        """Stop keeping events; those kept stay, and ``sink`` is still called."""
         with self._lock:
             self._recording = False
 
     def close(self) -> None:
-        """End the thread that follows transfers. Recorded events stay."""
+        """Wait for the transfers under way and end the thread that follows them; `follow` starts it again. Recorded
+        events stay.
+        """
         self._finished_events()
         with self._lock:
             watcher, self._watcher = self._watcher, None
@@ -176,6 +189,7 @@ class Trace:
             watcher.join()
 
     def _add(self, event: _Event) -> None:
+        """Pass an event to the sink, and keep it unless recording was stopped."""
         if self._sink is not None:
             self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
         with self._lock:
@@ -207,7 +221,7 @@ class Trace:
 
 
 def _covered(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the union of the intervals."""
+    """Return the length of the union of the (begin, end) intervals, in their unit."""
     total, end = 0.0, float("-inf")
     for begin, stop in sorted(intervals):
         total += max(0.0, stop - max(begin, end))
@@ -216,7 +230,9 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def _tracks(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
-    """Yield each event with the name of its row in the drawing: events of one row do not overlap."""
+    """Yield each event, which are given by their beginning, with the name of its row in the drawing: events of one row
+    do not overlap.
+    """
     ends: dict[str, list[float]] = {}
     for event in events:
         group = f"{event.hop}, waiting" if event.waiting else event.hop
