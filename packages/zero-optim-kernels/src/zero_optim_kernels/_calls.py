@@ -16,7 +16,9 @@ class _Kernels(Protocol):
     """The functions of `_native` that read or write memory, with its arguments."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None:
-        """Run one step of the rule with this number in `_rules`; return the norms of `lamb_step`, else None."""
+        """Run one step of the rule (`_rules.ADAM` and so on); return the squared norms of `lamb_step`, for other rules
+        None.
+        """
 
     def norm_squared(self, x: Any, n: Any, dtype: str, threads: int, /) -> float:
         """Do what `buffers.l2_norm_squared` does."""
@@ -44,7 +46,7 @@ class _Kernels(Protocol):
 
 
 class _Rehearsal:
-    """Kernels that touch no memory: every sum is 0, every element finite."""
+    """Kernels that touch no memory: every sum and count is 0, and outputs stay unwritten."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]]:
         """Return one pair of zero norms for each row of coefficients, as LAMB's kernel returns norms."""
@@ -72,10 +74,11 @@ def kernels() -> _Kernels:
 
 @contextmanager
 def rehearsed() -> Iterator[None]:
-    """Run the kernel calls of this context without touching memory, for tensors that have none (torch's fake tensors).
+    """Return a context manager, inside which kernel calls touch no memory, for tensors that have none (torch's fake
+    tensors).
 
-    Python's checks of the arguments still run. Norms and counts are 0, outputs stay unwritten. A thread that is
-    started inside runs the compiled kernels.
+    Python's checks of the arguments still run. Norms and counts are 0, outputs stay unwritten. A thread that is started
+    inside runs the compiled kernels.
     """
     token = _KERNELS.set(_Rehearsal())
     try:

@@ -40,11 +40,13 @@ def check_integers(step: int, element_offset: int, seed: int, *, first_step: int
 
 
 def _check_at_least_zero(name: str, value: float) -> None:
+    """Raise ``ValueError`` by ``name`` for a value below 0, and for NaN."""
     if not value >= 0.0:
         raise ValueError(f"{name}: expected a number >= 0, got {value}")
 
 
 def _check_beta(name: str, value: float) -> None:
+    """Raise ``ValueError`` by ``name`` for a value outside [0, 1), and for NaN."""
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name}: expected a number in [0, 1), got {value}")
 
@@ -56,7 +58,8 @@ def segment_table(
     weight_decay: float,
     betas: tuple[float, float],
 ) -> Sequence[Segment]:
-    """Return the segment table of a call: ``segments``, or without it one row of the scalars, which ends at ``n``.
+    """Return the segment table of a call: ``segments``, or without it one row of the scalars, which ends at ``n``. A
+    row is (end, lr, weight_decay, beta1, beta2), for the elements before ``end``.
 
     Where ``n`` is a list, a row's end is not read. Raises ``ValueError`` for a negative learning rate or decay, and for
     a beta outside [0, 1).
@@ -75,7 +78,8 @@ def segment_table(
 def adam_coefficients(
     segment: Segment, *, step: int, eps: float, adamw_mode: bool, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of AdamW in the order of the native rule.
+    """Return where a segment (end, lr, weight_decay, beta1, beta2) ends, and the coefficients of AdamW in the order of
+    the native rule. ``ValueError`` for a negative ``eps``.
 
     With ``adamw_mode=False`` those of Adam, which adds the weight decay to the gradient.
     """
@@ -100,7 +104,9 @@ def adam_coefficients(
 def lamb_coefficients(
     segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of LAMB's update direction in the order of the native rule."""
+    """Return where a segment (end, lr, weight_decay, beta1, beta2) ends, and the coefficients of LAMB's update
+    direction in the order of the native rule; the learning rate is not read. ``ValueError`` for a negative ``eps``.
+    """
     end, _, weight_decay, beta1, beta2 = segment
     _check_at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
@@ -120,7 +126,9 @@ def lamb_coefficients(
 
 
 def lion_coefficients(segment: Segment, *, grad_scale: float) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of Lion in the order of the native rule."""
+    """Return where a segment (end, lr, weight_decay, beta1, beta2) ends, and the coefficients of Lion in the order of
+    the native rule.
+    """
     end, lr, weight_decay, beta1, beta2 = segment
     return end, (grad_scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta1, 1.0 - beta2, beta2, -lr)
 
@@ -128,7 +136,9 @@ def lion_coefficients(segment: Segment, *, grad_scale: float) -> tuple[int, tupl
 def adagrad_coefficients(
     segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of Adagrad in the order of the native rule."""
+    """Return where a segment (end, lr, weight_decay, …) ends, and the coefficients of Adagrad in the order of the
+    native rule; the betas are not read. ``ValueError`` for a negative ``lr_decay`` or ``eps``.
+    """
     end, lr, weight_decay, _, _ = segment
     _check_at_least_zero("lr_decay", lr_decay)
     _check_at_least_zero("eps", eps)
@@ -138,9 +148,11 @@ def adagrad_coefficients(
 def sgd_coefficients(
     segment: Segment, *, momentum: float, dampening: float, nesterov: bool, first: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
-    """Return where a segment ends, and the coefficients of stochastic gradient descent in the order of the native rule.
+    """Return where a segment (end, lr, weight_decay, …) ends, and the coefficients of stochastic gradient descent in
+    the order of the native rule; the betas are not read.
 
-    ``first``: the momentum buffer is not read but set to the gradient.
+    ``first``: the momentum buffer is not read but set to the gradient. ``ValueError`` for a negative momentum, and for
+    ``nesterov`` without momentum or with dampening.
     """
     end, lr, weight_decay, _, _ = segment
     _check_at_least_zero("momentum", momentum)

@@ -48,13 +48,13 @@ def quantize_blocks(
     element_offset: int = 0,
     threads: int = 0,
 ) -> None:
-    """Encode ``n`` elements of ``x`` (``"f32"``, ``"bf16"``, ``"f16"``) into ``payload`` and ``ceil(n / block)``
-    float32 ``scales``. ``block`` is even.
+    """Encode ``n`` elements of ``x`` (``dtype`` ``"f32"``, ``"bf16"`` or ``"f16"``) into ``payload`` and ``ceil(n /
+    block)`` float32 ``scales``. ``block`` is even; the module's docstring has the codes.
 
     Codes are the nearest to ``x * (largest code / largest magnitude)``, ties to even. With ``stochastic`` a code is one
     of the two nearest, such that the expectation is the value. ``seed``, ``step`` and the element's global index
-    (``element_offset`` plus its index in ``x``) decide which of the two. Raises ``TypeError`` or ``ValueError`` before
-    anything is written.
+    (``element_offset`` plus its index in ``x``) decide which of the two. ``threads=0`` uses `default_threads`. Raises
+    ``TypeError`` or ``ValueError`` before anything is written.
     """
     _rules.check_integers(step, element_offset, seed, first_step=0)
     kernels().quantize(x, payload, scales, n, code, block, dtype, stochastic, seed, step, element_offset, threads)

@@ -18,15 +18,16 @@ __all__ = ["cast", "count_nonfinite", "l2_norm", "l2_norm_squared", "l2_norms_sq
 
 
 def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
-    """Return the sum of squares, accumulated in float64 in an order that depends on ``n`` only.
+    """Return the sum of squares of the ``n`` elements of ``x``, accumulated in float64 in an order that depends on
+    ``n`` only.
 
-    For a list of operands it is the sum over all of them, in the order of the list.
+    For a list of operands it is the sum over all of them, in the order of the list. NaN and infinity propagate.
     """
     return kernels().norm_squared(x, n, dtype, threads)
 
 
 def l2_norm(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
-    """Return the Euclidean norm: the square root of `l2_norm_squared`."""
+    """Return the Euclidean norm of the ``n`` elements of ``x``: the square root of `l2_norm_squared`."""
     return math.sqrt(l2_norm_squared(x, n, dtype=dtype, threads=threads))
 
 
@@ -40,7 +41,7 @@ def l2_norms_squared(x: Operand, out: Operand, n: int, *, block: int, dtype: Dty
 
 
 def count_nonfinite(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> int:
-    """Return how many elements are NaN or infinite."""
+    """Return how many of the ``n`` elements of ``x`` (of all operands of a list together) are NaN or infinite."""
     return kernels().count_nonfinite(x, n, dtype, threads)
 
 

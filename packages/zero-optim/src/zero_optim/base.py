@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 
 class ClosureOptimizer(Optimizer, ABC):
-    """A `torch.optim.Optimizer` whose subclasses define `update`, which runs after the closure and without autograd."""
+    """A `torch.optim.Optimizer` whose subclasses define `update`, which runs after the closure, if any, and without
+    autograd.
+    """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -36,7 +38,9 @@ class ClosureOptimizer(Optimizer, ABC):
 
 
 class AdamHyperparameters(TypedDict, total=False):
-    """Hyperparameters of Adam and optimizers like it besides the learning rate, for a constructor or a param group."""
+    """Hyperparameters of Adam and optimizers like it besides the learning rate, for a constructor or a param group; the
+    defaults are those of `adam_defaults`.
+    """
 
     betas: tuple[float, float]
     eps: float

@@ -9,7 +9,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def muon_class() -> type[torch.optim.Muon]:
-    """Return `torch.optim.Muon`, which came with torch 2.9. Raises ImportError before that."""
+    """Return `torch.optim.Muon`, which came with torch 2.9. Raises ImportError with an older torch."""
     if TORCH < (2, 9):
         raise ImportError(
             f"Muon needs torch 2.9 or later, this is torch {torch.__version__}: install a newer torch, or use AdamW"

@@ -34,10 +34,12 @@ class ReduceNorms(Protocol):
 class Lamb(ClosureOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2) on any device, for parameters or fragments of sharded ones.
 
-    A step computes all update directions, then the norms of full parameters, then applies the directions.
-    ``reduce_norms`` adds up squared norms over fragments; by default every tensor counts as a full parameter. The trust
-    ratio (norm of the weight over that of the direction) is 1 where either norm is 0, then limited to
-    ``min_coeff`` ... ``max_coeff``.
+    A step computes all update directions, then the norms of full parameters, then applies the directions. The trust
+    ratio (norm of the weight over that of the direction) is 1 where either norm is 0, then limited to ``min_coeff`` ...
+    ``max_coeff``.
+
+    Attributes:
+        reduce_norms: adds up squared norms over fragments; by default every tensor counts as a full parameter.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class Lamb(ClosureOptimizer):
             self._apply(p, direction, float(group["lr"]) * ratio)
 
     def _direction(self, group: dict[str, Any], p: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
-        """Advance the moments of ``p``; return its update direction and the squared norms (``p``, direction)."""
+        """Advance the step count and the moments of ``p``, which has a gradient; return its update direction, a new
+        tensor, and the squared norms (``p``, direction).
+        """
         state = self.state[p]
         if not state:
             state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -100,7 +104,7 @@ class Lamb(ClosureOptimizer):
         return direction, (_squared_norm(p), _squared_norm(direction))
 
     def _apply(self, p: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
-        """Subtract ``factor * direction`` from ``p``."""
+        """Subtract ``factor * direction`` from ``p`` in place, by a kernel where there is one."""
         if _has_kernel(p, direction):
             lamb_apply(
                 p.data_ptr(),
@@ -116,7 +120,7 @@ class Lamb(ClosureOptimizer):
 
 
 def _unreduced_norms(partial: PartialNorms, /) -> list[tuple[float, ...]]:
-    """Return the partial norms as they are: every tensor is a full parameter."""
+    """Return the norms in ``partial`` as they are: every tensor is a full parameter."""
     return [norms for _, norms in partial]
 
 
@@ -127,4 +131,5 @@ def _has_kernel(p: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _squared_norm(x: torch.Tensor) -> float:
+    """Return the sum of the squares of all elements, computed in float64; the host waits for it."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64).square())

@@ -36,7 +36,8 @@ class MuonWithAdam(ClosureOptimizer):
 
         A parameter's own attribute ``use_muon``, where it has one, decides instead. Weights of ``model``'s embeddings,
         also where another module shares them, go to AdamW. ``arguments``: ``lr``, ``momentum``, ``betas``, ``eps``,
-        ``weight_decay``, and optionally ``muon_lr`` and ``adam_lr``.
+        ``weight_decay``, and optionally ``muon_lr`` and ``adam_lr``, by which each of the two replaces ``lr``; a
+        group's own options come before them. Raises ImportError for a matrix before torch 2.9.
         """
         embeddings = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
         listed = parameters if any(isinstance(p, dict) for p in parameters) else [{"params": parameters}]

@@ -31,18 +31,23 @@ class BlockQuantizer(Protocol):
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
         """Return the payload and the scales of the contiguous 1-D floating tensor `x`, on its device.
 
-        The payload is uint8: one byte per element, for `int4` one per two. Scales are float32, ceil(numel / block).
+        The payload is uint8: one byte per element, for `int4` one per two. Scales are float32, ceil(numel / block): one
+        for every `block` elements.
         """
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write code x scale into `out` (contiguous, 1-D, floating, of the original length)."""
+        """Write code x scale into `out` (contiguous, 1-D, floating, of the original length), from what
+        `quantize_blocks` returned for the same `format` and `block`.
+        """
 
 
 class TorchBlockQuantizer:
     """`BlockQuantizer` in plain torch, on any device: the reference for the kernels."""
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the 1-D tensor `x`."""
+        """Return payload (uint8) and scales (float32) of the 1-D tensor `x`, in `format` with `block` elements per
+        scale, on its device.
+        """
         limit = LARGEST_CODE[format]
         rows, scales = _scaled_rows(x, block, limit)
         rows.clamp_(-limit, limit)
@@ -52,7 +57,9 @@ class TorchBlockQuantizer:
         return (codes[: x.numel()] if format == "int8" else _pack_nibbles(codes)[: (x.numel() + 1) // 2]), scales
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write the decoded elements into the 1-D tensor `out`."""
+        """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
+        1-D tensor `out`.
+        """
         codes = _unpack_nibbles(payload, out.numel()) if format == "int4" else payload
         values = codes.view(_FP8_DTYPES.get(format, torch.int8)).to(torch.float32)
         whole = out.numel() // block * block
@@ -62,9 +69,11 @@ class TorchBlockQuantizer:
 
 
 def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Return x / scale as float32 rows of `block` elements (the tail padded with zeros), and the scales.
+    """Return `x` over its blocks' scales, as float32 rows of `block` elements (the tail padded with zeros), and the
+    scales.
 
-    ``limit``: the largest code. For a block with NaN or infinities the row has the codes themselves.
+    ``limit``: the largest code. For a block with NaN or infinities the row has the codes themselves, for one below
+    2^-100 zeros.
     """
     padded = x.new_zeros(-(-x.numel() // block) * block, dtype=torch.float32)
     padded[: x.numel()].copy_(x)
@@ -79,7 +88,9 @@ def _scaled_rows(x: Tensor, block: int, limit: float) -> tuple[Tensor, Tensor]:
 
 
 def _pack_nibbles(codes: Tensor) -> Tensor:
-    """Return an even number of `int4` codes, one per byte, as two per byte: the even element in the low half."""
+    """Return an even number of `int4` codes, one per byte (uint8), as two per byte: the even element in the
+    low half.
+    """
     pairs = codes.view(-1, 2)
     return (pairs[:, 0] & 0x0F) | (pairs[:, 1] << 4)
 

@@ -58,13 +58,17 @@ class BlockCodec:
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`."""
+        """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`, on its
+        device.
+        """
         if x.dim() != 1 or not x.is_floating_point():
             raise PrecisionError(f"BlockCodec.encode: expected a 1-D floating tensor, got {tuple(x.shape)} {x.dtype}")
         return self._quantizer.quantize_blocks(x.detach().contiguous(), self.format, self.block)
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Decode (`payload`, `scales`) of `out.numel()` elements into `out` (contiguous, 1-D, floating)."""
+        """Decode (`payload`, `scales`) of `out.numel()` elements into `out` (contiguous, 1-D, floating), all on one
+        device.
+        """
         self._check_decode(payload, scales, out)
         self._quantizer.dequantize_blocks(payload, scales, out, self.format, self.block)
 

@@ -21,11 +21,15 @@ class DeviceBlockQuantizer:
         self._torch = TorchBlockQuantizer()
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`."""
+        """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`, in `format` with `block`
+        elements per scale, on its device.
+        """
         return self._for_device(x.device).quantize_blocks(x, format, block)
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: BlockFormat, block: int) -> None:
-        """Write the decoded elements into the 1-D tensor `out`."""
+        """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
+        1-D tensor `out`.
+        """
         self._for_device(out.device).dequantize_blocks(payload, scales, out, format, block)
 
     def describe(self, device: torch.device) -> str:
@@ -36,6 +40,9 @@ class DeviceBlockQuantizer:
         return said
 
     def _for_device(self, device: torch.device) -> BlockQuantizer:
+        """Return the quantizer for tensors on `device`: Triton's on CUDA if it can be imported, else that of plain
+        torch.
+        """
         if device.type != "cuda":
             return self._torch
         kernels, _ = _triton_quantizer()
@@ -44,7 +51,9 @@ class DeviceBlockQuantizer:
 
 @functools.cache
 def _triton_quantizer() -> tuple[BlockQuantizer | None, str]:
-    """Return Triton's quantizer, None where triton cannot be imported, and a description for people."""
+    """Return Triton's quantizer, None where triton cannot be imported, and a description of what is used instead, for
+    people.
+    """
     try:
         import triton
 

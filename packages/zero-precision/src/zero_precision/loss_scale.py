@@ -43,7 +43,7 @@ class NoLossScale:
     scale = 1.0
 
     def update(self, overflow: bool) -> bool:
-        """Return whether the optimizer is to take the step: not after an overflow."""
+        """Return whether the optimizer is to take the step: not after an overflow (a gradient that is inf or NaN)."""
         return not overflow
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class NoLossScale:
         return {"kind": "none"}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state: there is nothing to restore."""
+        """Do nothing: there is no state to restore."""
 
 
 class StaticLossScale:
@@ -69,15 +69,17 @@ class StaticLossScale:
         return self._scale
 
     def update(self, overflow: bool) -> bool:
-        """Return whether the optimizer is to take the step: not after an overflow."""
+        """Return whether the optimizer is to take the step: not after an overflow (a gradient that is inf or NaN). The
+        scale stays.
+        """
         return not overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain data for a checkpoint: the kind of this loss scale."""
+        """Return plain data for a checkpoint: the kind of this loss scale, and the constant."""
         return {"kind": "static", "scale": self._scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Ignore the state: the configured constant stays."""
+        """Do nothing: the configured constant stays."""
 
 
 class DynamicLossScale:
@@ -119,7 +121,8 @@ class DynamicLossScale:
         return self._scale
 
     def update(self, overflow: bool) -> bool:
-        """Adapt the scale to the outcome of a step; return whether the optimizer is to take the step.
+        """Adapt the scale to the outcome of a step; return whether the optimizer is to take the step: not after an
+        overflow.
 
         Raises `LossScaleError` for an overflow at the minimum scale, once the hysteresis is used up.
         """
@@ -132,7 +135,9 @@ class DynamicLossScale:
         return not overflow
 
     def _shrink(self) -> None:
-        """Use up one unit of hysteresis, or halve the scale."""
+        """Use up one unit of hysteresis, or, at the last one, halve the scale, not below the minimum; `LossScaleError`
+        if it is there.
+        """
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
             return
@@ -146,7 +151,9 @@ class DynamicLossScale:
         self._scale = max(self._scale / 2.0, self._minimum)
 
     def _grow(self) -> None:
-        """Refill the hysteresis and double the scale where the clean calls so far allow it."""
+        """Double the scale and refill the hysteresis, if the clean calls before this one fill a whole number of
+        windows; with `consecutive_hysteresis` refill it in any case.
+        """
         if self._consecutive:
             self._hysteresis_left = self._hysteresis
         clean_before = self._calls - self._last_overflow - 1
@@ -167,7 +174,8 @@ class DynamicLossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the state of a dynamic loss scale; ignore that of another kind.
 
-        The window, hysteresis and minimum of this object stay. Raises `PrecisionError` for missing keys or bad values.
+        The window, hysteresis and minimum of this object stay, and limit what is loaded. Raises `PrecisionError` for
+        missing keys or bad values.
         """
         if state.get("kind") != "dynamic":
             return

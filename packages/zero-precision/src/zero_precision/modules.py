@@ -106,6 +106,7 @@ def cast_floating(tree: T, dtype: torch.dtype) -> T:
     """
 
     def cast(leaf: Any) -> Any:
+        """Return a floating tensor cast to `dtype`, anything else as it is."""
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(cast, tree)  # type: ignore[no-any-return]
@@ -121,7 +122,9 @@ def _select(module: nn.Module, names: Iterable[str], pattern: KeepPattern) -> se
 
 
 def _nothing_selected_message(names: Iterable[str], pattern: KeepPattern) -> str:
-    """Return the text of the error for a pattern that selects none of ``names``."""
+    """Return the text of the error for a pattern that selects none of ``names``, with the part of a name that is most
+    like it.
+    """
     if not isinstance(pattern, str):
         return f"keep_fp32: the model has no module of class {pattern.__name__} with floating parameters"
     parts = sorted({part for name in names for part in name.split(".")})

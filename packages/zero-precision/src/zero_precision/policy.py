@@ -53,6 +53,7 @@ class PrecisionPolicy:
     keep_declared_fp32: bool = True
 
     def __post_init__(self) -> None:
+        """Raise `PrecisionError` for dtypes that do not fit together; make `keep_fp32` a tuple."""
         object.__setattr__(self, "keep_fp32", _checked_patterns(self.keep_fp32))
         for field in _DTYPE_FIELDS:
             self._check_training_dtype(field)
@@ -64,7 +65,9 @@ class PrecisionPolicy:
 
     @classmethod
     def full(cls, dtype: torch.dtype = torch.float32, **overrides: Any) -> PrecisionPolicy:
-        """Return a policy with all in float32 or float64 (`dtype`) and no master; `overrides` replace single fields."""
+        """Return a policy with all in float32 or float64 (`dtype`) and no master; `overrides` replace single fields.
+        Raises `PrecisionError` for another `dtype`.
+        """
         if dtype not in (torch.float32, torch.float64):
             raise PrecisionError(
                 f"PrecisionPolicy.full: expected float32 or float64, got {dtype}; for half precision use "
@@ -75,14 +78,16 @@ class PrecisionPolicy:
 
     @classmethod
     def bf16(cls, **overrides: Any) -> PrecisionPolicy:
-        """Return a policy with parameters and wire in bfloat16; accumulation, master and state in float32."""
+        """Return a policy with parameters and wire in bfloat16; accumulation, master and state in float32. `overrides`
+        replace single fields.
+        """
         return cls._mixed(torch.bfloat16, overrides)
 
     @classmethod
     def fp16(cls, **overrides: Any) -> PrecisionPolicy:
         """Return a policy with parameters and wire in float16; accumulation, master and state in float32.
 
-        It needs a loss scale.
+        It needs a loss scale. `overrides` replace single fields.
         """
         return cls._mixed(torch.float16, overrides)
 
@@ -90,7 +95,8 @@ class PrecisionPolicy:
     def pure_bf16(cls, **overrides: Any) -> PrecisionPolicy:
         """Return a policy with all in bfloat16 and no master: 8 bytes per parameter with Adam instead of 18.
 
-        An update smaller than 2^-9 of the weight is lost to rounding; see the package's documentation.
+        An update smaller than 2^-9 of the weight is lost to rounding; see the package's documentation. `overrides`
+        replace single fields.
         """
         fields: dict[str, Any] = dict.fromkeys(("param_dtype", "accumulate_dtype", "wire_dtype"), torch.bfloat16)
         return cls(**{**fields, "state_dtype": torch.bfloat16, **overrides})
@@ -186,7 +192,9 @@ class PrecisionPolicy:
             )
 
     def _check_not_narrower(self, field: str, than: str) -> None:
-        """Raise `PrecisionError` if the dtype of ``field`` is narrower than that of the field ``than``; None passes."""
+        """Raise `PrecisionError` if the dtype of ``field`` has fewer bytes than that of the field ``than``; None
+        passes.
+        """
         dtype, other = getattr(self, field), getattr(self, than)
         if dtype is not None and dtype.itemsize < other.itemsize:
             raise PrecisionError(
@@ -211,4 +219,5 @@ def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
 
 
 def _stage_text(stage: int | None) -> str:
+    """Return a stage as text, "-" for None."""
     return "-" if stage is None else f"stage {stage}"

@@ -42,7 +42,9 @@ class SignCodec:
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8) and scales (float32) of the 1-D floating `x`."""
+        """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`, on its
+        device.
+        """
         if x.dim() != 1 or not x.is_floating_point():
             raise PrecisionError(f"SignCodec.encode: expected a 1-D floating tensor, got {tuple(x.shape)} {x.dtype}")
         rows = torch.nn.functional.pad(x.detach().float(), (0, -x.numel() % self.block)).view(-1, self.block)
@@ -52,7 +54,9 @@ class SignCodec:
         return _pack_bits((rows < 0).view(-1)[: self.payload_nbytes(x.numel()) * 8]), scales
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write every element, plus or minus the scale of its block, into `out` (1-D, floating, contiguous)."""
+        """Write every element, plus or minus the scale of its block, into `out` (1-D, floating). `PrecisionError` if
+        `payload` and `scales` are not those of so many elements.
+        """
         expected = (self.payload_nbytes(out.numel()), self.scales_numel(out.numel()))
         if (payload.numel(), scales.numel()) != expected or out.dim() != 1 or not out.is_floating_point():
             raise PrecisionError(
@@ -67,11 +71,11 @@ class SignCodec:
 
 
 def _pack_bits(flags: Tensor) -> Tensor:
-    """Return booleans (a multiple of 8) as bits, flag i in bit i % 8 of byte i // 8."""
+    """Return contiguous booleans (a multiple of 8) as bytes, flag i in bit i % 8 of byte i // 8."""
     return (flags.view(torch.uint8).view(torch.int64) * _GATHER >> 56).to(torch.uint8)
 
 
 def _unpack_bits(payload: Tensor) -> Tensor:
-    """Return the bits of every byte as booleans, the inverse of `_pack_bits`."""
+    """Return the bits of every byte as booleans, eight per byte; the inverse of `_pack_bits`."""
     spread: Tensor = payload.to(torch.int64).mul_(_REPEAT).bitwise_and_(_EACH)
     return spread.view(torch.uint8) != 0

@@ -48,9 +48,10 @@ _U5E3 = np.array([decode_u5e3(code) for code in range(256)])
 
 
 def _integer_codes(t: Single, most: int, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:
-    """Return the nearest integers, ties to even, limited to ``most`` in magnitude.
+    """Return the integers nearest to ``t``, ties to even, limited to ``most`` in magnitude.
 
-    ``random``: 32 bits per element, for stochastic rounding: noise within (-1/2, 1/2) is added first.
+    ``random``: 32 bits per element, for stochastic rounding: noise within (-1/2, 1/2) is added first. None rounds to
+    nearest.
     """
     if random is not None:
         noise = ((random >> np.uint32(16)) - 32767.5) / 65536
@@ -61,10 +62,11 @@ def _integer_codes(t: Single, most: int, random: npt.NDArray[np.uint32] | None) 
 def _float_codes(
     magnitude: npt.NDArray[np.float64], table: npt.NDArray[np.float64], random: npt.NDArray[np.uint32] | None
 ) -> npt.NDArray[np.int64]:
-    """Return the index of the nearest value in an increasing table, ties to the even index.
+    """Return the index of the value in an increasing ``table`` that is nearest to each magnitude, ties to the even
+    index; magnitudes beyond the table get its ends.
 
     ``random``: 32 bits per element, for stochastic rounding: to the upper neighbour with the probability ``(magnitude -
-    lower) / (upper - lower)``, a multiple of 2^-20.
+    lower) / (upper - lower)``, a multiple of 2^-20. None rounds to nearest.
     """
     lower = np.clip(np.searchsorted(table, magnitude, side="right") - 1, 0, table.size - 2)
     part = np.clip((magnitude - table[lower]) / (table[lower + 1] - table[lower]), 0, 1)
@@ -76,7 +78,9 @@ def _float_codes(
 
 
 def _codes(t: Single, code: Code, random: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.int64]:
-    """Return the codes of ``t``, elements divided by their block's scale; integer codes may be negative."""
+    """Return the codes of ``t``, float32 elements divided by their block's scale, rounded to nearest, or with
+    ``random`` (32 bits per element) stochastically. Integer codes may be negative, 8-bit floats are bit patterns.
+    """
     wide = t.astype(np.float64)
     if code == "u5e3":
         return _float_codes(abs(wide), _U5E3, random)
@@ -96,9 +100,11 @@ def quantize(
     element_offset: int = 0,
     stream: Stream = "payload",
 ) -> tuple[Codes, Single]:
-    """Return payload and scales of float32 numbers (``"u5e3"``: not negative), as `quantize_blocks` writes them.
+    """Return payload (uint8) and scales (float32) of float32 numbers (``"u5e3"``: not negative), ``block`` of which
+    share a scale, as `quantize_blocks` writes them.
 
-    ``stream``: the random numbers of stochastic rounding, separate for optimizer state and payloads.
+    ``stream``: the random numbers of stochastic rounding, separate for optimizer state and payloads. The other
+    arguments are those of `quantize_blocks`.
     """
     single = np.asarray(x, np.float32)
     index = np.uint64(element_offset) + np.arange(single.size, dtype=np.uint64)
@@ -121,7 +127,9 @@ def quantize(
 
 
 def dequantize(payload: Codes, scales: Single, n: int, code: Code, block: int) -> Any:
-    """Return codes times scales for ``n`` elements, in float32."""
+    """Return codes times scales for ``n`` elements, in float32: what `quantize` encoded with the same ``code`` and
+    ``block``.
+    """
     if code == "int8":
         numbers = payload.astype(np.int8).astype(np.float32)
     elif code == "int4":

@@ -66,20 +66,24 @@ def bf16_values(bits: Bits16) -> Single:
 
 
 def bf16_split(x: npt.ArrayLike) -> tuple[Bits16, Bits16]:
-    """Split float32 into the nearest bf16 (ties away from zero) and the 16 low bits that `bf16_join` needs."""
+    """Split float32 into the bits of the nearest bf16 (ties away from zero) and the 16 low bits that `bf16_join` needs
+    to restore it.
+    """
     single = np.asarray(x, np.float32)
     bits = _bits(np.where(np.isnan(single), np.float32(np.nan), single))
     return ((bits + np.uint64(0x8000)) >> np.uint64(16)).astype(np.uint16), bits.astype(np.uint16)
 
 
 def bf16_join(high: Bits16, low: Bits16) -> Single:
-    """Return the float32 that `bf16_split` split; ``low`` is its signed difference from the bf16 in the last places."""
+    """Return the float32 that `bf16_split` split: ``low``, as a signed integer, is the difference of its bits from
+    those of the bf16 ``high``.
+    """
     difference = low.view(np.int16).astype(np.int64)
     return ((high.astype(np.int64) << 16) + difference).astype(np.uint32).view(np.float32)
 
 
 def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
-    """Return numbers as an array stored in ``dtype``, rounded to nearest even."""
+    """Return numbers as an array stored in ``dtype``, rounded to nearest even; bf16 is stored as uint16."""
     if dtype == "bf16":
         return bf16_nearest(x)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -87,14 +91,16 @@ def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
 
 
 def values(x: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Return the numbers of a stored array: float64 for float64, else float32."""
+    """Return the numbers of an array stored in ``dtype``: as float64 for float64, else as float32."""
     if dtype == "bf16":
         return bf16_values(x)
     return np.asarray(x, np.float32 if dtype == "f16" else x.dtype)
 
 
 def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any]:
-    """Convert a stored array from ``dtype`` to ``out_dtype``; float64 goes to 16 bits through float32."""
+    """Return a copy of an array stored in ``dtype``, converted to ``out_dtype`` by rounding to nearest even; float64
+    goes to 16 bits through float32.
+    """
     if dtype == out_dtype:
         return np.array(x)
     wide = values(x, dtype)
@@ -102,14 +108,17 @@ def cast(x: npt.NDArray[Any], dtype: Dtype, out_dtype: Dtype) -> npt.NDArray[Any
 
 
 def _mix(x: int) -> int:
-    """Return a hash of 64 bits: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, figure 16)."""
+    """Return a 64-bit hash of a 64-bit integer: the finaliser of splitmix64 (Steele, Lea and Flood, OOPSLA 2014, figure
+    16).
+    """
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
     return x ^ x >> 31
 
 
 def random_bits(seed: int, step: int, stream: Stream, index: npt.ArrayLike) -> npt.NDArray[np.uint32]:
-    """Return 32 random bits for each global element index; the high ones are the most random.
+    """Return 32 random bits for each global element index, fixed by ``seed``, ``step`` and ``stream`` (the use of the
+    numbers); the high bits are the most random.
 
     Indices with the same high half share a key, with which their low half is hashed.
     """

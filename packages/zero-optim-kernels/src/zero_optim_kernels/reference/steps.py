@@ -1,8 +1,9 @@
-"""The rules in float64.
+"""The rules in float64: one function for each optimizer, with the hyperparameters of the kernel of the same name.
 
-Arithmetic is float64 on the values that the kernels read; results are those of exact arithmetic, before they are
-rounded to a storage dtype. An intermediate result that enters another sum (the scaled and decayed gradient, the second
-moment) is rounded to float32 as in a kernel, so that each sum's error is measured by itself.
+Arithmetic is float64 on the values that the kernels read; arguments are not changed, and results are those of exact
+arithmetic, before they are rounded to a storage dtype. An intermediate result that enters another sum (the scaled and
+decayed gradient, the second moment) is rounded to float32 as in a kernel, so that each sum's error is measured by
+itself.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class Result:
 
 
 def _float32_coefficients(row: tuple[int, tuple[float, ...]]) -> tuple[float, ...]:
-    """Return the coefficients of a row, rounded to float32 as a kernel reads them."""
+    """Return the coefficients of a row (end, coefficients), rounded to float32 as a kernel reads them."""
     return tuple(float(np.float32(value)) for value in row[1])
 
 
 def _as_float64(x: Any) -> Array:
+    """Return numbers as a float64 array, without a copy if it is one."""
     return np.asarray(x, dtype=np.float64)
 
 
@@ -55,24 +57,28 @@ def _largest(*terms: Array) -> Array:
 
 
 def _to_f32(x: Array) -> Array:
-    """Return float64 numbers that were rounded to float32."""
+    """Return float64 numbers rounded to float32, as float64."""
     return _as_float64(x.astype(np.float32))
 
 
 def _decayed(g: Array, p: Array, l2: float) -> tuple[Array, Array]:
-    """Return the gradient plus ``l2 * p``, added in float32, and the magnitude of the sum."""
+    """Return the gradient ``g`` plus ``l2 * p``, added in float32 unless ``l2`` is 0, and the magnitude of the sum."""
     if l2 != 0.0:
         g = _as_float64(g.astype(np.float32) + (l2 * p).astype(np.float32))
     return _to_f32(g), abs(g)
 
 
 def _lerp(a: Array, b: Array, b_term: Array, weight: float, rest: float) -> tuple[Array, Array]:
-    """Return ``a + weight * (b - a)`` and its largest term; ``b_term`` is that of ``b``, ``rest`` is 1 - weight."""
+    """Return ``a + weight * (b - a)`` and the largest term of that sum, element by element; ``b_term`` is that of
+    ``b``, ``rest`` is 1 - weight.
+    """
     return (a + weight * (b - a) if weight < 0.5 else b - (b - a) * rest), _largest(a, b_term, b - a)
 
 
 @dataclass
 class _Adam:
+    """Adam's new moments and its update direction, each with the largest term of the sum that made it."""
+
     first: Array
     first_term: Array
     second: Array
@@ -82,7 +88,9 @@ class _Adam:
 
 
 def _adam(p: Array, g: Array, m: Array, v: Array, c: tuple[float, ...]) -> _Adam:
-    """Return Adam's moments and direction; ``c``: the coefficients in the kernel's order."""
+    """Return Adam's new moments and direction for parameters ``p``, scaled gradients ``g`` and moments ``m`` and ``v``;
+    ``c``: the coefficients in the kernel's order.
+    """
     _, _, l2, w1, rest1, b2, w2, _, inverse_root, eps = c
     g, g_term = _decayed(g, p, l2)
     m_new, m_term = _lerp(m, g, g_term, w1, rest1)
@@ -107,7 +115,7 @@ def adam(
     bias_correction: bool = True,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Apply one step of AdamW, or with ``adamw_mode=False`` of Adam."""
+    """Return the result of one step of AdamW, or with ``adamw_mode=False`` of Adam; ``step`` counts from 1."""
     segment: Segment = (0, lr, weight_decay, betas[0], betas[1])
     c = _float32_coefficients(
         _rules.adam_coefficients(
@@ -134,7 +142,7 @@ def lamb(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Apply one step of LAMB to one full parameter, both halves."""
+    """Return the result of one step of LAMB, both halves, for one full parameter; ``step`` counts from 1."""
     c = _float32_coefficients(
         _rules.lamb_coefficients(
             (0, lr, weight_decay, *betas), step=step, eps=eps, bias_correction=True, grad_scale=grad_scale
@@ -160,7 +168,7 @@ def lion(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Apply one step of Lion."""
+    """Return the result of one step of Lion."""
     scale, decay, w1, rest1, w2, rest2, negative_step = _float32_coefficients(
         _rules.lion_coefficients((0, lr, weight_decay, *betas), grad_scale=grad_scale)
     )
@@ -183,7 +191,7 @@ def adagrad(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Apply one step of Adagrad."""
+    """Return the result of one step of Adagrad; ``step`` counts from 1."""
     row = _rules.adagrad_coefficients(
         (0, lr, weight_decay, 0.0, 0.0), step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale
     )
@@ -210,7 +218,9 @@ def sgd(
     first: bool = False,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Apply one step of SGD; ``momentum_buffer`` is None without momentum, and not read with ``first``."""
+    """Return the result of one step of SGD; ``momentum_buffer`` is None without momentum, and not read with
+    ``first``.
+    """
     row = _rules.sgd_coefficients(
         (0, lr, weight_decay, 0.0, 0.0),
         momentum=momentum,

@@ -35,7 +35,7 @@ _LOW = "param_low"
 
 @dataclass(frozen=True)
 class Settings:
-    """How an optimizer stores its state; the same for all parameter groups."""
+    """How an optimizer stores its state, for all its groups; ``threads``: of a kernel call, 0 for torch's number."""
 
     state_dtype: StateDtype
     bf16_weights: Bf16Weights
@@ -94,17 +94,19 @@ class KernelOptimizer(Optimizer):
         raise NotImplementedError
 
     def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
-        """Return the moments that this group's parameters have."""
+        """Return the moments that this group's parameters have; by default `moments`."""
         return self.moments
 
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
-        """Return the value that every element of a new moment has."""
+        """Return the value that every element of a new moment of this group has; by default 0."""
         return 0.0
 
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; ``TypeError`` or ``ValueError`` for options or parameters not supported."""
+        """Add a group as torch does, or raise ``TypeError`` or ``ValueError`` for options or parameters not
+        supported.
+        """
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:
@@ -245,7 +247,7 @@ class KernelOptimizer(Optimizer):
     def _adjacent_runs(
         self, group: int, params: list[torch.Tensor], numbers: list[int], dtype: torch.dtype
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield the indices of parameters that one call can update, and the global index of its first element."""
+        """Yield (indices of parameters that one call can update, global index of the first one's first element)."""
         rounds = dtype == torch.bfloat16 or (dtype != torch.float64 and self._settings.state_dtype != "f32")
         if not self.positions or not rounds:
             yield numbers, group << 44
@@ -258,7 +260,7 @@ class KernelOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Check all parameters, then update those that have a gradient; return what ``closure`` returns, or None."""
+        """Run ``closure``, check all parameters, then update those with a gradient; return its result, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

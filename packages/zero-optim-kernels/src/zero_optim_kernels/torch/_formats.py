@@ -77,7 +77,9 @@ def parse_state_dtype(value: object) -> StateDtype:
 
 
 def storage_dtype(param: torch.Tensor, state_dtype: StateDtype) -> torch.dtype:
-    """Return the dtype of a moment's tensor: uint8 for 8-bit state; float64 for a float64 parameter."""
+    """Return the dtype of a moment's tensor: float64 for a float64 parameter, else by ``state_dtype``, uint8 for 8-bit
+    state.
+    """
     if param.dtype == torch.float64:
         return torch.float64
     return {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}[state_dtype]
@@ -95,7 +97,9 @@ def zero_moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def zero_state(moment: Moment, param: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return a moment's entries of the state, all zero: the moment in ``dtype``, and where that is uint8 its scales."""
+    """Return a moment's entries of the state, all zero, by key: the moment in ``dtype``, and where that is uint8 its
+    scales.
+    """
     entries = {moment.name: zero_moment(param, dtype)}
     if dtype == torch.uint8:
         entries[moment.scale_name] = zero_scales(param)
@@ -149,7 +153,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of this rank's shard of an 8-bit moment."""
+    """Return the float32 values of this rank's shard of an 8-bit moment, in a new tensor of its shape."""
     own = local(codes).contiguous()
     wide = torch.empty(own.shape, dtype=torch.float32)
     dequantize_blocks(_address(own), _address(scales), _address(wide), wide.numel(), code=moment.code, block=BLOCK)

@@ -2,7 +2,7 @@
 
 A plan divides the parameters of one group into cohorts, which share step number and dtypes. Looking up the Python
 attributes of thousands of tensors costs more than their arithmetic, so a plan is kept between steps, and each step only
-checks that it still describes the group.
+checks that it still describes the group. Addresses are those of memory, valid while the tensors keep their storage.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def adjacent_runs(numbers: Iterable[int], positions: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive ``numbers`` whose tensors are adjacent, so that one call counts their elements rightly.
+    """Yield runs of consecutive ``numbers`` whose tensors are adjacent, so that one call counts their elements rightly;
+    one empty run if there are no numbers.
 
     ``positions``, ``sizes``: by number, the global index of a tensor's first element, and its elements. A tensor is
-    adjacent to the one before it if it begins at the first multiple of a block behind that one's end.
+    adjacent to the one before it if it begins at the first multiple of a block (256 elements) behind that one's end.
     """
     run: list[int] = []
     for number in numbers:
@@ -71,6 +72,7 @@ class Cohort:
     param_pointers: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Look up the state's tensors and all addresses and sizes."""
         self.tensors = {name: [state[name] for state in self.states] for name in self.names}
         self.pointers = {name: addresses(map(local, tensors)) for name, tensors in self.tensors.items()}
         locals_ = self.locals()
@@ -78,17 +80,19 @@ class Cohort:
         self.param_pointers = addresses(locals_)
 
     def locals(self) -> list[torch.Tensor]:
-        """Return this rank's shards of the parameters."""
+        """Return this rank's shards of the parameters, which are the parameters themselves unless they are DTensors."""
         return [local(p) for p in self.params] if self.sharded else self.params
 
     def is_current(self) -> bool:
-        """Return whether the parameters still have these addresses, and the states these tensors."""
+        """Return whether the parameters still have the addresses, and the states the tensors, that were looked up."""
         if addresses(self.locals()) != self.param_pointers:
             return False
         return all(all(map(is_, map(itemgetter(name), self.states), tensors)) for name, tensors in self.tensors.items())
 
     def grad_pointers(self, grads: list[torch.Tensor]) -> list[int] | None:
-        """Return the addresses of the gradients; None when one is not contiguous or not of the cohort's dtype."""
+        """Return the addresses of the parameters' gradients (of this rank's shards); None when one is not contiguous or
+        not of the cohort's dtype.
+        """
         if self.sharded:
             grads = [local(g) for g in grads]
         if not all(map(_is_contiguous, grads)) or {g.dtype for g in grads} != {self.grad_dtype}:
@@ -98,7 +102,9 @@ class Cohort:
 
 @dataclass
 class CohortPlan:
-    """The cohorts of one parameter group; ``cohort_of``: index of each parameter's cohort, -1 without a gradient."""
+    """The cohorts of one parameter group, whose parameters are ``params``; ``cohort_of``: index of each parameter's
+    cohort, -1 without a gradient.
+    """
 
     params: list[torch.Tensor]
     cohort_of: list[int]
@@ -109,7 +115,9 @@ class CohortPlan:
         self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:
-        """Return the gradients' addresses for each cohort; None when the plan no longer describes the group."""
+        """Return the gradients' addresses for each cohort; None when the plan no longer describes the group: other
+        parameters, other ones without a gradient, or memory that moved.
+        """
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if [g is None for g in grads] != self.absent:

@@ -59,14 +59,16 @@ class CPUAdagrad(KernelOptimizer):
         self._ensure_states(self.param_groups[-1], self.param_groups[-1]["params"])
 
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
+        """Return the group's ``initial_accumulator_value``."""
         return float(group["initial_accumulator_value"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for an option that is negative."""
         for name in ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value"):
             check_range(name, group[name], 0.0)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update the cohort by `adagrad_step`."""
+        """Update the cohort in place by `adagrad_step`; arguments as in `KernelOptimizer._run`."""
         adagrad_step(
             cohort.param_pointers,
             grads,

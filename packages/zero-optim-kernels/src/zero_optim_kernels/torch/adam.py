@@ -59,12 +59,14 @@ class CPUAdam(KernelOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled optimizer, or a loaded state; groups of an older one get the options they lack."""
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
             group.setdefault("maximize", False)
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a negative rate, eps or decay, for betas outside [0, 1), and for ``amsgrad``."""
         check_range("lr", group["lr"], 0.0)
         check_range("betas[0]", group["betas"][0], 0.0, 1.0)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
@@ -74,7 +76,7 @@ class CPUAdam(KernelOptimizer):
             raise ValueError("amsgrad is not supported; use torch.optim.Adam(amsgrad=True) for it")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update the cohort by `adam_step`."""
+        """Update the cohort in place by `adam_step`; arguments as in `KernelOptimizer._run`."""
         own = cohort.pointers
         adam_step(
             cohort.param_pointers,

@@ -57,6 +57,7 @@ class CPULamb(KernelOptimizer):
         )
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a negative rate, eps or decay, and for betas outside [0, 1)."""
         check_range("lr", group["lr"], 0.0)
         check_range("betas[0]", group["betas"][0], 0.0, 1.0)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
@@ -70,7 +71,9 @@ class CPULamb(KernelOptimizer):
             raise TypeError(f"{self._param_name(group, position)}: LAMB needs whole parameters, got a DTensor")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update the cohort by `lamb_step` and `lamb_apply`, in batches whose directions fit one scratch buffer."""
+        """Update the cohort in place by `lamb_step` and `lamb_apply`, in batches whose directions fit one scratch
+        buffer; arguments as in `KernelOptimizer._run`.
+        """
         dtype = torch.float64 if cohort.param_dtype == "f64" else torch.float32
         scratch = torch.empty(min(sum(cohort.sizes), max(_SCRATCH, max(cohort.sizes, default=0))), dtype=dtype)
         offset = common["element_offset"]
@@ -119,7 +122,9 @@ class CPULamb(KernelOptimizer):
 
 
 def _batches(sizes: list[int], room: int) -> Iterator[slice]:
-    """Yield consecutive slices of ``sizes`` (elements), each with a sum of at most ``room`` or of one tensor."""
+    """Yield consecutive slices of ``sizes`` (elements), each with a sum of at most ``room``; together they
+    cover all.
+    """
     begin, held = 0, 0
     for index, size in enumerate(sizes):
         if held + size > room:

@@ -40,13 +40,14 @@ class CPULion(KernelOptimizer):
         )
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a negative rate or decay, and for betas outside [0, 1)."""
         check_range("lr", group["lr"], 0.0)
         check_range("betas[0]", group["betas"][0], 0.0, 1.0)
         check_range("betas[1]", group["betas"][1], 0.0, 1.0)
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update the cohort by `lion_step`."""
+        """Update the cohort in place by `lion_step`; arguments as in `KernelOptimizer._run`."""
         lion_step(
             cohort.param_pointers,
             grads,

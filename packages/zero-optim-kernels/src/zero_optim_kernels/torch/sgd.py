@@ -53,9 +53,13 @@ class CPUSGD(KernelOptimizer):
         )
 
     def _group_moments(self, group: dict[str, Any]) -> tuple[Moment, ...]:
+        """Return the momentum buffer, or no moment for a group without momentum."""
         return _MOMENTUM if group["momentum"] != 0 else ()
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise ``ValueError`` for a negative rate, momentum or decay, and for ``nesterov`` without momentum or with
+        dampening.
+        """
         for name in ("lr", "momentum", "weight_decay"):
             check_range(name, group[name], 0.0)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
@@ -64,7 +68,7 @@ class CPUSGD(KernelOptimizer):
             )
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Update the cohort by `sgd_step`."""
+        """Update the cohort in place by `sgd_step`; arguments as in `KernelOptimizer._run`."""
         sgd_step(
             cohort.param_pointers,
             grads,

@@ -64,7 +64,7 @@ class OneBitOptimizer(ClosureOptimizer):
         return {} if self._feedback is None else {name: getattr(self._feedback, name) for name in _ERRORS}
 
     def rank_state_numels(self) -> dict[str, int]:
-        """Return the number of elements of each tensor that `rank_state` has after the first average."""
+        """Return the number of elements of each tensor that `rank_state` returns, by name, after the first average."""
         ranks = self._group.world_size
         size = FeedbackAverage.slice_numel(sum(p.numel() for _, p in self._parameters()), ranks)
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))
@@ -96,7 +96,7 @@ class OneBitOptimizer(ClosureOptimizer):
         """Update moments and parameters in step ``number`` (from 1); ``own``: the gradients are this rank's own."""
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of ``p`` before its first step."""
+        """Return the state of ``p`` before its first step: both moments, zero."""
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
@@ -106,7 +106,9 @@ class OneBitOptimizer(ClosureOptimizer):
                 yield group, p
 
     def _advance_moments(self, group: dict[str, Any], p: torch.Tensor, *, variance: bool) -> None:
-        """Advance the first moment of ``p`` by its gradient (zero without one), and the second if ``variance``."""
+        """Advance the first moment of ``p`` by its gradient (zero without one), and the second if ``variance`` and
+        there is one.
+        """
         state, (beta1, beta2) = self.state[p], group["betas"]
         if p.grad is None:
             state["exp_avg"].mul_(beta1)
@@ -116,9 +118,10 @@ class OneBitOptimizer(ClosureOptimizer):
             state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1.0 - beta2)
 
     def _average_over_ranks(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        """Replace ``tensors``, one for each parameter, by their averages over the ranks; 0 where the variance is 0.
+        """Replace ``tensors``, one for each parameter, by their averages over the ranks; 0 where the second moment is
+        0.
 
-        ``number``: the step, from 1. Collective.
+        ``number``: the step, from 1. Collective; it advances the error feedback.
         """
         flat = torch.cat([tensor.flatten().float() for tensor in tensors])
         self._feedback_average().average(flat, Tag("reduce", "1-bit average", number - 1)).wait()
@@ -138,7 +141,8 @@ class OneBitOptimizer(ClosureOptimizer):
 
 
 def bias_corrections(group: Mapping[str, Any], number: int, variance_steps: int) -> tuple[float, float]:
-    """Return the divisors that correct the bias of both moments at step ``number``; 1 and 1 if the group has them off.
+    """Return what Adam divides the first and the second moment by at step ``number`` (from 1); 1 and 1 if the group has
+    bias correction off.
 
     ``variance_steps``: how often the second moment was updated.
     """
@@ -162,6 +166,7 @@ class OneBitAdam(OneBitOptimizer):
         self.freeze_step = freeze_step
 
     def _uses_own_gradients(self, number: int) -> bool:
+        """Return whether step ``number`` (from 1) comes after the first ``freeze_step`` steps."""
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:
@@ -180,7 +185,9 @@ class OneBitAdam(OneBitOptimizer):
 def apply_adam(
     group: dict[str, Any], p: torch.Tensor, state: dict[str, torch.Tensor], first: float, second: float
 ) -> None:
-    """Decay ``p`` and apply one step of Adam from its moments; ``first``, ``second``: their bias corrections."""
+    """Decay ``p`` and apply one step of Adam from its moments in ``state``; ``first``, ``second``: what these are
+    divided by. ``group`` has ``lr``, ``weight_decay`` and ``eps``.
+    """
     p.mul_(1.0 - group["lr"] * group["weight_decay"])
     p.addcdiv_(state["exp_avg"], adam_denominator(group, state["exp_avg_sq"], second), value=-group["lr"] / first)
 

@@ -47,10 +47,13 @@ class OneBitLamb(OneBitOptimizer):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
 
     def _uses_own_gradients(self, number: int) -> bool:
+        """Return whether step ``number`` (from 1) comes after the first ``freeze_step`` steps."""
         return number > self.freeze_step
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the base's state and three float64 scalars, under DeepSpeed's names: frozen ratio, factor, scale."""
+        """Return the state of ``p`` before its first step: zero moments, and three float64 scalars, under DeepSpeed's
+        names: frozen ratio, factor, scale.
+        """
         numbers = {"lamb_coeff_freeze": 0.0, "last_factor": 1.0, "scaling_coeff": 1.0}
         return {**super()._new_state(p), **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
@@ -77,7 +80,9 @@ class OneBitLamb(OneBitOptimizer):
         p.add_(direction, alpha=-group["lr"] * ratio)
 
     def _compressed_step(self, number: int) -> None:
-        """Advance the momenta, average them over the ranks, and apply step ``number`` with frozen ratios."""
+        """Advance the momenta, average them over the ranks, and apply step ``number`` with frozen ratios; the first
+        such step freezes them. Collective.
+        """
         if number == self.freeze_step + 1:
             self._freeze()
         before = [self.state[p]["exp_avg"].clone() for _, p in self._parameters()]
@@ -89,7 +94,9 @@ class OneBitLamb(OneBitOptimizer):
             self._apply_frozen(group, p, earlier, number)
 
     def _freeze(self) -> None:
-        """Begin the fresh variance, and set the factor that scales each momentum to the mean magnitude of all."""
+        """Begin the fresh variance, a copy of the frozen one, and set the factor that scales each momentum to the mean
+        magnitude of all.
+        """
         scales = [_norm(self.state[p]["exp_avg"]) / math.sqrt(max(p.numel(), 1)) for _, p in self._parameters()]
         united = sum(scales) / len(scales)
         for (_, p), scale in zip(self._parameters(), scales, strict=True):
@@ -115,10 +122,13 @@ class OneBitLamb(OneBitOptimizer):
         p.add_(direction, alpha=-group["lr"] * factor * float(state["lamb_coeff_freeze"]))
 
     def _limited_factor(self, factor: float, last: float) -> float:
-        """Return ``factor`` limited to its range, then to the allowed change from the step before (``last``)."""
+        """Return ``factor`` limited to ``factor_min`` ... ``factor_max``, then to the allowed change from that of the
+        step before (``last``).
+        """
         factor = min(max(factor, self.factor_min), self.factor_max)
         return min(max(factor, last * (1.0 - self.factor_threshold)), last * (1.0 + self.factor_threshold))
 
 
 def _norm(x: torch.Tensor) -> float:
+    """Return the Euclidean norm of all elements, computed in float64; the host waits for it."""
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))

@@ -40,7 +40,7 @@ class ZeroOneAdam(OneBitOptimizer):
         self._local_steps: list[_LocalSteps] = []
 
     def variance_steps(self, number: int) -> int:
-        """Return how many of the first ``number`` steps update the variance."""
+        """Return how many of the first ``number`` steps update the variance; none after ``var_freeze_step``."""
         number, count, last, interval = min(number, self.var_freeze_step), 0, 0, 1
         while True:
             first = last - last % interval + interval
@@ -52,7 +52,9 @@ class ZeroOneAdam(OneBitOptimizer):
                 return count
 
     def interval(self, number: int) -> int:
-        """Return the length in steps of the interval that step ``number`` (from 1) is in; 1 averages in every step."""
+        """Return the length in steps of the interval that step ``number`` (from 1) is in; 1 means that the ranks
+        average in every step.
+        """
         doublings = max(number - self.var_freeze_step - 1, 0) // self.local_step_scaler
         return min(self.local_step_clipper, 1 << min(doublings, 62))
 
@@ -64,10 +66,13 @@ class ZeroOneAdam(OneBitOptimizer):
         return True
 
     def _uses_own_gradients(self, number: int) -> bool:
+        """Return whether step ``number`` (from 1) leaves the variance as it is."""
         return self.variance_steps(number) == self.variance_steps(number - 1)
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of Adam; with own gradients average the momenta, at once or at the end of the interval."""
+        """Take a step of Adam; with own gradients average the momenta, at once or, where intervals are longer than a
+        step, at the end of the interval.
+        """
         interval = self.interval(number)
         if own and interval > 1 and not self._local_steps:
             self._local_steps = [_LocalSteps(p) for _, p in self._parameters()]
@@ -87,7 +92,9 @@ class ZeroOneAdam(OneBitOptimizer):
 
     @torch.no_grad()
     def _average_interval(self, number: int) -> None:
-        """Replace the local steps, up to step ``number``, by one step along the average of the ranks' momenta."""
+        """Undo the local steps since the interval began and take one step along the average of the ranks' momenta
+        instead, at step ``number``. Collective.
+        """
         local, self._local_steps = self._local_steps, []
         momenta = [each.mean_momentum() for each in local]
         self._average_over_ranks(momenta, number)
@@ -113,12 +120,14 @@ class _LocalSteps:
         self._moved = torch.zeros_like(self.start)
 
     def add(self, group: dict[str, Any], momentum: torch.Tensor, first: float) -> None:
-        """Add a step along ``momentum``; ``first``: the bias correction of its learning rate."""
+        """Count a step along ``momentum``; ``group`` has its learning rate and decay, ``first`` is the bias correction,
+        by which the rate is divided.
+        """
         rate = group["lr"] / first
         self.rate += rate
         self.decay *= 1.0 - group["lr"] * group["weight_decay"]
         self._moved.add_(momentum, alpha=rate)
 
     def mean_momentum(self) -> torch.Tensor:
-        """Return the mean of the steps' momenta, weighted by their learning rates. Called once: it scales in place."""
+        """Return the mean of the steps' momenta, weighted by their learning rates. Call it once: it scales in place."""
         return self._moved.div_(self.rate) if self.rate else self._moved

@@ -42,11 +42,11 @@ class NotSteppedError(ValueError, AssertionError):
 
 
 class Schedule(ABC):
-    """A learning rate per param group as a function of the iteration.
+    """A learning rate per param group as a function of the iteration, the number of optimizer steps from 0.
 
     `last_batch_iteration`: the iteration whose rates were last written, -1 before the first `step`. A schedule that
-    starts at -1 writes its starting rates at construction; one that starts later writes nothing until `step`.
-    A schedule writes only `lr` (and `OneCycle` also `betas`) in the optimizer's param groups, so the parameters in the
+    starts at -1 writes its starting rates at construction; one that starts later writes nothing until `step`. A
+    schedule writes only `lr` (and `OneCycle` also `betas`) in the optimizer's param groups, so the parameters in the
     groups may be replaced at any time. A rate that a group holds as a tensor is written in place.
     """
 
@@ -57,7 +57,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def get_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`; computed, not written."""
 
     def get_last_lr(self) -> list[Rate]:
         """Return the learning rate of each param group as last written, or raise `NotSteppedError` before the first."""
@@ -77,7 +77,9 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the iteration in `state_dict`, or raise ValueError; rates are written at the next `step`."""
+        """Continue after the iteration in `state_dict`; ValueError if it has none, and nothing changes then. Rates are
+        written at the next `step`.
+        """
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int):
             raise ValueError(

@@ -35,7 +35,7 @@ class LRRangeTest(Schedule):
             self._last_lr = self._write(self.min_lr)
 
     def get_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`, by the class's formula."""
         interval = (self.last_batch_iteration + 1) / self.step_size
         increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
         return [lr * increase for lr in self.min_lr]
@@ -67,7 +67,9 @@ class Cycle:
         self.total = self.first + self.second
 
     def height(self, iteration: int) -> float:
-        """Return the wave's value at `iteration` (from 0): between 0 and 1."""
+        """Return the wave's value at `iteration` (from 0): between 0 and 1. It repeats after `first + second`
+        iterations.
+        """
         rising = self.first / self.total
         turn = math.floor(1 + iteration / self.total)
         position = 1.0 + iteration / self.total - turn
@@ -135,7 +137,7 @@ class OneCycle(Schedule):
                 self._write_momentum(self.min_moms)
 
     def get_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`, by the class's formula."""
         if self.last_batch_iteration < self.cycle.total:
             height = self.cycle.height(self.last_batch_iteration + 1)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -145,7 +147,9 @@ class OneCycle(Schedule):
         return [low / factor for low in self.min_lrs]
 
     def get_momentum(self) -> list[float]:
-        """Return the first beta of each param group at `last_batch_iteration`."""
+        """Return the first beta of each param group at `last_batch_iteration`, by the class's formula, also for groups
+        without betas.
+        """
         if self.last_batch_iteration < self.cycle.total:
             height = self.cycle.height(self.last_batch_iteration + 1)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -161,7 +165,9 @@ class OneCycle(Schedule):
             self._write_momentum(self.get_momentum())
 
     def _decay_intervals(self) -> float:
-        """Return how many `decay_step_size` have passed since the end of the cycle."""
+        """Return how many intervals of `decay_step_size` iterations have passed since the end of the cycle, with
+        fractions.
+        """
         return (self.last_batch_iteration - self.cycle.total + 1) / self.decay_step_size
 
     def _has_momentum(self) -> bool:

@@ -14,7 +14,9 @@ WarmupType = Literal["log", "linear"]
 
 
 class Ramp:
-    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear"."""
+    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear". ValueError for
+    another kind, or fewer than 1 step.
+    """
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
@@ -24,7 +26,9 @@ class Ramp:
         self._per_log = 1.0 / math.log(self.steps)
 
     def at(self, iteration: int) -> float:
-        """Return the height at `iteration`: `log(iteration + 1) / log(steps)` or `iteration / steps`."""
+        """Return the height at `iteration`, from 0 to `steps`: `log(iteration + 1) / log(steps)` or `iteration /
+        steps`.
+        """
         return self._per_log * math.log(iteration + 1) if self.kind == "log" else iteration / self.steps
 
 
@@ -54,7 +58,7 @@ class WarmupLR(Schedule):
             self._last_lr = self._write(self.min_lrs)
 
     def get_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`, by the class's formula."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         warming = self.last_batch_iteration < self.ramp.steps
@@ -89,6 +93,7 @@ class WarmupDecayLR(WarmupLR):
         _warn_when_short(self.total_num_steps, self.ramp.steps)
 
     def _gamma_after_warmup(self, iteration: int) -> float:
+        """Return gamma at an iteration after the warm-up: 1 to 0, falling linearly, and 0 from `total_num_steps` on."""
         falling = float(max(1.0, self.total_num_steps - self.ramp.steps))
         return max(0.0, float(self.total_num_steps - iteration) / falling)
 
@@ -123,7 +128,9 @@ class WarmupCosineLR(Schedule):
             self._last_lr = self._write(self.get_lr())
 
     def get_lr_ratio(self) -> float:
-        """Return the factor by which the original rates are multiplied at `last_batch_iteration`."""
+        """Return the factor by which the original rates are multiplied at `last_batch_iteration`; 0 before the first
+        `step`.
+        """
         iteration, steps = self.last_batch_iteration, self.ramp.steps
         if iteration < 0:
             return 0.0
@@ -134,7 +141,9 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
 
     def get_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group at `last_batch_iteration`."""
+        """Return the learning rate of each param group at `last_batch_iteration`: the original rates times
+        `get_lr_ratio`.
+        """
         if self.last_batch_iteration < 0:
             return [0.0] * len(self.org_lrs)
         ratio = self.get_lr_ratio()
