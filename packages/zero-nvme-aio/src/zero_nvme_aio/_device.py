@@ -76,6 +76,9 @@ class DeviceRequest(Request):
         return f"<DeviceRequest {self._nbytes} bytes of '{self._path}', {'done' if self.done() else 'under way'}>"
 
     def __await__(self) -> Generator[Any, None, int]:
+        """Wait without blocking the event loop; the result and the errors are those of `wait`. Cancelling the task
+        leaves the transfer running.
+        """
         import asyncio
 
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()

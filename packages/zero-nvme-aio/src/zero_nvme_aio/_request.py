@@ -84,6 +84,9 @@ class Request:
             self._engine.cancel(self._native)
 
     def __await__(self) -> Generator[Any, None, int]:
+        """Wait without blocking the event loop; the result and the errors are those of `wait`. Cancelling the task
+        leaves the transfer running.
+        """
         if not self._native.done():
             from ._await import until_done
 

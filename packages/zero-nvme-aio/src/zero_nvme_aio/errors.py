@@ -63,6 +63,7 @@ class AioError(OSError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to rebuild the error with its fields, for pickling."""
         fields = {name: getattr(self, name) for name in ("errno", "path", "offset", "expected", "got", "free_bytes")}
         return _rebuild, (type(self), self.message, fields)
 

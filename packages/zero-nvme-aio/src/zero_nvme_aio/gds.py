@@ -104,6 +104,7 @@ class GdsRequest:
         """Do nothing: kvikio finishes every transfer it was given."""
 
     def __await__(self) -> Generator[Any, None, int]:
+        """Wait in a thread, without blocking the event loop; the result and the errors are those of `wait`."""
         import asyncio
 
         return asyncio.to_thread(self.wait).__await__()

@@ -133,6 +133,7 @@ class _EndedRequest(Request):
         return True
 
     def wait(self, timeout: float | None = None) -> int:
+        """Return the bytes at once."""
         return self._nbytes
 
     def settle(self) -> None:

@@ -93,6 +93,9 @@ class HostActivations:
         self._kept_bytes = 0
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> HostBlock:
+        """Start copying a tensor to a free block of its size, or a new one; return the block. The tensor may be freed
+        at once.
+        """
         waiting = self._free.get(form.nbytes)
         if waiting:
             block = waiting.pop()
@@ -103,14 +106,19 @@ class HostActivations:
         return block
 
     def start(self, place: HostBlock, form: TensorForm) -> tuple[torch.Tensor, torch.Event | None]:
+        """Start copying a saved tensor to a new one on its device; return that and the copy's event."""
         target = form.empty()
         return target, self._copy_stream.copy(target, form.over(place.tensor))
 
     def finish(self, started: tuple[torch.Tensor, torch.Event | None]) -> torch.Tensor:
+        """Return the tensor whose copy was started; work on the current stream waits for the copy, the host
+        does not.
+        """
         self._copy_stream.join(started[1])
         return started[0]
 
     def free(self, place: HostBlock) -> None:
+        """Keep the block for another tensor of its size."""
         # Copies run in order on one stream, so the block's next content follows its last reading.
         self._free.setdefault(place.nbytes, []).append(place)
 
@@ -118,9 +126,11 @@ class HostActivations:
         self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of all blocks as ``host``, also of those free for reuse."""
         return {"host": self._kept_bytes, "nvme": 0}
 
     def close(self) -> None:
+        """Drop the blocks that are free for reuse; those of saved tensors live until these are freed."""
         self._free.clear()
 
 
@@ -157,6 +167,9 @@ class FiledActivations:
         self._file_bytes = 0
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
+        """Copy a tensor to a buffer and start writing that to a free place of its size in the files, or a new one;
+        return the place's name. Waits for the copy, and for earlier writes where ``in_flight_bytes`` are under way.
+        """
         waiting = self._free.get(form.nbytes)
         name = waiting.pop() if waiting else self._new_name(form)
         while self._writing and self._writing_bytes + page_rounded(form.nbytes) > self._limit:
@@ -175,6 +188,7 @@ class FiledActivations:
         return name
 
     def start(self, place: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
+        """Start reading a saved tensor into new host memory; return what `finish` needs."""
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
         with naming(place, "read"):
             request = self._store.read(place, flat)
@@ -182,6 +196,9 @@ class FiledActivations:
         return place, request, flat, form
 
     def finish(self, started: tuple[str, Request, torch.Tensor, TensorForm]) -> torch.Tensor:
+        """Wait until the tensor is read and return it, copied to its device; ShardError, naming it, if it cannot be
+        read.
+        """
         place, request, flat, form = started
         with naming(place, "read"), self._trace_wait("activations in", place, request):
             request.wait()
@@ -192,6 +209,7 @@ class FiledActivations:
         return target
 
     def free(self, place: str) -> None:
+        """Keep the place in the files for another tensor of equal bytes."""
         self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
 
     def flush(self) -> None:
@@ -199,9 +217,13 @@ class FiledActivations:
             self._finish_oldest_write()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of buffers being written as ``host`` (buffers being read do not count), and the bytes in
+        files, free places included, as ``nvme``.
+        """
         return {"host": self._writing_bytes, "nvme": self._file_bytes}
 
     def close(self) -> None:
+        """Remove the files and drop the buffers being written."""
         self._store.close(remove=True)
         self._writing.clear()
 

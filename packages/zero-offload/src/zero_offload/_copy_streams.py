@@ -76,6 +76,7 @@ class DeviceCopies:
         self._leaving: dict[str, torch.Event | None] = {}
 
     def __contains__(self, name: str) -> bool:
+        """Return whether the device has a copy of a shard, or one is on its way there."""
         return name in self._on_device
 
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:

@@ -136,6 +136,7 @@ class HostStore:
         self._holders.clear()
 
     def __contains__(self, name: object) -> bool:
+        """Return whether a shard of this name was put into the store and not discarded."""
         return name in self._shards
 
     def _shard_named(self, name: str) -> torch.Tensor:

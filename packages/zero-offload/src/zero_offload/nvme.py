@@ -241,6 +241,7 @@ class NvmeStore:
         del self._packs[name]
 
     def __contains__(self, name: object) -> bool:
+        """Return whether a shard of this name was put into the store and not discarded."""
         return name in self._in_host or name in self._packs
 
     def flush(self) -> None:

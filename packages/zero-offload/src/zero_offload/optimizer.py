@@ -365,6 +365,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        """Raise TypeError: an offloaded optimizer cannot be pickled or copied."""
         raise TypeError("an offloaded optimizer cannot be pickled or copied; save its state_dict()")
 
     def _check_open(self) -> None:

@@ -58,6 +58,9 @@ class Reading:
         request = self._engine.read(file, scratch, piece.file_offset, checksum=True)
 
         def check_and_copy() -> None:
+            """Verify the whole range, then copy the part asked for into the described buffers; ChecksumError if it
+            differs.
+            """
             check_checksum(file, piece, request)
             position = covered.begin - piece.begin
             for item in items:

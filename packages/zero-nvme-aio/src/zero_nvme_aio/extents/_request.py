@@ -52,6 +52,9 @@ class StoreRequest:
         return self._run_checks()
 
     def __await__(self) -> Generator[Any, None, int]:
+        """Wait without blocking the event loop; the result and the errors are those of `wait`. The checks run in the
+        task.
+        """
         failure: OSError | None = None
         for request in self._requests:
             try:

@@ -61,6 +61,7 @@ class Shorten(Fault):
     fraction: float = 0.5
 
     def native_rule(self) -> dict[str, Any]:
+        """Return the rule as keyword values for the native engine; ValueError for values out of range."""
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"expected a fraction from 0 to 1, got {self.fraction}")
         return {**super().native_rule(), "action": 0, "fraction": self.fraction}
@@ -73,6 +74,7 @@ class Fail(Fault):
     error: int = errno.EIO
 
     def native_rule(self) -> dict[str, Any]:
+        """Return the rule as keyword values for the native engine; ValueError for values out of range."""
         if self.error <= 0:
             raise ValueError(f"expected a positive errno, got {self.error}")
         return {**super().native_rule(), "action": 1, "error": self.error}
@@ -85,6 +87,9 @@ class Delay(Fault):
     seconds: float = 0.01
 
     def native_rule(self) -> dict[str, Any]:
+        """Return the rule as keyword values for the native engine, the delay in microseconds; ValueError for values out
+        of range.
+        """
         return {**super().native_rule(), "action": 2, "delay_us": int(self.seconds * 1e6)}
 
 
@@ -95,6 +100,7 @@ class Reorder(Fault):
     seed: int = 0
 
     def native_rule(self) -> dict[str, Any]:
+        """Return the rule as keyword values for the native engine; ValueError for values out of range."""
         return {**super().native_rule(), "action": 3, "seed": self.seed}
 
 

@@ -92,6 +92,9 @@ class NvmeGradients:
             raise
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """Return the part of a buffer that is for a shard's gradient (1-D), and whether it holds the sum so far, read
+        from its file if need be; if not, its content is arbitrary. Valid until `give_back`.
+        """
         self._write_arrived(at_most=self._most_arriving - 1)
         pack, dtype = known_shard(self._shards, shard)
         if any(name == shard for _, name in self._arriving):
@@ -100,6 +103,9 @@ class NvmeGradients:
         return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
+        """End one `borrow`; with ``dirty`` start writing the gradient to its file, without forget an
+        untouched new one.
+        """
         pack, _ = self._shards[shard]
         if dirty:
             self._present.add(shard)
@@ -110,6 +116,9 @@ class NvmeGradients:
             self._ring.drop(pack)
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
+        """Start copying a gradient to a buffer, added to the sum so far; it is written to its file in a later call,
+        once it has arrived. The tensor may be freed at once.
+        """
         own, again = self.borrow(shard)
         event = copy_to_host(self._copy_stream, own, gradient, again=again)
         self._arriving.append((event, shard))
@@ -133,12 +142,18 @@ class NvmeGradients:
             self.give_back(shard, dirty=True)
 
     def prefetch(self, index: int) -> None:
+        """Start reading the gradients of slice ``index``, as far as buffers are free; do nothing if one of its shards
+        has none. Waits first for gradients that are arriving from the device.
+        """
         self._write_arrived(at_most=0)
         pack, _ = self._packs[index]
         if all(map(self.has, self._shards_of(index))):
             self._ring.prefetch([pack])
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
+        """Return the gradient of each span of slice ``index``, in a buffer, valid until `release`; None for a span
+        whose shard has none. Waits until they are read.
+        """
         self._write_arrived(at_most=0)
         present = {shard for shard in self._shards_of(index) if self.has(shard)}
         pack, places = self._packs[index]
@@ -165,12 +180,14 @@ class NvmeGradients:
         self._acquired.clear()
 
     def clear(self) -> None:
+        """Discard all gradients, after waiting for transfers under way; do nothing if there are none."""
         if self._present:
             self._write_arrived(at_most=0)
             self._ring.forget()
             self._present.clear()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of the buffers as ``gradients``, and of all gradients in files as ``nvme``."""
         return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes}
 
     def bytes_written(self) -> int:
@@ -181,6 +198,7 @@ class NvmeGradients:
         self._ring.flush()
 
     def close(self) -> None:
+        """Remove the files; the buffers are freed with this object."""
         self._store.close(remove=True)
 
     def _shards_of(self, index: int) -> dict[str, None]:

@@ -132,6 +132,9 @@ class CallerGradients:
         """Do nothing: the caller has the gradients."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
+        """Return the span of the given gradient for each span of slice ``index``, without a copy; None where none was
+        given.
+        """
         given = [self._given.get(span.fragment.shard.name) for span in self._slices[index]]
         return [None if g is None else s.of_shard(g) for s, g in zip(self._slices[index], given, strict=True)]
 
@@ -139,9 +142,11 @@ class CallerGradients:
         """Do nothing: the caller has the gradients."""
 
     def abort(self) -> None:
+        """Forget the given gradients, after a step that failed."""
         self._given = {}
 
     def clear(self) -> None:
+        """Forget the given gradients."""
         self._given = {}
 
     def memory(self) -> dict[str, int]:
@@ -192,14 +197,21 @@ class HostGradients:
             position += nbytes_of(view)
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """Return the shard's part of the block (1-D), after its gradient has arrived from the device, and whether it
+        holds the sum so far; if not, its content is arbitrary. ShardError for an unknown shard.
+        """
         self._wait_for(shard)
         return known_shard(self._views, shard), shard in self._present
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
+        """End one `borrow`; with ``dirty`` the shard has a gradient now. Nothing is copied."""
         if dirty:
             self._present.add(shard)
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
+        """Start copying a gradient to the shard's part of the block, added to the sum so far. The tensor may be freed
+        at once, but not written before `flush`. ShardError for an unknown shard.
+        """
         own, again = self.borrow(shard)
         event = copy_to_host(self._copy_stream, own, gradient, again=again)
         if event is not None:
@@ -213,6 +225,9 @@ class HostGradients:
         """Do nothing: the gradients are in host memory."""
 
     def acquire(self, index: int) -> list[FlatSpan | None]:
+        """Return the gradient of each span of slice ``index``, in the block, after it has arrived; None for a span
+        whose shard has none. Valid until `clear`.
+        """
         found: list[FlatSpan | None] = []
         for span in self._slices[index]:
             shard = span.fragment.shard.name
@@ -227,6 +242,7 @@ class HostGradients:
         """Do nothing: `acquire` took no memory."""
 
     def clear(self) -> None:
+        """Forget all gradients; the memory stays."""
         self._present.clear()
 
     def memory(self) -> dict[str, int]:
@@ -240,6 +256,7 @@ class HostGradients:
             self._wait_for(shard)
 
     def close(self) -> None:
+        """Wait for copies under way and free the block; tensors over it keep it alive."""
         self.flush()
         self._views.clear()
         self._block = HostBlock(0, HostUse("nothing"))

@@ -108,9 +108,11 @@ class HostTier:
             position += kind.nbytes(span.length)
 
     def order(self, indices: Sequence[int]) -> list[int]:
+        """Return the indices as they are: there are no transfers."""
         return list(indices)
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
+        """Yield the slices with these indices; changes are made in place and stay, so ``dirty`` changes nothing."""
         for index in indices:
             yield LoadedSlice(index, self._tensors[index])
 
@@ -118,6 +120,9 @@ class HostTier:
         """Do nothing: the content of a slice may be anything until the caller writes it."""
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of the block as ``states``, or as ``device`` if it counts as device memory; ``ring`` and
+        ``nvme`` are 0.
+        """
         states, device = (0, self._block.nbytes) if self._on_device else (self._block.nbytes, 0)
         return {"states": states, "ring": 0, "nvme": 0, "device": device}
 
@@ -131,6 +136,7 @@ class HostTier:
         return 0
 
     def seal(self, *, durable: bool) -> None:
+        """Return None: there are no files."""
         return None
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
@@ -199,10 +205,19 @@ class NvmeTier:
             raise
 
     def order(self, indices: Sequence[int]) -> list[int]:
+        """Return the indices, given in ascending order, reversed if the last visit ended at the last of them
+        or beyond.
+        """
         ordered = list(indices)
         return ordered[::-1] if ordered and self._last >= ordered[-1] else ordered
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
+        """Yield the slices with these indices in turn, each in a buffer, valid until the next one is requested; with
+        ``dirty`` start writing each when the next one is requested.
+
+        A slice that was never visited with ``dirty`` is not read. If the iterator is closed, the changes to the current
+        slice are lost. ShardError if a slice cannot be read or an earlier one not written.
+        """
         for position, index in enumerate(indices):
             self._last = index
             pack, kept = self._packs[index], index in self._kept
@@ -228,6 +243,9 @@ class NvmeTier:
         self._kept.clear()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of the buffers as ``ring``, of all states in files as ``nvme``; ``states`` and ``device``
+        are 0.
+        """
         return {"states": 0, "ring": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
@@ -241,6 +259,9 @@ class NvmeTier:
             return self._store.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation:
+        """Wait for writes under way, end the current generation of the files and return it; with ``durable`` it
+        survives a crash.
+        """
         self.flush()
         with naming("masters and states", "seal"):
             return self._store.seal(durable=durable)
@@ -249,6 +270,7 @@ class NvmeTier:
         return self._store.extents()
 
     def close(self) -> None:
+        """Remove the files; the buffers are freed with this object."""
         self._store.close(remove=True)
 
     def _declare_extents(self) -> None:
@@ -302,10 +324,14 @@ class SplitTier:
         self._count = count
 
     def order(self, indices: Sequence[int]) -> list[int]:
+        """Return the indices of the first tier's slices in its order, then the others as they are."""
         first = self._first.order([i for i in indices if i < self._count])
         return first + [i for i in indices if i >= self._count]
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
+        """Yield those of the slices that are on the first tier, then the others, with their indices among all
+        slices.
+        """
         yield from self._first.visit([i for i in indices if i < self._count], dirty=dirty)
         for visit in self._rest.visit([i - self._count for i in indices if i >= self._count], dirty=dirty):
             yield LoadedSlice(visit.number + self._count, visit.tensors)

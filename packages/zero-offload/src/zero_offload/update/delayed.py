@@ -300,6 +300,7 @@ class _Mirror:
             position += shard.numel * shard.dtype.itemsize
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """Return the copy of a shard's weights (1-D), writable at any time; ``fresh`` changes nothing."""
         return self._views[name]
 
     def give_back(self, name: str, *, dirty: bool) -> None:

@@ -112,6 +112,7 @@ class CohortPlan:
     absent: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
+        """Note which parameters have no gradient."""
         self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:
