@@ -48,19 +48,19 @@ def block_activation_bytes(
 def activation_bytes(shape: Transformer, micro_batch: int, *, checkpointing: str = "none", itemsize: int = 2) -> int:
     """Return the bytes of activations that the whole model keeps for backward, at the end of forward.
 
-    All blocks (`block_activation_bytes`), and the inputs of the last norm and of the head (Korthikanti et al. 2022,
-    section 4.3).
+    All blocks, and the inputs of the last norm and of the head (Korthikanti et al. 2022, section 4.3). The arguments
+    and the error are those of `block_activation_bytes`.
     """
     block = block_activation_bytes(shape, micro_batch, checkpointing=checkpointing, itemsize=itemsize)
     return shape.layers * block + 2 * itemsize * micro_batch * shape.sequence * shape.hidden
 
 
 def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> int:
-    """Return the bytes of the logits while the loss is computed.
+    """Return the bytes of the logits of ``micro_batch`` sequences while the loss is computed.
 
-    The head's output, its float32 copy, the log-probabilities that backward reads and the gradient, as eager
-    `torch.nn.functional.cross_entropy` on float32 logits makes them. (Korthikanti et al. 2022, section 4.3, count only
-    the float32 copy.) A fused or chunked loss needs less.
+    The head's output, ``itemsize`` bytes per logit, its float32 copy, the log-probabilities that backward reads and the
+    gradient, as eager `torch.nn.functional.cross_entropy` on float32 logits makes them. (Korthikanti et al. 2022,
+    section 4.3, count only the float32 copy.) A fused or chunked loss needs less.
     """
     at_least_one(micro_batch=micro_batch)
     return micro_batch * shape.sequence * shape.vocabulary * (itemsize + LOGIT_COPY_BYTES)
@@ -69,10 +69,10 @@ def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> in
 def working_bytes(units: int | tuple[int, ...] | list[int], setup: Setup, *, ahead: int = 1) -> int:
     """Return the bytes of the units that are gathered at the same time, and of the full gradients of one unit.
 
-    At stage 3 the largest unit and ``ahead`` prefetched units of its size are gathered while the largest unit's
-    gradients are full; at stage 2 only the full gradients count; below stage 2 the result is 0. This bounds the device
-    memory from below when everything else is offloaded
-    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state working memory).
+    ``units``: elements of each unit, or of the only one. At stage 3 the largest unit and ``ahead`` prefetched units of
+    its size are gathered while the largest unit's gradients are full; at stage 2 only the full gradients count; below
+    stage 2 the result is 0. This bounds the device memory from below when everything else is offloaded (Rajbhandari et
+    al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state working memory).
     """
     largest = max(unit_sizes(units))
     if setup.stage < 2:

@@ -13,7 +13,7 @@ _READ_AND_WRITE = 2  # an update reads and writes its states once
 
 def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[Bound, ...]:
     """Return the bound of every resource that a planned step of one rank uses; no rate is lowered by an assumed
-    efficiency.
+    efficiency. Raises `PlanError` if the machine gives no ``node.devices``.
 
     The ranks of a node (``node.devices``) share its memory and drives, and are assumed to move as many bytes each. The
     bytes that leave a node are at least those that this rank sends to other nodes. float32 counts at the rate of tf32

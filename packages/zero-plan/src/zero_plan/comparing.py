@@ -113,12 +113,13 @@ def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
 
 
 def _row_if_measured(rank: int, what: str, planned: int, measured: float | None) -> Iterator[ComparedRow]:
+    """Yield a row in bytes, unless nothing was measured, or neither planned nor measured."""
     if measured is not None and (planned or measured):
         yield ComparedRow(rank, what, "B", planned, measured)
 
 
 class _Measured:
-    """The steps of one rank's record after the first two.
+    """The steps of one rank's record after the first two, in which the engine learns.
 
     Attributes:
         seconds: of each row of the table, per step.
@@ -145,7 +146,7 @@ class _Measured:
         return max((value for value in values if value == value), default=None)
 
     def highest_memory(self) -> float | None:
-        """Return the highest sum over the known owners of memory; None if memory was not looked at."""
+        """Return the highest sum in bytes over the known owners of memory; None if memory was not looked at."""
         samples = [owners for block in self._blocks for _, owners in block.memory]
         sums = [sum(nbytes for owner, nbytes in owners.items() if owner != "other") for owners in samples]
         return max(sums, default=None)

@@ -40,8 +40,9 @@ class Fit:
 class StepEstimate:
     """The needs of one rank's step: bytes, floating-point operations, seconds.
 
-    ``states``: model states. ``residual``: activations and working memory. ``time``, ``bounds``: lower bounds.
-    ``wear``: None if the step writes nothing to drives.
+    ``params``: parameters of the model. ``states``: model states. ``residual``: activations and working memory.
+    ``fits``: needed and available bytes by tier. ``links``, ``tiers``: bytes moved. ``flops``: operations of the step.
+    ``time``, ``bounds``: lower bounds. ``wear``: None if the step writes nothing to drives.
     """
 
     params: int

@@ -42,6 +42,7 @@ def model_and_batch(
         )
 
     def build() -> nn.Module:
+        """Return a new model of the configuration, with initial weights."""
         model: nn.Module = kind(config)
         return model
 
@@ -60,7 +61,9 @@ def _read_config(path: str) -> dict[str, Any]:
 
 
 def _micro_batch(torch: Any, path: str, config: Any, rows: int, length: int | None) -> dict[str, torch.Tensor]:
-    """Return keyword arguments for the model: images or tokens, and labels. ``path``: names the file in errors."""
+    """Return keyword arguments for the model: images or tokens, and labels. ``torch``: the module; ``path``: names the
+    file in errors. Raises `PlanError` if ``length`` is given for images or missing for tokens.
+    """
     size = getattr(config, "image_size", None)
     if size is not None:
         if length is not None:

@@ -1,8 +1,9 @@
 """The formulas of ZeRO-Infinity (Rajbhandari et al. 2021, arXiv 2104.07857, sections 3 and 4), as printed there.
 
 They describe a GPT of ``layers`` blocks of width ``hidden``, Adam in mixed precision with float32 gradients as well (20
-bytes per parameter), and full checkpointing every ``interval`` blocks. `states.py` and `activations.py` are more exact;
-these formulas reproduce the paper's tables and give a first estimate.
+bytes per parameter), and full checkpointing every ``interval`` blocks. ``batch``: sequences; ``sequence``: tokens of
+each; ``heads``: attention heads. All raise `PlanError` for counts below 1. `states.py` and `activations.py` are more
+exact; these formulas reproduce the paper's tables and give a first estimate.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ def model_state_bytes(layers: int, hidden: int) -> int:
 
 
 def checkpoint_bytes(layers: int, hidden: int, *, batch: int, sequence: int, interval: int = 1) -> int:
-    """Return the bytes of activation checkpoints: 2·bsz·seq·hd·nl/ci (section 3, equation 3)."""
+    """Return the bytes of activation checkpoints: 2·bsz·seq·hd·nl/ci, rounded down (section 3, equation 3)."""
     at_least_one(layers=layers, hidden=hidden, batch=batch, sequence=sequence, interval=interval)
     return 2 * batch * sequence * hidden * layers // interval
 
 
 def state_working_bytes(hidden: int) -> int:
-    """Return the model state working memory: parameter and gradient of the largest linear, 4·hd·4hd (equation 4)."""
+    """Return the bytes of model state working memory: parameter and gradient of the largest linear, 4·hd·4hd (equation
+    4).
+    """
     at_least_one(hidden=hidden)
     return 4 * hidden * 4 * hidden
 
 
 def activation_working_bytes(hidden: int, heads: int, *, batch: int, sequence: int, interval: int = 1) -> int:
-    """Return the activation working memory: bsz·seq·ci·(16·hd + 2·heads·seq) (section 3, equation 5)."""
+    """Return the bytes of activation working memory: bsz·seq·ci·(16·hd + 2·heads·seq) (section 3, equation 5)."""
     at_least_one(hidden=hidden, heads=heads, batch=batch, sequence=sequence, interval=interval)
     return batch * sequence * interval * (16 * hidden + 2 * heads * sequence)
 
@@ -60,6 +63,7 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
     """Return the share of ``peak`` that is reached without overlap: ait·bw / (ait·bw + peak) (section 4, equation 6).
 
     ``intensity``: operations per byte. ``bandwidth``: bytes/s. ``peak``: operations/s, 70e12 in the paper (V100).
+    Raises `PlanError` unless all are above 0.
     """
     if min(intensity, bandwidth, peak) <= 0:
         raise PlanError(f"expected numbers > 0, got intensity={intensity}, bandwidth={bandwidth}, peak={peak}")
@@ -67,7 +71,9 @@ def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
 
 
 def bandwidth_for(share: float, intensity: float, peak: float) -> float:
-    """Return the bytes/s at which `efficiency` is ``share`` (0 to 1, both excluded)."""
+    """Return the bytes/s at which `efficiency` is ``share`` (0 to 1, both excluded). Raises `PlanError` for other
+    shares, and for an ``intensity`` or ``peak`` not above 0.
+    """
     if not 0 < share < 1 or min(intensity, peak) <= 0:
         raise PlanError(f"expected 0 < share < 1 and numbers > 0, got {share}, {intensity}, {peak}")
     return share / (1 - share) * peak / intensity

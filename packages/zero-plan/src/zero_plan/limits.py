@@ -75,8 +75,8 @@ class StepTime(NamedTuple):
     """Bounds on the seconds of a step.
 
     ``least``: of the resource that binds, if all others overlap with it. ``most``: of all resources one after another,
-    each at its full rate. ``binding``: the resource that binds. ``unknown``: keys of rates that the machine does not
-    give; these resources are left out.
+    each at its full rate. ``binding``: the name of the resource that binds. ``unknown``: keys of rates that the machine
+    does not give; these resources are left out.
     """
 
     least: float
@@ -112,7 +112,8 @@ class Wear(NamedTuple):
 
 
 def wear(machine: Machine | None, written: int) -> Wear | None:
-    """Return how fast steps wear the drives of a node, of which each writes ``written`` bytes; None for no bytes.
+    """Return how fast steps wear the drives of a node, of which each writes ``written`` bytes to them; None for no
+    bytes.
 
     ``machine``: None if its endurance is not known.
     """

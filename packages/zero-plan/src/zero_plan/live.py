@@ -20,8 +20,8 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count the parameter elements of a model. Memory that several parameters share counts once; meta tensors share
-    memory only if they are the same tensor.
+    """Return the number of parameter elements of a model, and of its largest module alone. Memory that several
+    parameters share counts once in the total; meta tensors share memory only if they are the same tensor.
 
     Raises `PlanError` if the model has no parameter elements, or an uninitialised lazy module.
     """

@@ -62,7 +62,9 @@ class Machine:
     values: Mapping[str, Value]
 
     def get(self, key: str) -> float | None:
-        """Return the value of ``key`` in the unit of `KEYS`; None if the machine does not give it."""
+        """Return the value of ``key`` in the unit of `KEYS`; None if the machine does not give it or there is no such
+        key.
+        """
         found = self.values.get(key)
         return None if found is None else found.number
 
@@ -182,7 +184,9 @@ def _parse_value(key: str, value: object, source: str, origin: str) -> Value:
 
 
 def measured_value(number: float, key: str, source: str) -> dict[str, object]:
-    """Return a measured number as a value of a machine file: text with three digits, and its source."""
+    """Return ``number``, measured in the unit of ``key``, as a value of a machine file: text with three digits, and its
+    source.
+    """
     unit = KEYS[key][0]
     text = {"count": f"{number:.0f}", "bytes": format_quantity(number, "B"), "bytes/s": format_quantity(number, "B/s")}
     return {"value": text.get(unit) or format_quantity(number, "FLOP/s"), "source": source}

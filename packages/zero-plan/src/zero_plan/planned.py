@@ -49,8 +49,8 @@ class LiveRow(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The peak of a tier: bytes of all live tensors, the engine's phase, the module that ran, the largest owners, and
-    the bytes that no unit of the engine owns (``activation_bytes``).
+    """The peak of a tier: bytes of all live tensors, the engine's phase, the module that ran (``place``), the ten
+    largest owners, and the bytes that no unit of the engine owns (``activation_bytes``).
     """
 
     tier: str
@@ -153,7 +153,7 @@ class RankPlan:
 
     @property
     def peak(self) -> Peak:
-        """Return the peak on the device."""
+        """Return the peak on the device, the first of `peaks`."""
         return self.peaks[0]
 
     def needs(self) -> dict[str, int]:
@@ -173,7 +173,7 @@ class RankPlan:
         return {tier: nbytes for tier, nbytes in found.items() if nbytes}
 
     def held_bytes(self, tier: str = "device") -> int:
-        """Return the bytes of all model states on a tier."""
+        """Return the bytes of all model states on a tier: "device", "host" or "nvme"."""
         return sum(row.nbytes for row in self.held if row.tier == tier)
 
     def sent_bytes(self) -> int:
@@ -255,8 +255,10 @@ def _peak_bytes(peaks: tuple[Peak, ...], beside: int = 0) -> dict[str, int]:
 
 
 def _peaks_as_dicts(peaks: tuple[Peak, ...]) -> list[dict[str, Any]]:
+    """Return peaks as plain data for JSON."""
     return [{**peak._asdict(), "owners": [row._asdict() for row in peak.owners]} for peak in peaks]
 
 
 def _peaks_from_dicts(rows: list[dict[str, Any]]) -> tuple[Peak, ...]:
+    """Return the peaks that `_peaks_as_dicts` made plain."""
     return tuple(Peak(**{**row, "owners": tuple(LiveRow(**owner) for owner in row["owners"])}) for row in rows)

@@ -99,7 +99,9 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
 
 
 def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of `REPETITIONS` calls of ``work``, after one call to warm up."""
+    """Return the seconds of the fastest of `REPETITIONS` calls of ``work``, after one call to warm up; each is measured
+    until ``device`` has done its work.
+    """
     import torch
 
     def synchronize() -> None:
@@ -120,7 +122,8 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
 def _disk_values(folder: Path, size: int) -> dict[str, float]:
     """Return capacity in bytes, read and write rates in bytes/s of the drives below ``folder``, by the machine's keys.
 
-    ``size``: bytes of the file that is written and read.
+    ``size``: bytes of the file that is written and read, rounded down to `BLOCK_BYTES`, at least one. Raises
+    `PlanError` if zero-nvme-aio is missing or the folder cannot be used.
     """
     try:
         import zero_nvme_aio
@@ -154,7 +157,9 @@ def _timed_seconds(start: Callable[[], list[Any]]) -> float:
 
 @contextmanager
 def _scratch_file(folder: Path) -> Iterator[Path]:
-    """Yield the path of a file to create in a temporary folder below ``folder``, which is removed afterwards."""
+    """Yield the path of a file to create in a temporary folder below ``folder``, which is removed afterwards. Raises
+    `PlanError` if the system refuses anything in the block.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="zero-plan-probe-") as inside:
             yield Path(inside) / "data"
@@ -163,6 +168,7 @@ def _scratch_file(folder: Path) -> Iterator[Path]:
 
 
 def _device_name(device: torch.device) -> str:
+    """Return a name of ``device`` for people."""
     import torch
 
     if device.type == "cpu":

@@ -17,7 +17,9 @@ from .transformer import CHECKPOINTING, Transformer
 
 @dataclass(frozen=True)
 class Choice:
-    """One combination of the options that the search varies."""
+    """One combination of the options that the search varies, with the meaning that they have in `Setup` and
+    `estimate_step`; ``micro_batch``: sequences per rank.
+    """
 
     stage: int
     micro_batch: int
@@ -118,8 +120,9 @@ def search(
 def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path: str | None = None) -> dict[str, Any]:
     """Return a candidate as a configuration for `zero_core.initialize` and DeepSpeed.
 
-    ``nvme_path``: the folder for offload to NVMe. The configuration has no learning rate, and does not turn on
-    activation checkpointing, which is up to the model. Raises `PlanError` if a folder is needed and not given.
+    ``dtype``: of the search. ``nvme_path``: the folder for offload to NVMe. The configuration has no learning rate, and
+    does not turn on activation checkpointing, which is up to the model. Raises `PlanError` if a folder is needed and
+    not given.
     """
     choice, setup = candidate.choice, candidate.estimate.setup
     zero: dict[str, Any] = {"stage": choice.stage}

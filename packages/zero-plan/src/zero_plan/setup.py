@@ -126,7 +126,9 @@ class Setup:
         return -(-elements // block) * self.alignment
 
     def owned(self, elements: int, rank: int) -> int:
-        """Return the elements of a unit with ``elements`` elements in ``rank``'s shard, without padding."""
+        """Return the elements of a unit with ``elements`` elements in ``rank``'s shard, of one per rank, without
+        padding.
+        """
         shard = self.shard(elements)
         return min(max(elements - rank * shard, 0), shard)
 

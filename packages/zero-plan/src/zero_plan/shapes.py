@@ -25,7 +25,8 @@ def load_shape(name: str, given: Mapping[str, Any] | None = None) -> Transformer
     """Return the shape ``name`` of `SHAPES`, or that of the `config.json` at the path ``name``; ``given`` replaces some
     of its fields.
 
-    Raises `PlanError` for an unknown name, with the nearest one, and for a file that describes another kind of model.
+    Raises `PlanError` for an unknown name, with the nearest one, for a file that describes another kind of model, and
+    for numbers that fit no `Transformer`.
     """
     if name in SHAPES:
         return replace(SHAPES[name], **(given or {}))
@@ -42,7 +43,9 @@ def load_shape(name: str, given: Mapping[str, Any] | None = None) -> Transformer
 
 
 def _shape_from_config(config: Any, name: str) -> Transformer:
-    """Return the shape that the content of a `config.json` describes; ``name``: of the file, for errors."""
+    """Return the shape that the content of a `config.json` describes; ``name``: of the file, for errors. Raises
+    `PlanError` for another kind of model than GPT-2, Llama and Mistral, or a missing key.
+    """
     kind = config.get("model_type") if isinstance(config, dict) else None
     try:
         if kind == "gpt2":

@@ -87,7 +87,7 @@ def model_states(units: int | tuple[int, ...] | list[int], setup: Setup, rank: i
 
 
 def by_tier(rows: Iterable[StateRow]) -> dict[Tier, int]:
-    """Return the bytes of all rows together, by tier."""
+    """Return the bytes of all rows together, by tier; tiers without rows are absent."""
     found: dict[Tier, int] = {}
     for row in rows:
         found[row.tier] = found.get(row.tier, 0) + row.nbytes

@@ -28,7 +28,8 @@ class Collective:
 
 
 def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple[Collective, ...]:
-    """Return the collectives of one step.
+    """Return the collectives of one step; none in groups of one rank. ``units``: elements of each unit, or of the only
+    one.
 
     Volumes with Ψ parameters and A micro-batches (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 7, for A = 1):
     stages 0 and 1 reduce at the boundary and gather once, 2Ψ; stage 2 reduces every micro-batch, (A + 1)Ψ; stage 3
@@ -92,7 +93,7 @@ def link_bytes(rows: Iterable[Collective], setup: Setup) -> LinkBytes:
 
 
 class TierBytes(NamedTuple):
-    """Bytes that one rank moves in a step."""
+    """Bytes that one rank moves in a step, between device and host memory and between host memory and drives."""
 
     device_to_host: int
     host_to_device: int
@@ -103,15 +104,16 @@ class TierBytes(NamedTuple):
 def tier_bytes(
     units: int | tuple[int, ...] | list[int], setup: Setup, *, checkpoints: int = 0, checkpoints_on_host: bool = False
 ) -> TierBytes:
-    """Return the bytes that offload moves in one step, for one rank.
+    """Return the bytes that offload moves in one step, for one rank. ``units``: elements of each unit, or of the only
+    one.
 
     Offloaded optimizer: gradients go to the host as often as they are reduced, updated parameters come back once (Ren
     et al. 2021, ZeRO-Offload, arXiv 2101.06840, section 4.1: 2M + 2M bytes), unless parameters are offloaded too.
-    Offloaded parameters: the shard goes to the device for forward and for backward of every micro-batch. On NVMe,
-    master and moments are read and written once per step, parameters read twice per micro-batch and written once
-    (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 4.1; its third load, for recomputation, is that
-    of backward). ``checkpoints``: bytes of activation checkpoints per micro-batch, which are copied to the host and
-    back with ``checkpoints_on_host``.
+    Offloaded parameters: the shard goes to the device for forward and for backward of every micro-batch, and to the
+    host once updated by an optimizer on the device. On NVMe, master and moments are read and written once per step,
+    parameters read twice per micro-batch and written once (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857,
+    section 4.1; its third load, for recomputation, is that of backward). ``checkpoints``: bytes of activation
+    checkpoints per micro-batch, which are copied to the host and back with ``checkpoints_on_host``.
     """
     kept, passes = setup.bytes, setup.accumulation
     shard = sum(setup.shard(size) for size in unit_sizes(units))
@@ -136,7 +138,9 @@ def tier_bytes(
 
 
 def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
-    """Return the bytes of a quantized unit: ``bits`` bits per element and one float32 scale per block."""
+    """Return the bytes of a quantized unit of ``elements``: ``bits`` bits per element and one float32 scale per
+    block.
+    """
     return -(-elements * bits // 8) + SCALE_BYTES * -(-elements // setup.codec_block)
 
 

@@ -15,6 +15,7 @@ matrix product of a block; everything but a block's input."""
 class Transformer:
     """The shape of a decoder: ``layers`` blocks of attention and MLP, an embedding and a head.
 
+    ``hidden``: elements of a token between blocks. ``vocabulary``: tokens. ``sequence``: tokens of a sequence.
     ``kv_heads``: key and value heads, default ``heads``. ``ffn``: width of the MLP, default 4 × ``hidden``. ``gated``:
     the MLP has a gate (SwiGLU), so three matrices. ``bias``: linear layers and norms have one. ``positions``: learned
     position embeddings, default none. ``tied``: head and embedding share their weight. ``dropout``: masks are kept for
@@ -69,7 +70,7 @@ class Transformer:
 
     @property
     def block_matrices(self) -> int:
-        """Elements of the weight matrices of one block."""
+        """Elements of the weight matrices of one block, without biases."""
         attention = 2 * self.hidden * (self.hidden + self.kv)
         return attention + (3 if self.gated else 2) * self.hidden * self.width
 
@@ -105,9 +106,9 @@ class Transformer:
 def forward_flops(shape: Transformer, micro_batch: int) -> tuple[int, int, int]:
     """Return the floating-point operations of one rank's forward: (matrices of the blocks, attention scores, head).
 
-    A product of an m × k and a k × n matrix is 2mkn operations. Scores and their product with the values are
-    4 · batch · sequence² · hidden per block, without the half that a causal mask could save (Narayanan et al. 2021,
-    Megatron-LM on GPU clusters, arXiv 2104.04473, appendix). ``micro_batch``: sequences.
+    A product of an m × k and a k × n matrix is 2mkn operations. Scores and their product with the values are 4 · batch
+    · sequence² · hidden per block, without the half that a causal mask could save (Narayanan et al. 2021, Megatron-LM
+    on GPU clusters, arXiv 2104.04473, appendix). ``micro_batch``: sequences. Raises `PlanError` below 1.
     """
     at_least_one(micro_batch=micro_batch)
     tokens = micro_batch * shape.sequence

@@ -27,7 +27,8 @@ _BOUND_IN_EPSILONS = 16
 
 
 def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `verify` to the commands of a parser; the parsed namespace's `run(namespace)` returns the exit status.
+    """Add `verify` to the commands of a parser and return its own parser; the parsed namespace's `run(namespace)`
+    returns the exit status.
 
     The caller sets ``script_arguments`` to the words of the command line after ``--``.
     """
@@ -63,6 +64,8 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _verify(options: argparse.Namespace) -> int:
+    """Run the script in all variants and compare them; return the exit status, as `_ABOUT` lists it. Raises
+    `UsageError` for a missing script, an unreadable configuration, and a folder of ``--keep`` that exists."""
     from zero_core.errors import UsageError
 
     from .running import ScriptRun
@@ -94,7 +97,8 @@ class NothingToCompare(RuntimeError):
 
 
 class _Runs:
-    """Runs one script in several variants, each when it is needed, and compares them. ``plan``: the common settings."""
+    """Runs one script in several variants, each when it is needed, and compares them. ``plan``: the common settings;
+    ``options``: the parsed command line."""
 
     def __init__(self, plan: ScriptRun, options: argparse.Namespace) -> None:
         self._plan = plan
@@ -105,7 +109,8 @@ class _Runs:
         self._name = Path(plan.config).name if plan.config else "the script's configuration"
 
     def compare(self) -> int:
-        """Run and compare the variants and print the result; return the exit status, as `_ABOUT` lists it."""
+        """Run and compare the variants and print the results; return the exit status, as `_ABOUT` lists it. A failed
+        run and a script without steps are printed as errors."""
         from zero_launch import LaunchError
 
         from .comparison import Bitwise, Within
@@ -127,7 +132,8 @@ class _Runs:
             return _CANNOT
 
     def _explain(self, found: Difference, judge: Judge) -> int:
-        """Print a difference and return 1; return `_CANNOT` if two runs at stage 0 differ as well."""
+        """Run stage 0 again: if it differs from itself, print that and return `_CANNOT`; else print ``found`` and
+        return 1."""
         from .variants import Variant
 
         _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")
@@ -164,7 +170,8 @@ class _Runs:
         return 0
 
     def _record(self, variant: Variant, name: str, title: str) -> None:
-        """Run the script as ``variant``, recorded to the folder ``name``; ``title``: of the run, in the output."""
+        """Run the script on all ranks as ``variant``, recorded to the folder ``name``; ``title``: of the run, in the
+        output. Raises `zero_launch.LaunchError` if the run fails."""
         from zero_launch import LaunchSpec, launch
 
         folder = Path(self._plan.folder) / name
@@ -177,7 +184,8 @@ class _Runs:
         )
 
     def _difference(self, expected: str, got: str, judge: Judge) -> Difference | None:
-        """Return the first difference of two recordings, by folder; None without one. Raises `NothingToCompare`."""
+        """Return the first difference of the recordings in the folders ``expected`` and ``got`` that ``judge`` does not
+        accept; None without one. Raises `NothingToCompare` if ``expected`` has no steps."""
         from .comparison import compare
         from .recording import Recording
 
@@ -191,7 +199,7 @@ class _Runs:
         return compare(ours, Recording(folder / got), judge)
 
     def _step_counts(self) -> str:
-        """Return the number of steps that each engine took as text."""
+        """Return the number of steps that each engine took under the configuration, as text."""
         from .recording import Recording
 
         recording = Recording(Path(self._plan.folder) / "given")
@@ -201,7 +209,8 @@ class _Runs:
 
 
 def _check_config(path: str) -> None:
-    """Raise `UsageError` for a file that cannot be read, before any rank starts; ranks resolve its values."""
+    """Raise `UsageError` for a configuration file that cannot be read, before any rank starts; ranks check its
+    values."""
     from zero_core.errors import UsageError
     from zero_settings import ConfigError, read
 
@@ -222,6 +231,7 @@ def _make_new(folder: Path) -> None:
 
 
 def _default_nproc() -> int:
+    """Return the number of accelerators of this machine; 2 if there are none."""
     import torch
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 2

@@ -19,8 +19,9 @@ _SHOWN = 5
 class Difference:
     """The first difference of two runs.
 
-    ``engine``: empty if there is only one. ``what``: such as "the gradient". ``name``: the parameter, empty for a
-    scalar. ``detail``: the size of the difference. ``others``: other parameters whose ``what`` differs in that step.
+    ``engine``: empty if there is only one. ``step``: from 0. ``what``: such as "the gradient". ``name``: the parameter,
+    empty for a scalar. ``detail``: the size of the difference. ``others``: other parameters whose ``what`` differs in
+    that step.
     """
 
     engine: str
@@ -41,7 +42,8 @@ class Difference:
 
 
 class Judge(Protocol):
-    """Decides which differences count. ``number``: the step's number, from 0."""
+    """Decides which differences count between a step that is ``expected`` and one that a run ``got``. ``number``: the
+    step's number, from 0."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
         """Return a description of the difference between two losses, empty if it is acceptable."""
@@ -53,17 +55,18 @@ class Judge(Protocol):
         """Yield (parameter, description) for each weight that forward read and that differs."""
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield (parameter, description) for each tensor of a ``kind`` that differs."""
+        """Yield (parameter, description) for each tensor of a ``kind``, `GRADIENT` or `WEIGHT`, that differs."""
 
     def goes_on(self, expected: Step, got: Step) -> bool:
-        """Return whether to compare further steps."""
+        """Return whether to compare further steps of the engine after these two."""
 
 
 def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | None:
-    """Return the first difference in the order in which the values are computed; None if there is none.
+    """Return the first difference that ``judge`` does not accept, in the order in which the values are computed; else
+    None.
 
     Per step: the weights that forward reads on each rank, losses, averaged gradients, the gradient norm, the weights
-    after the step.
+    after the step. Another number of engines, and of steps of an engine whose steps were all compared, differ too.
     """
     if len(expected.engines) != len(got.engines):
         return Difference("", 0, "the number of engines", "", _scalars(len(expected.engines), len(got.engines)))
@@ -107,12 +110,14 @@ def _first(number: int, expected: Step, got: Step, judge: Judge) -> tuple[str, s
 
 
 def _named(what: str, found: Sequence[tuple[str, str]]) -> tuple[str, str, str, tuple[str, ...]]:
+    """Return (what, name, detail, others) of the differences ``found``, (parameter, description) each, the first as
+    name."""
     name, detail = found[0]
     return what, name, detail, tuple(dict.fromkeys(other for other, _ in found if other != name))
 
 
 class Bitwise:
-    """The judge that accepts bitwise equal values only; gradient norms up to their order of summation."""
+    """A `Judge` that accepts bitwise equal values only; gradient norms up to their order of summation."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
         """Accept equal losses, and two that are not a number."""
@@ -146,7 +151,7 @@ class Bitwise:
 
 
 class Within:
-    """Equal within ``bound`` times the number of steps so far.
+    """A `Judge` that accepts values within ``bound`` times the number of steps so far.
 
     A loss and the norm: relative to the expected one. A tensor: the root mean square of the difference, relative to
     that of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small
@@ -203,10 +208,12 @@ def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Te
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, 1-D."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _rms(tensor: torch.Tensor) -> float:
+    """Return the root mean square of a tensor; 0 if it is empty."""
     return math.sqrt(float(tensor.square().mean())) if tensor.numel() else 0.0
 
 
@@ -215,7 +222,8 @@ def _scalars(expected: object, got: object) -> str:
 
 
 def _elements(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return how many elements of two tensors differ, the first one, and the largest difference as text."""
+    """Return as text how many elements of two tensors differ in a bit (at least one must), the first one, and the
+    largest difference."""
     width = expected.element_size()
     unequal = (_bits(expected) != _bits(got)).view(-1, width).any(1)
     first = int(unequal.nonzero()[0, 0])

@@ -29,8 +29,8 @@ class Enough(BaseException):
 
 
 class Recorder(Unsupervised):
-    """Supervises a script (see `zero_core.supervision.Supervisor`): gives its engines the configuration of ``variant``
-    and records them under ``folder`` until each has taken ``steps`` steps, then raises `Enough`.
+    """A `zero_core.supervision.Supervisor` of a script: gives its engines the configuration of ``variant`` and records
+    those that train under ``folder`` until each has taken ``steps`` steps, then raises `Enough` in the script.
 
     ``config``: the user's configuration; None takes what the script gives to `initialize`.
     """
@@ -45,7 +45,7 @@ class Recorder(Unsupervised):
         self._recorders: list[EngineRecorder] = []
 
     def config(self, given: Any, world_size: int) -> Any:
-        """Return the configuration of the variant, made from the user's or from ``given``."""
+        """Return the configuration of the variant, made from the user's or from ``given``. Raises `ConfigError`."""
         source = given if self._config is None else self._config
         zero = Config.load(source, world_size=world_size).zero_optimization
         self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
@@ -56,7 +56,8 @@ class Recorder(Unsupervised):
         return replace(limits, persistence_threshold=self._threshold)
 
     def observer(self, engine: Engine) -> Observer:
-        """Return a recorder for ``engine`` if it trains, else the observer that does nothing."""
+        """Return a recorder for ``engine`` if it trains, else the observer that does nothing. In the variant in float32
+        floating-point inputs of ``engine`` are cast."""
         if self._variant is Variant.FLOAT32:
             engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         self._engines.append(engine)
@@ -74,14 +75,17 @@ class Recorder(Unsupervised):
             engine.destroy(unshard=False)
 
     def _end_when_done(self) -> None:
+        """Raise `Enough` if every recorded engine has taken its steps."""
         if all(recorder.steps_taken >= self.steps for recorder in self._recorders):
             raise Enough
 
 
 class EngineRecorder:
-    """Writes one checkpoint per step: full gradients and weights, and each rank's losses and digests of read weights.
+    """An `Observer` that writes one checkpoint per step: full gradients and weights, and each rank's losses and digests
+    of the weights that forward read. Its hooks stay on the engine's modules.
 
-    ``on_step``: called after each step."""
+    ``on_step``: called after each step.
+    """
 
     def __init__(self, engine: Engine, folder: Path, on_step: Callable[[], None]) -> None:
         self.steps_taken = 0
@@ -131,18 +135,21 @@ class EngineRecorder:
         self._on_step()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return the full averaged gradient, divided by the loss scale; None if no rank has one. Collective."""
         full = self._engine.full_grad(parameter)
         return None if full is None else full.div_(self._engine.loss_scale())
 
     def _full_values(self, kind: str, read: Callable[[nn.Parameter], torch.Tensor | None]) -> Iterator[Interval]:
-        """Gather ``read(parameter)`` of all trained parameters; yield rank 0's host copies as intervals of ``kind``."""
+        """Gather ``read(parameter)`` of all trained parameters; yield rank 0's host copies as intervals of ``kind``.
+        Parameters without a value are left out. Collective."""
         for parameter in self._trained:
             full = read(parameter)
             if full is not None and self._engine.partition.data_rank == 0:
                 yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
-        """Keep digests of the weights that ``module`` is about to read; those in compiled regions cannot be seen."""
+        """Keep digests of the weights that ``module`` is about to read: a forward pre-hook. Reads in compiled regions
+        and without gradients are not kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         for parameter in module._parameters.values():
@@ -158,4 +165,5 @@ def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
 
 
 def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return the arguments of forward with floating-point tensors in float32: a forward pre-hook."""
     return cast_floating((args, kwargs), torch.float32)

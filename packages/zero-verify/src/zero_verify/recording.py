@@ -16,7 +16,8 @@ GRADIENT, WEIGHT = "gradient", "weight"
 
 
 def engine_folder(folder: Path, number: int, part: int | None) -> Path:
-    """Return the folder of the steps of the script's engine ``number``; ``part``: of the model, under an mpu."""
+    """Return the folder, below ``folder``, of the steps of the script's engine ``number``; ``part``: the number of the
+    model's part under an mpu, else None."""
     return folder / (f"engine {number:03d}" if part is None else f"engine {number:03d} part {part:03d}")
 
 
@@ -26,7 +27,7 @@ def step_tag(step: int) -> str:
 
 
 class Step:
-    """One step of one engine."""
+    """One step of one engine, read from its checkpoint when it is asked for."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -66,7 +67,8 @@ class Step:
         return [name for name in self._checkpoint.client_state["names"] if (name, kind) in self._checkpoint.tensors]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """Return the full tensor of ``kind`` of the parameter ``name``."""
+        """Return the full tensor of ``kind`` of the parameter ``name``, read from the checkpoint to the CPU. Raises
+        `zero_ckpt.CheckpointError` if it has none."""
         entry = self._checkpoint.entry(name, kind)
         out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self._checkpoint.read_into(name, kind, 0, tensor_buffer(out))
@@ -74,7 +76,7 @@ class Step:
 
 
 class Recording:
-    """A recorded run.
+    """A recorded run; ``folder``: where it was recorded.
 
     Attributes:
         engines: for each engine of the script that trained (and each part of its model), the folder of its steps.
@@ -88,11 +90,12 @@ class Recording:
         return sum(1 for _ in self._step_folders(engine))
 
     def steps(self, engine: int) -> Iterator[Step]:
-        """Yield the steps of one engine in order."""
+        """Yield the recorded steps of one engine, by its index in `engines`, in order."""
         for place in self._step_folders(engine):
             yield Step(open_checkpoint(place))
 
     def _step_folders(self, engine: int) -> Iterator[Path]:
+        """Yield the folders of one engine's steps, up to the first number that has none."""
         number = 0
         while (place := self.engines[engine] / step_tag(number)).is_dir():
             yield place

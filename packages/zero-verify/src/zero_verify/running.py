@@ -19,8 +19,10 @@ from .variants import Variant
 class ScriptRun:
     """One recorded run: which script, under which configuration, and where the recording goes.
 
-    ``target``: the path of a script or, with ``module``, a module's name. ``config``: the path of a configuration file;
-    None uses what the script gives to `initialize`. ``seed``: of Python's and torch's generators at the start.
+    ``folder``: of the recording. ``variant``: a `Variant`'s value. ``target``: the path of a script or, with
+    ``module``, a module's name; ``arguments``: its command line. ``config``: the path of a configuration file; None
+    uses what the script gives to `initialize`. ``steps``: to record. ``seed``: of Python's and torch's generators at
+    the start.
     """
 
     folder: str
@@ -44,7 +46,8 @@ class ScriptRun:
 
 
 def run_script(plan: ScriptRun) -> None:
-    """Run the plan's script as ``__main__`` in this process and record it; return after the requested steps.
+    """Run the plan's script as ``__main__`` in this process and record it; return after the requested steps, or when
+    the script ends earlier.
 
     The environment says which rank this is. The script's exceptions propagate.
     """

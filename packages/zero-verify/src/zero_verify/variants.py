@@ -24,11 +24,11 @@ class Variant(enum.Enum):
 
 
 def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, Any]:
-    """Return the configuration of one run as plain data.
+    """Return the configuration of one run as plain data, made from ``given``, the user's (as for `initialize`).
 
     Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal (DESIGN.md, section 4).
-    Monitors are off: these runs are not the user's.
-    Where the user's dtypes need stage 1 (16-bit masters), the reference is at stage 1.
+    Monitors are off: these runs are not the user's. Where the user's dtypes need stage 1 (16-bit masters), the
+    reference is at stage 1. Raises `ConfigError`.
     """
     resolved = Config.load(given, world_size=world_size)
     always = {"reduce_each_micro_batch": True, **{section: {"enabled": False} for section in _MONITORS}}

@@ -23,6 +23,7 @@ class _Parser(argparse.ArgumentParser):
     """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the usage and ``message``, with the nearest known word, and exit with status 2."""
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         super().error(message + nearest(unknown[1], re.findall(r"[\w.-]+", unknown[2])) if unknown else message)
 

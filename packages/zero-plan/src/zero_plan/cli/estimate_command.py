@@ -28,7 +28,7 @@ that each resource takes, the resource that binds, wear of the drives. Exit stat
 
 
 def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `estimate` to a parser."""
+    """Add the command `estimate` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
     parser = subparsers.add_parser(
         "estimate",
         help="one step: memory, traffic, operations, time bounds",
@@ -61,7 +61,7 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Print the estimate; return the exit status, 1 if the step does not fit."""
+    """Print the estimate; return the exit status, 1 if the step does not fit. Raises `PlanError`."""
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     per_node = int(machine.need("node.devices"))
     ranks = options.world_size or per_node
@@ -94,7 +94,9 @@ def _estimate(options: argparse.Namespace) -> int:
 
 
 def _shape_from_options(options: argparse.Namespace) -> Transformer:
-    """Return the model of ``--shape``, with its numbers replaced by options such as ``--layers``, or of these alone."""
+    """Return the model of ``--shape``, with its numbers replaced by options such as ``--layers``, or of these alone.
+    Raises `PlanError` if they do not describe one.
+    """
     given: dict[str, Any] = {
         name: getattr(options, name)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence")

@@ -25,7 +25,7 @@ nothing fits.
 
 
 def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `fit` to a parser."""
+    """Add the command `fit` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
     parser = subparsers.add_parser(
         "fit",
         help="search for setups that fit on a machine",
@@ -47,7 +47,9 @@ def add_fit_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _fit(options: argparse.Namespace) -> int:
-    """Print the search's result and write the first setup to ``--write``; return the exit status, 1 if none fits."""
+    """Print the search's result and write the first setup to ``--write``; return the exit status, 1 if none fits.
+    Raises `PlanError`.
+    """
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     shape = load_shape(options.shape, {"sequence": options.sequence} if options.sequence else None)
     found = search(shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype)
@@ -63,7 +65,9 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _write_configuration(path: str, first: EstimatedChoice, dtype: str, nvme_path: str | None) -> None:
-    """Write the choice ``first`` as a configuration to the file ``path``."""
+    """Write the choice ``first`` as a configuration to the file ``path``. Raises `PlanError` if it cannot be written,
+    or is on NVMe and ``nvme_path`` is None.
+    """
     text = json.dumps(configuration(first, dtype=dtype, nvme_path=nvme_path), indent=2)
     try:
         Path(path).write_text(text + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ left out; add it by hand or with --set.
 
 
 def add_machine_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `machine` to a parser."""
+    """Add the command `machine` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
     parser = subparsers.add_parser(
         "machine",
         help="print a preset or a machine file",
@@ -41,7 +41,7 @@ def add_machine_command(subparsers: argparse._SubParsersAction[argparse.Argument
 
 
 def add_probe_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `probe` to a parser."""
+    """Add the command `probe` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
     parser = subparsers.add_parser(
         "probe",
         help="measure this machine into a machine file",
@@ -78,7 +78,7 @@ def parse_overrides(words: list[str]) -> dict[str, object]:
 
 
 def _machine(options: argparse.Namespace) -> int:
-    """Print the machine that is named, or the presets if none is; return the exit status."""
+    """Print the machine that is named, or the presets if none is; return 0. Raises `PlanError`."""
     if options.name is None:
         machines = {name: load_machine(name) for name in presets()}
         if options.json:
@@ -98,7 +98,7 @@ def _machine(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
-    """Measure this machine, and print or write the machine file; return the exit status."""
+    """Measure this machine, and print or write the machine file; return 0. Raises `PlanError`."""
     from ..probe import probe
 
     machine = probe(disk=options.disk, disk_size=options.disk_size).with_values(parse_overrides(options.set), "--set")

@@ -21,7 +21,7 @@ _MICRO_BATCH_KEY = "train_micro_batch_size_per_gpu"
 
 
 def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `model` to a parser."""
+    """Add the command `model` to a parser; the parsed namespace's `run(namespace)` returns the exit status."""
     parser = subparsers.add_parser(
         "model",
         help="a dry run of the engine with a model of Transformers",
@@ -42,7 +42,9 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _model(options: argparse.Namespace) -> int:
-    """Print the plan of a Transformers model; return the exit status, 1 if it does not fit on ``--machine``."""
+    """Print the plan of a Transformers model; return the exit status, 1 if it does not fit on ``--machine``. Raises
+    `PlanError`, also where the engine refuses the configuration.
+    """
     machine = machine_from_options(options)
     rows, length = options.batch
     build, batch = model_and_batch(options.hf_config, rows, length)

@@ -69,7 +69,7 @@ def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace
 
 
 def write_page(path: str, title: str, tables: Sequence[TextTable]) -> None:
-    """Write tables as a page of zero-report. Raises `PlanError` if that cannot be done."""
+    """Write tables as a page of zero-report to the file ``path``. Raises `PlanError` if that cannot be done."""
     try:
         from zero_report import PageTable, table_page
     except ModuleNotFoundError as error:

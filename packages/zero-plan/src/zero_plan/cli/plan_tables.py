@@ -17,7 +17,9 @@ from .printing import TextTable, format_seconds
 
 
 def plan_tables(found: Plan, machine: Machine | None) -> list[TextTable]:
-    """Return the needs of each rank, and with ``machine`` the least times and whether they fit."""
+    """Return the needs of each rank, and with ``machine`` the least times and whether they fit. Raises `PlanError` if
+    the machine does not give what is needed for that.
+    """
     tables: list[TextTable] = []
     for rank in found.ranks:
         title = f"rank {rank.rank} of {found.world_size}: "

@@ -21,7 +21,9 @@ it gets 1; these lines are printed. Arguments after -- are the script's.
 
 
 def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `run` to a parser. The caller sets ``script_arguments``, the arguments after ``--``."""
+    """Add the command `run` to a parser; the parsed namespace's `run(namespace)` returns the exit status. The caller
+    sets ``script_arguments``, the arguments after ``--``.
+    """
     parser = subparsers.add_parser(
         "run",
         help="a dry run of the engine with your training script",
@@ -39,7 +41,9 @@ def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Print the plan of a script; return the exit status, 1 if it does not fit on ``--machine``."""
+    """Print the plan of a script; return the exit status, 1 if it does not fit on ``--machine``. Lines that got guessed
+    values are printed to standard error. Raises `PlanError`.
+    """
     config = None if options.config is None else read_configuration(options.config)
     machine = machine_from_options(options)
     script = Script(options.target, tuple(options.script_arguments), options.module, config)

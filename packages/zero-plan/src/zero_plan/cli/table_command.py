@@ -93,7 +93,9 @@ def _run_table(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -
 
 
 def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
-    """Return the parameters of the model, and of its largest layer (None if that is not known)."""
+    """Return the parameters of the model, and of its largest layer (None if that is not known). Raises `PlanError` for
+    a model that cannot be built or counted.
+    """
     if arguments.model is None:
         return arguments.params, arguments.largest_layer
     if arguments.largest_layer is not None:
@@ -103,7 +105,9 @@ def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
 
 
 def _table_estimates(total: int, largest: int | None, arguments: argparse.Namespace) -> list[Estimate]:
-    """Return the estimates of the stages asked for; by default all, without stage 3 if ``largest`` is None."""
+    """Return the estimates of the stages asked for; by default all, without stage 3 if ``largest`` is None. Raises
+    `PlanError` if stage 3 is asked for then.
+    """
     stages = sorted(set(arguments.stage or (stage for stage in _STAGES if stage < 3 or largest is not None)))
     setup: dict[str, Any] = {
         "gpus_per_node": arguments.gpus_per_node,
@@ -122,6 +126,7 @@ def _table_estimates(total: int, largest: int | None, arguments: argparse.Namesp
 
 
 def _print_estimates(estimates: Sequence[Estimate], *, as_json: bool) -> None:
+    """Print the estimates as DeepSpeed's tables, or as one JSON object."""
     if as_json:
         print(json.dumps({"estimates": [asdict(estimate) for estimate in estimates]}))
         return
@@ -129,7 +134,7 @@ def _print_estimates(estimates: Sequence[Estimate], *, as_json: bool) -> None:
 
 
 def _print_model_states(total: int, world_sizes: Sequence[int], *, as_json: bool) -> None:
-    """Print the table of published model state bytes, with a row per stage and a column per world size."""
+    """Print the table of published model state bytes, with a row per stage and a column per world size, or as JSON."""
     sizes = {(stage, ranks): nbytes for stage, ranks, nbytes in published_table(total, world_sizes)}
     if as_json:
         rows = [{"stage": stage, "world_size": ranks, "bytes": size} for (stage, ranks), size in sizes.items()]
@@ -151,7 +156,8 @@ def _format_gigabytes(nbytes: int) -> str:
 def _build_model(path: str) -> nn.Module:
     """Return the model that ``path``, "MODULE:NAME", names or whose function it names, built on the meta device.
 
-    Raises `PlanError` if there is no such module or name, or if it gives no torch module.
+    Adds the working directory to `sys.path`. Raises `PlanError` if there is no such module or name, or if it gives no
+    torch module.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -184,11 +190,12 @@ def _count_argument(text: str) -> int:
 
 
 def _positive_argument(text: str) -> int:
+    """Return ``text`` as an integer >= 1, with an error of argparse for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)
 
 
 def _positives_argument(text: str) -> list[int]:
-    """Return the integers >= 1 of a list such as "1,4,16"."""
+    """Return the integers >= 1 of a list such as "1,4,16", with an error of argparse for anything else."""
     return [_positive_argument(part.strip()) for part in text.split(",")]

@@ -13,8 +13,8 @@ from .script import rehearse_script, rehearse_script_load
 
 
 def write_answer(asked: Path, answered: Path) -> None:
-    """Run the `ScriptRank` in the file ``asked``; write its plan, or that of its load, to ``answered``, or the text of
-    the `PlanError`.
+    """Run the `ScriptRank` in the file ``asked``; write a JSON object to the file ``answered``: "plan" and "lines", or
+    "loaded" if it has a manifest, or "error", the text of a `PlanError`.
     """
     given = ScriptRank.read(asked)
     try:

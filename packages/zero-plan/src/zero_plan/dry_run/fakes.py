@@ -93,7 +93,9 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation on shapes alone; track its results and count its FLOPs."""
+        """Run one operation on shapes alone; track its results and count its FLOPs. Operations that torch runs to work
+        out another one are not tracked. Raises `PlanError` as the class says.
+        """
         if os.getpid() != self._process:
             return func(*_with_zeros(args), **_with_zeros(kwargs or {}))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -162,7 +164,7 @@ def frame_outside_torch() -> FrameType | None:
 
 
 def file_and_line(frame: FrameType | None) -> str:
-    """Return file and line of a frame as text."""
+    """Return file and line of a frame as text; for None, that the place is not known."""
     return "its place is not known" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}"
 
 

@@ -57,7 +57,9 @@ class Guesses:
 
 
 class ScriptReads(TorchFunctionMode):
-    """Lets a script format fake scalars, and convert fake tensors to lists and NumPy arrays, with guessed values."""
+    """Lets a script format fake scalars as guessed values, and convert fake tensors to lists and NumPy arrays of
+    ones.
+    """
 
     def __init__(self, guesses: Guesses) -> None:
         super().__init__()

@@ -20,7 +20,9 @@ from .recorder import DryRunRecorder
 
 
 def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int) -> list[RankPlan]:
-    """Return what each of ``ranks`` needs; ``checkpoint``: to save one too, and to load one of ``saved_by`` ranks."""
+    """Return what each of ``ranks`` needs, in their order; ``checkpoint``: to save one too, and to load one of
+    ``saved_by`` ranks. Raises `PlanError`.
+    """
     found = {rank: rehearse_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
     if not checkpoint:
         return [plan for plan, _ in found.values()]
@@ -54,7 +56,9 @@ class SavedRun:
         self._parts = dict(parts)
 
     def manifest(self, loader: SavedPart) -> Manifest:
-        """Return a manifest with all slices that a rank reads, and all names; ``loader``: its own part of a save."""
+        """Return a manifest of the checkpoint with all slices that a rank reads, and the names of all parameters;
+        ``loader``: the rank's own part of a save.
+        """
         first = self._part(0)
         merged = merge_manifests([self._part(rank).manifest for rank in sorted(writers(first, loader))])
         known = {tensor.name for tensor in merged.tensors if tensor.kind == "param"}
@@ -63,6 +67,7 @@ class SavedRun:
         return replace(merged, tensors=(*merged.tensors, *unread))
 
     def _part(self, rank: int) -> SavedPart:
+        """Return a rank's part, saved at the first call for it."""
         if rank not in self._parts:
             self._parts[rank] = self._save(rank)
         return self._parts[rank]

@@ -63,7 +63,9 @@ class LiveMemory:
 
     @contextmanager
     def assigning(self, tier: str, rows: tuple[LiveRow, ...]) -> Iterator[None]:
-        """Inside the context, assign newly tracked storages to ``tier`` and to the owners in ``rows``."""
+        """Inside the context, assign newly tracked storages to ``tier`` and to the owners in ``rows``. Contexts do not
+        nest.
+        """
         self._assigned = tier, rows
         try:
             yield
@@ -86,7 +88,7 @@ class LiveMemory:
             self._update(held, nbytes)
 
     def expect_resizing(self, tensor: torch.Tensor) -> None:
-        """Expect that the storage of a tracked tensor is resized without a use of a tensor over it."""
+        """Expect that the storage of a tensor, which must be tracked, is resized without a use of a tensor over it."""
         key = tensor.untyped_storage()._cdata
         self._resizing[key] = self.held[key]
 

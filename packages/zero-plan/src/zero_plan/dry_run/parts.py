@@ -65,10 +65,12 @@ def decode_manifest(data: bytes) -> Manifest:
 
 
 def _file(data: dict[str, Any]) -> FileEntry:
+    """Return the entry of a file that `encode_manifest` has made plain."""
     extents = None if data["extents"] is None else tuple((nbytes, digest) for nbytes, digest in data["extents"])
     return FileEntry(**{**data, "extents": extents})
 
 
 def _tensor(data: dict[str, Any]) -> TensorEntry:
+    """Return the entry of a tensor that `encode_manifest` has made plain."""
     slices = tuple(Slice(**piece) for piece in data["slices"])
     return TensorEntry(**{**data, "shape": tuple(data["shape"]), "slices": slices})

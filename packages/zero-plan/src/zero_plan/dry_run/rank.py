@@ -41,7 +41,8 @@ STEPS = 3  # the first learns which units a pass uses, the second in which order
 @contextmanager
 def dry_run_context(by: Supervisor, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[None]:
     """Inside the block, run engines as rank ``rank`` of a world without memory, files and other ranks, supervised by
-    ``by`` and measured by ``recorder``. Raises `PlanError` if the environment asks for a run record.
+    ``by`` and measured by ``recorder``. Raises `PlanError` if the environment asks for a run record or
+    torch.distributed is initialised.
     """
     if os.environ.get(RECORD_VARIABLE):
         raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
@@ -63,7 +64,7 @@ def rehearse_rank(
     run: DryRun, rank: int, world_size: int, *, steps: int = STEPS, checkpoint: bool = False
 ) -> tuple[RankPlan, SavedPart | None]:
     """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
-    traffic and operations of the last step, and what the rank saved.
+    traffic and operations of the last step, and what the rank saved (None without ``checkpoint``).
 
     ``checkpoint``: plan a save after the steps too.
     """
@@ -83,7 +84,8 @@ def rehearse_rank(
 @contextmanager
 def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[tuple[Engine, Path]]:
     """Yield an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder`` watches, and a
-    temporary folder on the file system of the tiers' files.
+    temporary folder on the file system of the tiers' files. The engine is destroyed after the block. Raises `PlanError`
+    for a configuration without an optimizer and as `_build_model`.
     """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,

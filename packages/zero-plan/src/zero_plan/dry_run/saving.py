@@ -17,7 +17,7 @@ _TAG = "planned"
 
 def rehearse_save(engine: Engine, watch: PeakWatch, folder: Path) -> tuple[SavedPlan, SavedPart]:
     """Save a checkpoint of ``engine`` below ``folder``, into files without content; return the save's needs, and what
-    it saved.
+    it saved. Resets the peaks of ``watch``.
 
     ``folder``: on the same file system as the tiers' files, so that the save can link them.
     """

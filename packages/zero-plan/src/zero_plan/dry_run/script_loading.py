@@ -15,7 +15,7 @@ from .parts import SavedPart, decode_part, encode_manifest
 
 def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dict[str, Any]]:
     """Return the answers of `run_rank` for each of ``ranks``, at least one, with the plans of a save, and of loading a
-    checkpoint of ``saved_by`` ranks.
+    checkpoint of ``saved_by`` ranks. Raises `PlanError` as `run_rank` does.
     """
     with TemporaryDirectory(prefix="zero-plan-") as name:
         folder = Path(name)
