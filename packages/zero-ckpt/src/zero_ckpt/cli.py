@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_convert_parser(commands: Any) -> None:
-    """Add the subcommand `convert` to argparse's subparsers."""
+    """Add the subcommand `convert` to argparse's subparsers, `commands`."""
     command = commands.add_parser("convert", help="write another format, or another dtype")
     command.add_argument("source", help="a checkpoint of this package, safetensors, DeepSpeed, or torch DCP")
     command.add_argument("target", help="a .safetensors or .bin file, or a directory")
@@ -98,6 +98,8 @@ def _add_convert_parser(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    """Print what a checkpoint holds, as text or JSON; returns the exit status 0, raises CheckpointError if there is
+    none."""
     from .inspecting import describe, tree_text
     from .locating import open_spec
 
@@ -117,7 +119,11 @@ def _json_default(value: Any) -> Any:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Verify one checkpoint, or every checkpoint of a root and its `latest`; returns 1 when any is damaged."""
+    """Verify one checkpoint, or every checkpoint of a root and its `latest`; returns 0 when all are good, 1 when any is
+    damaged.
+
+    Prints one line per damage and per checkpoint. Raises NotFoundError when there is none.
+    """
     from .commit import holds_checkpoint
     from .locating import find_tag, split_spec
     from .repairing import require_root
@@ -135,7 +141,11 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
-    """Verify checkpoint directories and print the findings; returns 0 when all are good, otherwise 1."""
+    """Verify checkpoint directories and print the findings; returns 0 when all are good, otherwise 1.
+
+    `in_root`: they lie in a root, where a checkpoint of another tag is damage, and one that is removed meanwhile is
+    none.
+    """
     from .inspecting import size_text
     from .verifying import verify_candidate
 
@@ -158,7 +168,8 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
 
 
 def _latest_problem(root: Path) -> str | None:
-    """Return what is wrong with the root's `latest`; None when it is absent or names an existing directory."""
+    """Return what is wrong with the root's `latest`, one sentence; None when it is absent or names an existing
+    directory."""
     from .latest import is_tag, read_latest
 
     try:
@@ -178,6 +189,7 @@ def _data_nbytes(checkpoint: Path) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
+    """Repair a root, print what was done, and return the exit status 0."""
     from .repairing import repair
     from .verifying import checkpoints_in
 
@@ -193,6 +205,8 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
+    """Print the differences of two checkpoints, by name; returns the exit status, 0 when there are none, otherwise
+    1."""
     from .comparing import diff
     from .locating import open_spec
 
@@ -213,6 +227,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
+    """Remove old checkpoints of a root, print their paths, and return the exit status 0."""
     from .repairing import require_root
     from .retention import prune
 
@@ -223,6 +238,7 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    """Convert a checkpoint, print the files that were written, and return the exit status 0."""
     from .conversion import convert, open_source, output_nbytes
 
     source = open_source(options.source)
@@ -244,7 +260,10 @@ def _convert(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(title: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress bar of bytes and yield the function that advances it; None without a terminal (no rich then)."""
+    """Show a progress bar of `total` bytes on standard error while the `with` statement runs.
+
+    Yields the function that advances it by a number of bytes; None where standard error is no terminal.
+    """
     if not sys.stderr.isatty():
         yield None
         return

@@ -27,8 +27,10 @@ def save(
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
-    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`: `zero_ckpt.torch.save`, documented
-    there."""
+    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`: `zero_ckpt.torch.save`, documented there.
+
+    Raises CheckpointError when torch is not installed.
+    """
     path: Path = _adapter().save(
         root,
         state,
@@ -53,7 +55,10 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into modules, optimizers and plain data, in place: `zero_ckpt.torch.load`, documented there."""
+    """Load a checkpoint into modules, optimizers and plain data, in place: `zero_ckpt.torch.load`, documented there.
+
+    Raises CheckpointError when torch is not installed.
+    """
     report: LoadReport = _adapter().load(root, state, tag=tag, strict=strict, rename=rename, coordinator=coordinator)
     return report
 

@@ -15,10 +15,11 @@ _SHOWN = 10
 class LoadReport:
     """The names, as `name (kind)`, that a load did or did not fill.
 
-    `loaded` got the checkpoint's values; `converted` lists those of them whose dtype differs from the checkpoint's;
-    `defaulted` is not in the checkpoint and kept the value it had; `ignored` is in the checkpoint but was not
-    requested. `not_requested` lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given),
-    and hyperparameters that the checkpoint does not hold.
+    `path` and `step` are the checkpoint's; `opened` says which checkpoints were passed over for it. `loaded` got the
+    checkpoint's values; `converted` lists those of them whose dtype differs from the checkpoint's; `defaulted` is not
+    in the checkpoint and kept the value it had; `ignored` is in the checkpoint but was not requested. `not_requested`
+    lists the kinds that the load left out by intent (`exp_avg` when no optimizer was given), and hyperparameters that
+    the checkpoint does not hold.
     """
 
     path: Path
@@ -48,7 +49,8 @@ class LoadReport:
 
 
 def _lines(title: str, names: list[str]) -> str:
-    """Return a line with up to ten of the names; empty without any."""
+    """Return a line, with its newline before it, of `title`, the number of names and up to ten of them; empty without
+    any."""
     if not names:
         return ""
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

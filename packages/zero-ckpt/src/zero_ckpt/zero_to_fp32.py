@@ -32,8 +32,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return the full fp32 state dict, in CPU memory, of the checkpoint `tag` (by default the one `latest` names).
 
-    Tied names share one tensor. With `exclude_frozen_parameters`, parameters that are not trained are left out. With
-    `lazy_mode` the values are `LazyTensor`s, and nothing is read until their `contiguous()` is called.
+    Names map to tensors; tied names share one tensor. With `exclude_frozen_parameters`, parameters that are not trained
+    are left out. With `lazy_mode` the values are `LazyTensor`s, and nothing is read until their `contiguous()` is
+    called. Raises CheckpointError as `open_source` does, and when it is not known which parameters are trained.
     """
     source = _open(checkpoint_dir, tag)
     tensors = _chosen(source, exclude_frozen_parameters)
@@ -65,7 +66,8 @@ class LazyTensor:
         return torch_dtype(self._tensor.dtype)
 
     def contiguous(self) -> torch.Tensor:
-        """Return the values, read into new CPU memory."""
+        """Return the values, read into new CPU memory at every call; raises CheckpointError when they cannot be
+        read."""
         from .conversion.pytorch_sink import read_model_tensor
 
         value: torch.Tensor = read_model_tensor(self._source, self._tensor, lambda nbytes: None)
@@ -81,11 +83,13 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the state dict into `output_dir`: `pytorch_model.bin`, or `model.safetensors`, in files of
-    `max_shard_size`.
+    """Write the state dict of a checkpoint into `output_dir`: as `pytorch_model.bin`, or `model.safetensors` with
+    `safe_serialization`.
 
-    Floating-point tensors become `dtype`: float32, float16 or bfloat16. Raises CheckpointError for another. Existing
-    files are overwritten, as DeepSpeed's function does.
+    It becomes files of up to `max_shard_size` each (bytes, or text such as `5GB`; None: one file) with an index.
+    Floating-point tensors become `dtype`: float32, float16 or bfloat16. `tag` is by default the one that `latest`
+    names; `exclude_frozen_parameters` leaves out parameters that are not trained. Raises CheckpointError for another
+    dtype, and as `open_source` does. Existing files are overwritten, as DeepSpeed's function does.
     """
     from .conversion.pytorch_sink import write_pytorch
     from .conversion.safetensors_sink import write_safetensors
@@ -120,7 +124,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: torch.nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> torch.nn.Module:
-    """Move `model` to the CPU, load the fp32 state dict into it (with `strict=False`), and return it."""
+    """Move `model` to the CPU, load the fp32 state dict of a checkpoint into it (with `strict=False`), and return it.
+
+    `tag` is by default the one that `latest` names. Raises CheckpointError.
+    """
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
@@ -131,6 +138,7 @@ def _ignore(nbytes: int) -> None:
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
+    """Open the checkpoint in `checkpoint_dir`; without a tag, the one that `latest` names. Raises CheckpointError."""
     spec = os.fspath(checkpoint_dir)
     return open_source(spec if tag is None else f"{spec}@{tag}")
 
@@ -138,7 +146,8 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
 def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
     """Return the tensors to write, without frozen parameters if `exclude_frozen`.
 
-    Where the checkpoint does not record them, parameters without a master or optimizer state count as frozen. Raises
+    `dtype` is that of floating-point tensors in the output, by its safetensors name. Where the checkpoint does not
+    record which parameters are frozen, those without a master or optimizer state count as frozen. Raises
     CheckpointError when it holds neither.
     """
     found = model_tensors(source, dtype)
@@ -153,7 +162,10 @@ def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[Mo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return the exit status: 0, or 1 with a message for a CheckpointError."""
+    """Run the program and return the exit status: 0, or 1 with a message for a CheckpointError.
+
+    `arguments` are by default those of the process.
+    """
     parser = argparse.ArgumentParser(prog=SCRIPT_NAME, description="Make one fp32 state dict of a checkpoint.")
     parser.add_argument("checkpoint_dir")
     parser.add_argument("output_dir")

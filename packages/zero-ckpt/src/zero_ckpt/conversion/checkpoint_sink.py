@@ -16,7 +16,8 @@ from .sources import Progress, Source, pieces
 def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:
     """Save as `<root>/step<step>` and return that path. Memory is bounded: one piece is read at a time.
 
-    Raises CheckpointError when that exists and `overwrite` is not given.
+    `progress` is called with the bytes of each piece. Raises CheckpointError when that path exists and `overwrite` is
+    not given.
     """
     refuse_existing(root / f"step{source.step}", overwrite)
     require_folder(root / f"step{source.step}")
@@ -32,6 +33,7 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
 
 
 def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:
+    """Yield the intervals of all tensors, whose pieces are read when they are written."""
     for (name, kind), tensor in source.tensors.items():
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, name, kind, numel(shape), itemsize):
@@ -42,12 +44,16 @@ def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:
 
 
 class _Reader:
-    """The data function of an interval: reads one piece of a tensor when it is called."""
+    """The data function of an interval: reads one piece of a tensor when it is called, and reports its bytes.
+
+    `place` is (name, kind, first element, number of bytes).
+    """
 
     def __init__(self, source: Source, progress: Progress, *place: Any) -> None:
         self._source, self._progress, self._place = source, progress, place
 
     def __call__(self) -> bytearray:
+        """Return the piece's bytes in new memory."""
         name, kind, offset, nbytes = self._place
         out = bytearray(nbytes)
         self._source.read_into(name, kind, offset, out)

@@ -34,7 +34,10 @@ Tensors = dict[tuple[str, str], SegmentedTensor]
 
 
 class ModelFile:
-    """The contents of a `*_model_states.pt`, without its tensors' data."""
+    """The contents of a `*_model_states.pt`, without its tensors' data.
+
+    Raises CheckpointError, DamagedError when the file cannot be read or has no `module`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -47,11 +50,13 @@ class ModelFile:
         self.buffers = frozenset(self.data.get("buffer_names") or ())
 
     def shapes(self) -> list[dict[str, tuple[int, ...]]]:
-        """Return the shapes of trainable parameters by name, one map per group."""
+        """Return the shapes of trainable parameters by name, one dict per parameter group; empty where the file lists
+        none."""
         return [{name: tuple(shape) for name, shape in group.items()} for group in self.data.get("param_shapes") or ()]
 
     def aliases(self) -> dict[str, str]:
-        """Return tied names; where the file does not list them, names of the same shape at the same bytes."""
+        """Return tied names, each with the name that is stored; where the file does not list them, names of the same
+        shape at the same bytes."""
         listed = self.data.get("shared_params")
         if listed is not None:
             return dict(listed)
@@ -65,7 +70,7 @@ class ModelFile:
         return found
 
     def frozen(self) -> frozenset[str] | None:
-        """Return parameters that are in no group; None where the file lists no groups (stage 0)."""
+        """Return the names of parameters that are in no group; None where the file lists no groups (stage 0)."""
         trained = {name for group in self.shapes() for name in group}
         if not trained:
             return None
@@ -73,11 +78,12 @@ class ModelFile:
         return every - trained - self.buffers - set(self.aliases())
 
     def step(self) -> int:
-        """Return the optimizer steps taken."""
+        """Return the optimizer steps taken; 0 where the file does not say."""
         return int(self.data.get("global_steps") or 0)
 
     def client_state(self) -> dict[str, Any]:
-        """Return the plain-data entries that are not DeepSpeed's own; `not_converted` lists the names of the others."""
+        """Return the plain-data entries that are not DeepSpeed's own; under `not_converted` the names of entries that
+        are neither, if any."""
         plain: dict[str, Any] = {}
         left = []
         for key, value in self.data.items():
@@ -94,7 +100,8 @@ def open_deepspeed(directory: Path) -> SegmentSource:
 
     Parameters of kind `param` are as the model used them, `master` is their fp32 copy where that differs in dtype;
     optimizer state follows for stages 1 to 3 (stage 0 does not record which state belongs to which parameter). Raises
-    CheckpointError for tensor, pipeline and expert parallel checkpoints.
+    CheckpointError for tensor, pipeline and expert parallel checkpoints, and DamagedError when a file or a part of a
+    tensor is missing or damaged.
     """
     models = open_models(directory)
     tensors = model_tensors(models[0])
@@ -108,12 +115,13 @@ def open_deepspeed(directory: Path) -> SegmentSource:
 
 
 def open_models(directory: Path) -> list[ModelFile]:
-    """Return the model files of a tag directory, by data-parallel rank."""
+    """Return the model files of a tag directory, by data-parallel rank; raises DamagedError when a rank's is
+    missing."""
     return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
 
 
 def model_tensors(model: ModelFile) -> Tensors:
-    """Return the parameters and buffers that a model file holds in full, each once."""
+    """Return the parameters and buffers that a model file holds in full, each once, by (name, kind)."""
     aliases = model.aliases()
     tensors: Tensors = {}
     for name, tensor in model.module.items():
@@ -124,7 +132,10 @@ def model_tensors(model: ModelFile) -> Tensors:
 
 
 def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> SegmentSource:
-    """Return the source of these tensors; raises DamagedError when one that the model file lists is missing."""
+    """Return the source of these tensors, with step, tied and frozen names from `model`, and `client` as client state.
+
+    Raises DamagedError when a parameter that the model file lists is missing, or a tensor is not covered.
+    """
     known = {name for name, kind in tensors if kind in MODEL_KINDS}
     aliases = model.aliases()
     listed = [name for group in model.shapes() for name in group] + list(model.data.get("frozen_param_shapes") or {})
@@ -136,7 +147,11 @@ def assemble(tensors: Tensors, model: ModelFile, client: dict[str, Any]) -> Segm
 
 
 def param_groups(optimizer: Any) -> dict[str, Any]:
-    """Return client state with the hyperparameters of an optimizer's state dict that are plain data."""
+    """Return `{"param_groups": [...]}` with the hyperparameters, as far as they are plain data, of an optimizer's state
+    dict.
+
+    Empty for an object that has none.
+    """
     groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return {}
@@ -150,7 +165,11 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
 
 
 def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
-    """Return the files that match, by rank; raises DamagedError when a rank's is missing."""
+    """Return the files that match `pattern`, by rank; `name` has groups for rank and model-parallel rank.
+
+    Raises CheckpointError for a name of a model-parallel rank or unknown form, and DamagedError when a rank's file is
+    missing or, if `required`, there are none.
+    """
     found: dict[int, Path] = {}
     for path in directory.glob(pattern):
         match = name.fullmatch(path.name)
@@ -165,7 +184,11 @@ def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: b
 def _add_optimizers(
     tensors: Tensors, models: Sequence[ModelFile], states: Sequence[Mapping[str, Any]], paths: Sequence[Path]
 ) -> None:
-    """Add masters and optimizer state from the ranks' files `paths`, whose contents are `states`."""
+    """Add masters and optimizer state to `tensors`, from the ranks' files `paths`, whose contents are `states`.
+
+    At stage 3 frozen parameters too. A master becomes the `param` where the model uses fp32. Raises DamagedError when
+    another number of ranks wrote the files.
+    """
     model = models[0]
     stage = _number(states[0].get("zero_stage", 1))
     counts = states[0].get("partition_count", len(paths))
@@ -188,11 +211,13 @@ def _add_optimizers(
 
 
 def _number(value: Any) -> int:
-    """Return an integer, also of a stand-in for an enum."""
+    """Return an integer, also of a `StandIn` for an enum, whose first argument it is."""
     return int(value.arguments[0]) if isinstance(value, StandIn) else int(value)
 
 
 def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.Tensor]:
+    """Return the list of tensors under `key` of a rank's optimizer state; raises CheckpointError, naming `path`, if
+    there is none."""
     found = state.get(key)
     if not isinstance(found, list) or not all(isinstance(tensor, torch.Tensor) for tensor in found):
         raise CheckpointError(
@@ -202,7 +227,11 @@ def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.T
 
 
 def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
-    """Return by kind, for one group, each rank's flat tensor or number: of `master` and of every optimizer state."""
+    """Return by kind, for parameter group number `group`, each rank's value: a flat tensor, or a number.
+
+    The kinds are `master`, from the list under `fp32`, and every optimizer state of the state dict under `key`. Raises
+    CheckpointError for an elastic state of early versions.
+    """
     found: dict[str, list[Any]] = {"master": [state[fp32][group] for state in states]}
     base = [state[key] for state in states]
     if not all(isinstance(part, Mapping) and "state" in part for part in base):
@@ -218,7 +247,8 @@ def _is_flat(values: Sequence[Any]) -> bool:
 
 
 def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
-    """Return masters and states of stages 1 and 2, by (name, kind)."""
+    """Return masters and states of stages 1 and 2, by (name, kind), from the ranks' files `paths`, whose contents are
+    `states`."""
     tensors: Tensors = {}
     key = "single_partition_of_fp32_groups"
     flats = [_tensor_list(state, key, path) for state, path in zip(states, paths, strict=True)]
@@ -241,8 +271,11 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
 
 
 def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
-    """Yield segments for elements `begin` to `begin + length` of parts in a row; each takes up its entry of
-    `lengths`."""
+    """Yield segments for elements `begin` to `begin + length` of tensors laid end to end; their offsets count from
+    `begin`.
+
+    Each of `parts` takes up its entry of `lengths` elements, of which it may hold fewer.
+    """
     position = 0
     for part, room in zip(parts, lengths, strict=True):
         low, high = max(begin, position), min(begin + length, position + part.numel)
@@ -252,7 +285,8 @@ def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length:
 
 
 def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequence[Path]) -> Tensors:
-    """Return masters and states of stage 3, by (name, kind)."""
+    """Return masters and states of stage 3, by (name, kind), from the ranks' files `paths`, whose contents are
+    `states`."""
     tensors: Tensors = {}
     ranks = len(states)
     flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
@@ -284,7 +318,8 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
 
 
 def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
-    """Add the frozen parameters, each joined from the fragments in the ranks' model files."""
+    """Add to `tensors` the frozen parameters that are not in it, each joined from the fragments in the ranks' model
+    files."""
     for name, shape in (models[0].data.get("frozen_param_shapes") or {}).items():
         if (name, "param") in tensors:
             continue

@@ -51,7 +51,12 @@ def empty_tensor(tensor: ModelTensor) -> Any:
 
 
 def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, workers: int, progress: Progress) -> None:
-    """Write one file, resuming from `record`, and record that it is complete."""
+    """Write one file, resuming from `record`, and record that it is complete; a complete one is only counted as
+    progress.
+
+    `workers` tensors are written at a time; `progress` is called with bytes written, from several threads. After an
+    exception the unfinished file is removed; after an interrupt it stays, to be continued.
+    """
     name = frame.path.relative_to(record.folder).as_posix()
     if record.is_complete(name) and frame.path.is_file():
         progress(sum(tensor.nbytes for tensor in frame.tensors.values()))
@@ -83,6 +88,7 @@ def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, work
 
 
 def _write_frame(frame: Frame, partial: Path) -> None:
+    """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in."""
     import torch
 
     frame.path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +97,10 @@ def _write_frame(frame: Frame, partial: Path) -> None:
 
 
 def _places(frame: Frame, partial: Path) -> dict[str, int]:
-    """Return the byte at which the data of each non-empty tensor begins."""
+    """Return, by name, the byte of `partial` at which the data of each non-empty tensor begins.
+
+    Raises CheckpointError when the file does not hold the tensors of the frame.
+    """
     from .torch_file import load_structure, stored
 
     found = frame.find(load_structure(partial))
@@ -110,7 +119,12 @@ def _fill_all(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Write the bytes of every tensor that is not in `done` to its place, and add its CRC-32 to `done`."""
+    """Write the bytes of every tensor that is not in `done` to its place in the file `fd`, and add its CRC-32 to
+    `done`.
+
+    `places` has the first byte of each tensor by name. `note` is called with `done` and the bytes since its last call,
+    every 256 MiB and on an interrupt.
+    """
     progress(sum(frame.tensors[name].nbytes for name in done))
     unsaid = 0
     with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool:
@@ -134,7 +148,10 @@ def _fill_all(
 
 
 def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
-    """Write a tensor's bytes from byte `begin` of a file on; returns their CRC-32."""
+    """Write a tensor's bytes from byte `begin` of the file `fd` on; returns their CRC-32.
+
+    A tensor that the source does not have is zeros.
+    """
     found, size = 0, ITEMSIZE[tensor.dtype]
     if (tensor.name, tensor.kind) not in source.tensors:
         return _zeros(tensor.nbytes, progress)
@@ -149,7 +166,7 @@ def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Pr
 
 
 def _zeros(nbytes: int, progress: Progress) -> int:
-    """Return the CRC-32 of zeros, which a frame holds already."""
+    """Return the CRC-32 of `nbytes` zeros, which a new file holds already; nothing is written."""
     found, zeros = 0, bytes(min(nbytes, PIECE_BYTES))
     for begin in range(0, nbytes, PIECE_BYTES):
         found = zlib.crc32(zeros[: nbytes - begin], found)
@@ -158,7 +175,11 @@ def _zeros(nbytes: int, progress: Progress) -> int:
 
 
 def _set_checksums(path: Path, fd: int, found: Mapping[int, int]) -> None:
-    """Set the CRC-32 of the records of a zip file whose data begins at these bytes, in both of their headers."""
+    """Set the CRC-32 of records of a zip file, in both of their headers.
+
+    `found` has the CRC-32 by the byte at which the record's data begins; records that it does not name are left. `fd`
+    is the open file at `path`.
+    """
     with zipfile.ZipFile(path) as archive:
         entry, records = archive.start_dir, archive.infolist()  # the central directory is in the order of the records
     for record in records:

@@ -2,7 +2,7 @@
 
 [Note: resumable files]
 `<path>.partial` is the file at its final size, followed by a trailer: magic, a digest of what the file is made from,
-and how many of its first bytes are on disk. A run that makes the same file from the same source goes on behind those
+and how many of its first bytes are on disk. A run that makes the same file from the same source continues behind those
 bytes. The trailer is cut off before the file takes its name.
 """
 
@@ -26,8 +26,8 @@ _TRAILER = struct.Struct("<8s8sQ")
 class PartialFile:
     """The file `path` of `nbytes` bytes while it is being written; `made_from` identifies every byte of it.
 
-    `done` is the number of first bytes that an earlier run left on disk. Raises CheckpointError when another process is
-    writing the same file.
+    `done` is the number of first bytes that an earlier run of the same `made_from` left on disk; 0 for a new file. It
+    ends with `finish` or `abort`. Raises CheckpointError when another process is writing the same file.
     """
 
     def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
@@ -49,12 +49,13 @@ class PartialFile:
         write_at(self._fd, data, position)
 
     def record(self, done: int) -> None:
-        """Wait until the first `done` bytes are on disk and record that."""
+        """Wait until everything written is on disk, and record that the first `done` bytes need not be written
+        again."""
         os.fdatasync(self._fd)
         self.write(_TRAILER.pack(_MAGIC, self._digest, done), self._nbytes)
 
     def finish(self) -> None:
-        """Wait until all is on disk and rename the file to `path`."""
+        """Wait until all is on disk, rename the file to `path`, replacing one that is there, and close it."""
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
         self._partial.replace(self._path)
@@ -68,6 +69,8 @@ class PartialFile:
         unlock_and_close(self._fd)
 
     def _lock(self) -> None:
+        """Lock the file; raises CheckpointError when another process holds it. Without effect where there are no
+        locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -76,7 +79,8 @@ class PartialFile:
             return
 
     def _recorded(self) -> int:
-        """Return the number of first bytes that an earlier run of the same conversion left on disk."""
+        """Return the number of first bytes that an earlier run of the same conversion left on disk; 0 if there is
+        none."""
         if os.fstat(self._fd).st_size != self._nbytes + _TRAILER.size:
             return 0
         magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
@@ -84,7 +88,7 @@ class PartialFile:
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` at a byte position of a file."""
+    """Write all of `data` at a byte position of an open file; raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, position)

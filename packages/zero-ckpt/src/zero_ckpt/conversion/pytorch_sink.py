@@ -30,9 +30,10 @@ def write_pytorch(
 ) -> list[Path]:
     """Write `target` when it ends in `.bin`, `.pt` or `.pth`, otherwise shards into that directory; returns the files.
 
-    Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes (see
-    [Note: records of conversions]). Raises CheckpointError, before anything is written, when a file exists that this
-    conversion has not made, unless `overwrite`.
+    Shards hold up to `limit` bytes each (None: one file), and `progress` is called with bytes written, from several
+    threads. Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes (see [Note:
+    records of conversions]). Raises CheckpointError, before anything is written, when torch is not installed or a file
+    exists that this conversion has not made, unless `overwrite`.
     """
     require_torch(f"writing {target} as torch.save does")
     aliases = model_aliases(source, tensors)
@@ -63,6 +64,8 @@ def write_pytorch(
 
 
 def _frame(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -> Frame:
+    """Return the file at `path` that is to hold these tensors, and the tied names among `aliases` whose tensor is one
+    of them."""
     members = {tensor.name: tensor for tensor in tensors}
     state: dict[str, Any] = {name: empty_tensor(tensor) for name, tensor in members.items()}
     state.update({alias: state[kept] for alias, kept in aliases.items() if kept in state})
@@ -70,7 +73,8 @@ def _frame(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -
 
 
 def read_model_tensor(source: Source, tensor: ModelTensor, progress: Progress) -> Any:
-    """Return one tensor of a model in new memory, in its output dtype."""
+    """Return one tensor of a model in new CPU memory, in its output dtype; `progress` is called with its bytes, piece
+    by piece."""
     import torch
 
     from ..torch.buffers import tensor_buffer, torch_dtype

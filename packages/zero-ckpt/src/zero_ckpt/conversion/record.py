@@ -2,8 +2,8 @@
 
 [Note: records of conversions]
 The record says what the output is made from, which files are complete, and of the file that is being filled, which
-tensors are on disk, with the CRC-32 of their bytes. A run that makes the same from the same source goes on behind it.
-It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
+tensors are on disk, with the CRC-32 of their bytes. A run that makes the same from the same source continues behind
+it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ RECORD_BYTES = 256 << 20
 class ConversionRecord:
     """The record at `path` of an output that `made_from` identifies, with the work of an earlier run in it.
 
-    Raises CheckpointError when another process is writing the same output. Safe to use from several threads.
+    `made_from` is any text that differs when the output would. Files are named by their path relative to `folder`, in
+    which the record lies. It is locked until `close`. Raises CheckpointError when another process is writing the same
+    output. Safe to use from several threads.
     """
 
     def __init__(self, path: Path, made_from: str) -> None:
@@ -42,19 +44,19 @@ class ConversionRecord:
 
     @property
     def is_new(self) -> bool:
-        """Return whether no earlier run has done anything for this output."""
+        """Return whether nothing has been done for this output, by an earlier run or this one."""
         return not self._files
 
     def is_complete(self, file: str) -> bool:
-        """Return whether an earlier run finished that file."""
+        """Return whether a file is finished, by an earlier run or this one."""
         return file in self._files and self._files[file] is None
 
     def done(self, file: str) -> dict[str, int]:
-        """Return the tensors of a file that are on disk, with their CRC-32."""
+        """Return the tensors of an unfinished file that are on disk, by name, with their CRC-32, as a new dict."""
         return dict(self._files.get(file) or {})
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
-        """Record that these tensors of a file (with their CRC-32) are on disk, `nbytes` more than before."""
+        """Record that these tensors of a file (name to CRC-32) are on disk, `nbytes` more than before."""
         self._note(file, tensors, nbytes)
 
     def complete(self, file: str, nbytes: int) -> None:
@@ -62,7 +64,8 @@ class ConversionRecord:
         self._note(file, None, nbytes)
 
     def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
-        """Record the state of a file, None for complete; written to disk once 256 MiB are new."""
+        """Keep the state of a file, its tensors on disk or None for complete; the record is written once 256 MiB are
+        new."""
         with self._lock:
             self._files[file] = what
             self._unsaid += nbytes
@@ -70,6 +73,7 @@ class ConversionRecord:
                 self._write()
 
     def _write(self) -> None:
+        """Write the record, replacing the file, and lock the new one."""
         replace_durably(self._path, pack({"made_from": self._made_from, "files": self._files}))
         unlock_and_close(self._fd)
         self._fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -77,7 +81,7 @@ class ConversionRecord:
         self._unsaid = 0
 
     def close(self, *, keep: bool) -> None:
-        """Release the lock; `keep` the record for another run, or remove it."""
+        """Release the lock; `keep`: write the record for another run, otherwise remove it."""
         if keep:
             self._write()
         else:
@@ -86,7 +90,8 @@ class ConversionRecord:
         unlock_and_close(self._fd)
 
     def _take(self) -> None:
-        """Lock the record; raises CheckpointError when another process holds it."""
+        """Lock the record; raises CheckpointError when another process holds it. Without effect where there are no
+        locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

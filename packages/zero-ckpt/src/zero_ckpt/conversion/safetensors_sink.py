@@ -35,8 +35,9 @@ def write_safetensors(
 ) -> list[Path]:
     """Write `target` (a `.safetensors` file), or into directory `target` as Hugging Face lays models out.
 
-    Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes: shards
-    that are complete are kept, and a file goes on where it was (see [Note: resumable files]). Returns the files. Raises
+    Files of a directory hold up to `limit` bytes each (None: one file), and `progress` is called with bytes written.
+    Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes: shards that are complete
+    are kept, and an unfinished file is continued where it was (see [Note: resumable files]). Returns the files. Raises
     CheckpointError, before anything is written, when a file exists that this conversion has not made, unless
     `overwrite`.
     """
@@ -68,7 +69,11 @@ def write_safetensors(
 
 
 def write_index(path: Path, files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, str]) -> None:
-    """Write the index that tells loaders the file of each tensor; a tied name has the file of its tensor."""
+    """Write the index that tells loaders the file of each tensor; a tied name has the file of its tensor.
+
+    `files` has the tensors by file name, `aliases` the tied names with the name of their tensor. An index that is there
+    is replaced.
+    """
     weight_map = {member.name: name for name, members in files.items() for member in members}
     weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
     total = sum(member.nbytes for members in files.values() for member in members)
@@ -84,6 +89,10 @@ def _write_file(
     workers: int,
     progress: Progress,
 ) -> None:
+    """Write one file, or continue it where an interrupted run stopped; a complete one is only counted as progress.
+
+    `notes` become its metadata.
+    """
     ordered, header, nbytes = _layout(tensors, notes)
     if _is_complete(path, tensors, notes):
         progress(sum(tensor.nbytes for tensor in tensors))
@@ -99,14 +108,19 @@ def _write_file(
 
 
 def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[ModelTensor], bytes, int]:
-    """Return the tensors in the order of the file, its header, and its size."""
+    """Return the tensors in the order of the file, its header, and its size in bytes; `notes` become metadata of the
+    header."""
     ordered = sorted(tensors, key=lambda tensor: -ITEMSIZE[tensor.dtype])
     header, nbytes = encode_header(((item.name, item.dtype, item.shape) for item in ordered), {"format": "pt", **notes})
     return ordered, header, nbytes
 
 
 def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
-    """Return whether an earlier run of this conversion completed the shard."""
+    """Return whether the file at `path` has the header and size of these tensors with these notes, which name the
+    source.
+
+    So an earlier run of this conversion completed it. False where `notes` do not name the source.
+    """
     if _SOURCE not in notes or not path.is_file():
         return False
     try:
@@ -116,7 +130,11 @@ def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) 
 
 
 def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, workers: int, progress: Progress) -> None:
-    """Copy what `file` does not hold yet; chunks finish in order, so that progress is one byte position."""
+    """Copy the chunks that `file` does not hold yet, `workers` at a time; they finish in order, so that progress is one
+    byte position.
+
+    The position is recorded in the file every 256 MiB.
+    """
     pending: deque[tuple[_Chunk, Future[None]]] = deque()
     recorded, recording = file.done, Future[None]()
     recording.set_result(None)
@@ -145,7 +163,7 @@ def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, worke
 
 
 def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progress) -> int:
-    """Wait for the oldest chunk; returns the byte position in the file at which it ends."""
+    """Wait for the oldest chunk and take it off `pending`; returns the byte position in the file at which it ends."""
     chunk, job = pending.popleft()
     job.result()
     progress(chunk.nbytes)
@@ -154,7 +172,10 @@ def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progres
 
 @dataclass(frozen=True)
 class _Chunk:
-    """`length` elements of a tensor from `offset` on, to be written at byte `position` of the file."""
+    """`length` elements of a tensor from flat element `offset` on, to be written at byte `position` of the file.
+
+    `nbytes` and `end` are in bytes of the output.
+    """
 
     tensor: ModelTensor
     offset: int
@@ -171,7 +192,7 @@ class _Chunk:
 
 
 def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterator[_Chunk]:
-    """Yield every piece to copy, in the order of the file, whose data begins at byte `position`."""
+    """Yield every chunk to copy, in the order of the file, whose data begins at byte `position`."""
     for tensor in tensors:
         size = ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):
@@ -180,6 +201,7 @@ def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterat
 
 
 def _copy(source: Source, chunk: _Chunk, file: PartialFile) -> None:
+    """Read a chunk, convert its dtype, and write it to its place in the file."""
     tensor = chunk.tensor
     raw = bytearray(chunk.length * ITEMSIZE[tensor.stored])
     source.read_into(tensor.name, tensor.kind, chunk.offset, raw)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _FileTensor:
-    """One tensor: its file and first byte."""
+    """One tensor: its shape, dtype, file, first byte there, and the byte behind its last."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -29,7 +29,12 @@ class _FileTensor:
 
 
 class SafetensorsSource:
-    """Every entry is a `param`; metadata `{alias: name}` as safetensors writes for shared tensors gives the aliases."""
+    """A `Source` of safetensors files, in which every entry is a `param`; only their headers are read before
+    `read_into`.
+
+    Metadata `{alias: name}`, as safetensors writes for shared tensors, gives the aliases. Raises DamagedError for a
+    file that is not valid, or a tensor that is in two files.
+    """
 
     step = 0
     client_state: Any = None
@@ -61,7 +66,7 @@ class SafetensorsSource:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Shared tensors that were left out when the file was written."""
+        """Shared tensors that were left out when the file was written, each with the name that is stored."""
         return self._aliases
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
@@ -69,7 +74,8 @@ class SafetensorsSource:
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on."""
+        """Fill `out` with a tensor's elements from flat element `offset` on; raises MismatchError when the tensor has
+        fewer, and DamagedError."""
         place = self._tensors[name, kind]
         view = memoryview(out).cast("B")
         begin = place.begin + offset * ITEMSIZE[place.dtype]

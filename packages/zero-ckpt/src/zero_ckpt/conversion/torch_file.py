@@ -78,7 +78,7 @@ class Stored:
     numel: int
 
     def segment(self, offset: int, skip: int, length: int) -> Segment:
-        """Return its elements `skip` to `skip + length` as elements `offset` on of another tensor."""
+        """Return its elements `skip` to `skip + length` as elements `offset` to `offset + length` of another tensor."""
         return Segment(offset, length, self.file, self.begin + skip * ITEMSIZE[self.dtype])
 
     def whole(self, shape: tuple[int, ...] | None = None) -> SegmentedTensor:
@@ -88,7 +88,11 @@ class Stored:
 
 
 def stored(tensor: torch.Tensor, file: Path) -> Stored:
-    """Return the position in `file` of the bytes of a tensor of `load_structure(file)`; raises CheckpointError."""
+    """Return the position in `file` of the bytes of a tensor of `load_structure(file)`.
+
+    Raises CheckpointError for a tensor with strides or a dtype that is not stored, or when torch does not say where it
+    lies.
+    """
     start = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
     if start is None and tensor.numel():
         raise CheckpointError(f"{file}: this version of torch {torch.__version__} does not say where tensors lie")
@@ -99,7 +103,10 @@ def stored(tensor: torch.Tensor, file: Path) -> Stored:
 
 
 def scalar(value: Any, file: Path) -> SegmentedTensor:
-    """Return a number or one-element tensor as a 0-dimensional tensor."""
+    """Return a number, or a one-element tensor of `load_structure(file)`, as a 0-dimensional tensor.
+
+    A number becomes F32 or I64.
+    """
     if isinstance(value, torch.Tensor):
         return stored(value, file).whole(())
     data = torch.tensor(value, dtype=torch.float32 if isinstance(value, float) else torch.int64)

@@ -15,7 +15,11 @@ from .torch_file import load_structure, scalar, stored
 
 
 def open_universal(directory: Path) -> SegmentSource:
-    """Open one tag directory of a universal checkpoint: `zero/<name>/fp32.pt`, `exp_avg.pt`, … and a model file."""
+    """Open one tag directory of a universal checkpoint: `zero/<name>/fp32.pt`, `exp_avg.pt`, … and a model file.
+
+    `fp32.pt` is the `param` where the model uses fp32 or does not hold the parameter, otherwise its `master`. Raises
+    CheckpointError for a file that is not read, DamagedError when one is missing or damaged.
+    """
     models = open_models(directory)
     model = models[0]
     tensors = model_tensors(model)
@@ -35,7 +39,10 @@ def open_universal(directory: Path) -> SegmentSource:
 
 
 def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) -> None:
-    """Add the step of the common file, where stage 3 keeps it, to every parameter with `exp_avg` and no `step`."""
+    """Add the step of the common file, where stage 3 keeps it, to every parameter with `exp_avg` and no `step`.
+
+    `common` is what `file` holds.
+    """
     state = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})
     for name, kind in list(tensors):
         if kind == "exp_avg" and "step" in state and (name, "step") not in tensors:
@@ -43,7 +50,11 @@ def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) ->
 
 
 def _add(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: torch.Tensor | None) -> None:
-    """Add the tensors of one parameter's directory; `used` is the parameter in the model file, None if absent."""
+    """Add the tensors of one parameter's directory, whose name is the parameter's.
+
+    `shape` is the parameter's, None to take the stored one; `used` is the parameter in the model file, None if absent.
+    Raises DamagedError for a file without a tensor.
+    """
     for file in sorted(folder.glob("*.pt")):
         value: Any = load_structure(file)
         if file.stem == "step":

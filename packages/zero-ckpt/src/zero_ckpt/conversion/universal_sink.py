@@ -42,9 +42,10 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
-    gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB.
-    An interrupted run resumes (see [Note: records of conversions]). Raises CheckpointError when the
-    source holds no optimizer state, or the directory exists and `overwrite` is not given.
+    gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB;
+    `progress` is called with bytes written, from several threads. An interrupted run resumes (see [Note: records of
+    conversions]). Raises CheckpointError when the source holds no optimizer state or state that DeepSpeed cannot
+    partition, or the directory exists and `overwrite` is not given.
     """
     tag, names = f"global_step{source.step}", _trainable(source)
     staging = staging_path(root, tag, "conversion")
@@ -75,7 +76,7 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
 
 
 def _clear(staging: Path) -> None:
-    """Remove files that an earlier run made from another source."""
+    """Remove everything in the directory but the record: files that an earlier run made from another source."""
     for path in staging.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
@@ -84,7 +85,11 @@ def _clear(staging: Path) -> None:
 
 
 def _trainable(source: Source) -> list[str]:
-    """Return trained parameters, in the source's order; where it does not record them, those with optimizer state."""
+    """Return the names of trained parameters, in the source's order; where it does not record them, those with
+    optimizer state.
+
+    Raises CheckpointError when there is no optimizer state at all.
+    """
     stateful = {name for name, kind in source.tensors if is_optimizer_kind(kind)}
     names = list(dict.fromkeys(name for name, kind in source.tensors if kind in ("param", "master")))
     if not stateful.intersection(names):
@@ -95,6 +100,8 @@ def _trainable(source: Source) -> list[str]:
 def _write_parameters(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
+    """Write the files of the parameters `names` below `folder`, `workers` parameters at a time; raises the first
+    exception."""
     kinds = _moments(source, names)
     step = _common_step(source, names)
     with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-universal") as pool:
@@ -111,7 +118,8 @@ def _write_parameters(
 
 
 def _moments(source: Source, names: list[str]) -> dict[str, str]:
-    """Return the elementwise states of trained parameters, with their dtypes."""
+    """Return the kinds of optimizer state of the parameters `names`, without the step, each with the dtype of its first
+    tensor."""
     found: dict[str, str] = {}
     for name in names:
         for kind in _state_kinds(source, name):
@@ -136,7 +144,11 @@ def _write_parameter(
     record: ConversionRecord,
     progress: Progress,
 ) -> None:
-    """Write the files of one parameter; `moments` it does not have are zeros, `step` is used if it has none."""
+    """Write the files of one parameter into `folder`; `moments` (kind to dtype) that it does not have are zeros.
+
+    `step` is used if it has none of its own; None writes none. Raises CheckpointError for state of another shape than
+    the parameter's.
+    """
     kind = "master" if (name, "master") in source.tensors else "param"
     tensor = source.tensors[name, kind]
     shape = _shape(source, name)
@@ -177,7 +189,7 @@ def _read(source: Source, name: str, kind: str) -> torch.Tensor:
 
 
 def _common_step(source: Source, names: list[str]) -> Any:
-    """Return the number of steps of the first trained parameter that has one; None without any."""
+    """Return the step, as `_step` does, of the first of the parameters that has one; None without any."""
     for name in names:
         for kind in _state_kinds(source, name):
             if state_key(kind) == "step":
@@ -186,7 +198,8 @@ def _common_step(source: Source, names: list[str]) -> Any:
 
 
 def _step(value: torch.Tensor) -> Any:
-    """Return an integer for optimizers that count in Python, and the tensor for optimizers that keep one."""
+    """Return an integer for optimizers that count in Python, and the tensor itself for optimizers that keep one
+    (floating-point)."""
     return value if value.is_floating_point() else int(value)
 
 
@@ -200,7 +213,8 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _groups(source: Source, count: int) -> list[dict[str, Any]]:
-    """Return hyperparameters per group; empty maps, which change nothing in DeepSpeed, where the source has none."""
+    """Return hyperparameters per param group; `count` empty dicts, which change nothing in DeepSpeed, where the source
+    has none."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
     for value in (client, *client.values()):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
@@ -211,6 +225,8 @@ def _groups(source: Source, count: int) -> list[dict[str, Any]]:
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's hyperparameters without those that say how the optimizer computes; lists become tuples, stored
+    markers their values."""
     found = {}
     for key, value in options.items():
         if key in _IMPLEMENTATION:
@@ -223,6 +239,8 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
+    """Return what `optimizer_state.pt` holds: hyperparameters per group, those that all groups share, and the common
+    step."""
     groups = _groups(source, len(names))
     common = {
         key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
@@ -242,7 +260,10 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
 def _write_model_files(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
-    """Write the model state file under both names that DeepSpeed's stages look for."""
+    """Write the model state file under both names that DeepSpeed's stages look for.
+
+    It holds buffers, and parameters that are not in `names`, the trained ones.
+    """
     trained = set(names)
     members = {
         name: ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype)
@@ -259,6 +280,10 @@ def _write_model_files(
 
 
 def _model_state(source: Source, names: list[str], members: dict[str, ModelTensor]) -> dict[str, Any]:
+    """Return what the model state file holds; `members` are its tensors by name, whose bytes are written later.
+
+    `names` are the trained parameters.
+    """
     client = source.client_state if isinstance(source.client_state, dict) else {}
     module = OrderedDict((name, empty_tensor(member)) for name, member in members.items())
     frozen = OrderedDict((name, torch.Size(m.shape)) for name, m in members.items() if m.kind == "param")
@@ -284,9 +309,10 @@ def _model_state(source: Source, names: list[str], members: dict[str, ModelTenso
 
 
 def _schedule(source: Source, client: dict[str, Any]) -> dict[str, Any]:
-    """The state of a learning rate schedule; without one, where a schedule that began with training stands.
+    """Return the state of a learning rate schedule; without one, where a schedule that began with training stands.
 
-    DeepSpeed's schedules read `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.
+    It is the entry `lr_scheduler` or `scheduler` of the client state `client`. DeepSpeed's schedules read
+    `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.
     """
     for key in ("lr_scheduler", "scheduler"):
         state = client.get(key)
@@ -296,7 +322,7 @@ def _schedule(source: Source, client: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether a value is encoded by this package."""
+    """Return whether a value is encoded by this package: a dict with a key that begins with `$`."""
     return isinstance(value, dict) and any(key.startswith("$") for key in value)
 
 

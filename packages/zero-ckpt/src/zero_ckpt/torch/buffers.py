@@ -30,7 +30,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a checkpoint's dtype name."""
+    """Return the torch dtype of a checkpoint's dtype name, a key of `ITEMSIZE`."""
     return _DTYPES[name]
 
 
@@ -54,7 +54,8 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
 
 
 class Stager:
-    """Turns tensors into intervals: CPU memory as it is, accelerator memory through one reused pinned buffer."""
+    """Turns tensors into intervals: CPU memory as it is, other memory through one reused buffer, pinned where that is
+    possible."""
 
     def __init__(self) -> None:
         self._staging: torch.Tensor | None = None
@@ -63,7 +64,7 @@ class Stager:
 
     def mark(self, device: torch.device) -> None:
         """Have later reads of tensors with `stays` on `device` wait for the work that this thread has queued on it so
-        far.
+        far, and for nothing later.
 
         They may happen on any thread, however much later.
         """
@@ -81,8 +82,10 @@ class Stager:
     ) -> Iterator[Interval]:
         """Yield intervals for `tensor`, in C order, as elements `offset` on of a logical tensor of the given shape.
 
-        Without `shape`, `tensor` is the full logical tensor. Nothing is copied until an interval is written. `stays`:
-        nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`.
+        Without `shape`, `tensor` is the full logical tensor. Nothing is copied until an interval is written; what is
+        not contiguous CPU memory comes in intervals of up to 64 MiB, one of which is in memory at a time. `stays`:
+        nobody writes `tensor` before `AsyncSaver.copied` returns; its version counter becomes `version`. Raises
+        CheckpointError for a dtype that cannot be stored.
         """
         version = partial(getattr, tensor, "_version") if stays and not tensor.is_inference() else None
         tensor = tensor.detach()
@@ -99,7 +102,7 @@ class Stager:
             yield Interval(name, kind, whole, dtype, offset + begin, staged, part.numel(), version)
 
     def _copy_to_staging(self, part: torch.Tensor, ready: torch.Event | None) -> memoryview:
-        """Return the bytes of a flat tensor in the staging buffer, which the next call overwrites.
+        """Return the bytes of a flat tensor of up to 64 MiB in the staging buffer, which the next call overwrites.
 
         With `ready` they are copied on a stream of its own after that event, so that the copy does not wait for later
         work of the device.

@@ -14,10 +14,10 @@ from .buffers import tensor_buffer
 
 
 class DistCoordinator:
-    """The coordinator of a process group that moves CPU tensors (gloo); objects travel as msgpack, never as pickle.
+    """A `Coordinator` over a process group that moves CPU tensors (gloo); objects travel as msgpack, never as pickle.
 
-    `group` is None for the default group. Raises CheckpointError when the group cannot move CPU tensors: make one with
-    `torch.distributed.new_group(backend="gloo")`.
+    `group` is None for the default group. Raises CheckpointError when torch.distributed is not initialised, or the
+    group cannot move CPU tensors: make one with `torch.distributed.new_group(backend="gloo")`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -51,7 +51,11 @@ class DistCoordinator:
 
 
 def default_coordinator() -> Coordinator:
-    """Return a coordinator over the default process group; without torch.distributed, one of a single process."""
+    """Return a coordinator over the default process group; where torch.distributed is not initialised, one of a single
+    process.
+
+    Raises CheckpointError when the group cannot move CPU tensors.
+    """
     if dist.is_available() and dist.is_initialized():
         return DistCoordinator()
     return SoloCoordinator()

@@ -25,8 +25,8 @@ class ContiguousRun:
 def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[ContiguousRun]]:
     """Return this rank's part of a tensor (of a DTensor, its local tensor), and its runs in the full tensor.
 
-    There are no runs where this rank is not in the mesh. Raises CheckpointError for placements other than `Shard` and
-    `Replicate`.
+    A plain tensor is one run. There are none where this rank is not in the mesh or holds no element. `name` is for
+    errors. Raises CheckpointError for placements other than `Shard` and `Replicate`.
     """
     if not _is_dtensor(tensor):
         return tensor, [ContiguousRun(0, 0, tensor.numel())]
@@ -47,7 +47,10 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def _local_box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
-    """Return begin and size of the local part per dimension; None where this rank is not in the tensor's mesh."""
+    """Return begin and size of the local part of a DTensor per dimension; None where this rank is not in its mesh.
+
+    Raises CheckpointError, naming `name`, for placements other than `Shard` and `Replicate`.
+    """
     from torch.distributed.tensor import Replicate, Shard
 
     coordinate = tensor.device_mesh.get_coordinate()
@@ -69,7 +72,8 @@ def _local_box(tensor: Any, name: str) -> tuple[list[int], list[int]] | None:
 
 
 def _runs(shape: list[int], begins: list[int], sizes: list[int]) -> Iterator[ContiguousRun]:
-    """Yield the runs of consecutive elements of a box of a tensor."""
+    """Yield the runs of consecutive elements of a box of a tensor of `shape`, in order; `begins` and `sizes` are the
+    box's, per dimension."""
     if 0 in sizes:
         return
     split = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)

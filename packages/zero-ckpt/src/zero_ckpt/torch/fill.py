@@ -22,9 +22,10 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Request the values of `tensor` from `entry`; returns whether their dtype will be converted.
+        """Request the values of `tensor` from `entry`, to be read by `run`; returns whether their dtype will be
+        converted.
 
-        `name` is for errors. Raises MismatchError when the shapes differ.
+        Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ.
         """
         if tuple(tensor.shape) != entry.shape:
             raise MismatchError(
@@ -43,13 +44,14 @@ class Filler:
         return not same
 
     def run(self) -> None:
-        """Read the values of all tensors that were added."""
+        """Read the values of all tensors that were added; raises DamagedError, after which some may be filled."""
         self._checkpoint.read_many(self._direct)
         for entry, local, runs in self._staged:
             self._fill_staged(entry, local, runs)
 
     def _fill_staged(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
-        """Fill a tensor through CPU memory of up to 64 MiB at a time, converting the dtype."""
+        """Fill a tensor, of which `runs` are the places in the full one, through CPU memory of up to 64 MiB at a time,
+        converting the dtype."""
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
         step = _STAGING_BYTES // dtype.itemsize
@@ -70,7 +72,10 @@ class Filler:
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
-    """Return a full tensor in new CPU memory, in the dtype in which it is stored."""
+    """Return a full tensor in new CPU memory, in the dtype in which it is stored; `name` may be an alias.
+
+    Raises NotFoundError and DamagedError.
+    """
     entry = checkpoint.entry(name, kind)
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     checkpoint.read_into(name, kind, 0, tensor_buffer(tensor))

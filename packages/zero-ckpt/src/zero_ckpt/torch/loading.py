@@ -37,10 +37,11 @@ def load(
     filled, tensors are written into, and plain data is replaced in the mapping. Only what `state` holds is requested:
     pass only the module to load only the module, or only the optimizer, whose parameters then get the names that were
     saved at the same positions of their groups. `rename` maps a model's name to the checkpoint's name, or None to keep
-    it. A parameter is read from its `master` when the stored parameter has another dtype than the model's.
+    it. A parameter is read from its `master` when the stored parameter has another dtype than the model's. Without a
+    `coordinator` the ranks are those of the default process group.
 
     Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
-    ignored.
+    ignored; then no module or optimizer tensor was written. Raises NotFoundError and DamagedError as `restore` does.
     """
     group = coordinator or default_coordinator()
 
@@ -51,7 +52,7 @@ def load(
 
 
 class _Load:
-    """One attempt to load a state from one checkpoint."""
+    """One attempt to load a state from one checkpoint; `rank` is this rank, whose random generators are loaded."""
 
     def __init__(
         self, checkpoint: Checkpoint, state: MutableMapping[str, Any], rename: Callable[[str], str | None], rank: int
@@ -66,7 +67,10 @@ class _Load:
         self._client: dict[str, Any] = client if isinstance(client, dict) else {}
 
     def run(self, strict: bool) -> LoadReport:
-        """Load everything and return the report; with `strict` raise MismatchError unless everything fits."""
+        """Load everything and return the report; with `strict` raise MismatchError unless everything fits.
+
+        What does not fit in modules and optimizers is found before any tensor is written.
+        """
         for module in self._parts.modules.values():
             self._request_module(module)
         for key, value in self._state.items():
@@ -83,7 +87,11 @@ class _Load:
         return self._report
 
     def _request_module(self, module: ModuleState) -> None:
-        """Request the values of a module's tensors; a tensor that is not stored is reported as defaulted."""
+        """Request the values of a module's tensors, to be read later; a tensor that is not stored is reported as
+        defaulted.
+
+        Raises MismatchError when shapes differ.
+        """
         for name, tensor in module.tensors.items():
             stored = self._stored_name(name)
             kind = self._kind_to_read(stored, module.kind(name), tensor)
@@ -112,7 +120,11 @@ class _Load:
         return kind if (name, kind) in known else None
 
     def _request(self, stored: str, kind: str, tensor: torch.Tensor, name: str) -> None:
-        """Request the values of a tensor and report it as loaded."""
+        """Request the values of `tensor`, which the model calls `name`, from the tensor (`stored`, `kind`), and report
+        it as loaded.
+
+        Raises MismatchError when shapes differ.
+        """
         entry = self._checkpoint.entry(stored, kind)
         if self._filler.add(entry, tensor, name):
             self._report.converted.append(f"{name} ({kind})")
@@ -120,7 +132,10 @@ class _Load:
         self._wanted.add((entry.name, kind))
 
     def _request_optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
-        """Create an optimizer's state, request its values, and set its hyperparameters."""
+        """Create an optimizer's state, request its values, to be read later, and set its hyperparameters at once.
+
+        `key` is its key in the state. Raises MismatchError when its param groups cannot be matched.
+        """
         by_name: dict[str, list[str]] = {}
         for name, kind in self._checkpoint.tensors:
             if is_optimizer_kind(kind):
@@ -164,7 +179,7 @@ class _Load:
             self._load_value(key, value)
 
     def _load_value(self, key: str, value: Any) -> None:
-        """Load a tensor, a stateful object or plain data."""
+        """Load a tensor, a stateful object or plain data; one that is not stored is reported as defaulted."""
         if key not in self._client:
             self._report.defaulted.append(key)
             return
@@ -193,4 +208,5 @@ class _Load:
             self._report.loaded.append(key)
 
     def _read_state(self, name: str) -> torch.Tensor:
+        """Return a tensor of a stateful object's state, by the name under which it is stored, in new CPU memory."""
         return read_tensor(self._checkpoint, name, STATE_KIND)

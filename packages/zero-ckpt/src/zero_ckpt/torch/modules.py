@@ -12,21 +12,23 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass
 class ModuleState:
-    """Tensors by name, each once; tied names in `aliases`; other entries of the state dict in `extra`."""
+    """A module's state by name: tensors, each once; tied names with the name of their tensor in `aliases`; other
+    entries of the state dict in `extra`."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def kind(self, name: str) -> str:
-        """Return `param` or `buffer`."""
+        """Return `param` or `buffer`, for the name of a tensor."""
         return "param" if isinstance(self.tensors[name], torch.nn.Parameter) else "buffer"
 
 
 def module_state(module: torch.nn.Module, prefix: str = "") -> ModuleState:
-    """Return parameters and persistent buffers of a module, named without the wrappers of DDP and compilation.
+    """Return the parameters and persistent buffers of a module, which are not copied, and what else its state dict
+    holds.
 
-    `prefix` begins every name.
+    Names are without the wrappers of DDP, compilation and activation checkpointing; `prefix` begins every one.
     """
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         module = module.module

@@ -40,7 +40,11 @@ Needs = Callable[[Manifest], "Iterable[str]"]
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that the nodes hold together: bytes by file, and by file the ranks that can read it."""
+    """A checkpoint that the nodes hold together: `files` has bytes by name, `holders` by name the ranks that can read
+    the file.
+
+    `manifest_holders` are the ranks that can read its manifest. Only the first rank of a node counts in both.
+    """
 
     tag: str
     step: int
@@ -52,9 +56,9 @@ class Found:
 class NodeMemory:
     """This rank's part of the checkpoints in the nodes' memory; `directory` is this node's, created with mode 0700.
 
-    `group` moves CPU tensors and is used by nothing else while a save runs. `allow`: see `AsyncSaver`. Collective.
-    Raises CheckpointError on every rank when a directory belongs to somebody else, is a link, can be written by others,
-    or could be replaced by them.
+    `group` moves CPU tensors and is used by nothing else while a save runs. `allow`: see `AsyncSaver`. Making one is
+    collective. Raises CheckpointError on every rank when a directory belongs to somebody else, is a link, can be
+    written by others, or could be replaced by them.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class NodeMemory:
     def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
         """Copy `intervals` and save them in the background, with the options of `save_sharded`; collective.
 
-        Waits while the last save runs. A save that failed raises its CheckpointError from a later call.
+        `step` is part of the checkpoint's tag. Waits while the last save runs. When it returns, the tensors may change
+        as after `AsyncSaver.save`. A save that failed raises its CheckpointError from a later call.
         """
         tag = f"step{step}-{self._attempt}"
         self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
@@ -101,13 +106,14 @@ class NodeMemory:
         self._saver.wait()
 
     def close(self) -> None:
-        """Finish the saves that were started; raises the exception of a failed one. The checkpoints stay."""
+        """Finish the saves that were started and end the threads; raises the exception of a failed one. The checkpoints
+        stay."""
         self._saver.close()
 
     def find(self, wanted: Callable[[Manifest], bool] = lambda manifest: True) -> Found | None:
-        """Return the newest checkpoint that the nodes hold together; None when there is none. Collective.
+        """Return the newest checkpoint of which every file is on some node; None when there is none. Collective.
 
-        Only checkpoints whose manifest is `wanted` count.
+        Only checkpoints whose manifest is `wanted` count. Raises CheckpointError when a rank fails.
         """
         views = together(self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted))
         steps = {tag: step for view in views for tag, (step, _, _) in view.items()}
@@ -123,9 +129,11 @@ class NodeMemory:
         return None
 
     def fetch(self, found: Found, needs: Needs) -> Path:
-        """Copy the files that this node's ranks need of `found` into its directory; returns the checkpoint's path.
+        """Copy the files that this node's ranks need of `found` into its directory; returns the checkpoint's path
+        there.
 
-        Collective. Raises CheckpointError on every rank.
+        `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective. Raises
+        CheckpointError on every rank when any fails.
         """
         what = f"fetching {found.tag} into {self.directory}"
         path = self.directory / found.tag
@@ -143,13 +151,17 @@ class NodeMemory:
         return path
 
     def forget(self) -> None:
-        """Remove every checkpoint of this node; to be called on every rank, after the last save."""
+        """Remove every checkpoint of this node, on its first rank; to be called on every rank, after the last save."""
         if self.leads:
             for candidate in find_candidates(self.directory):
                 remove_directory(candidate.path)
 
     def _open_directory(self) -> list[str]:
-        """Make and check the directory; returns the node's name and a random token for this run's tags."""
+        """Make and check the directory; returns the node's name and a random token, of which rank 0's is in the tags of
+        this run.
+
+        Raises CheckpointError, or OSError.
+        """
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.lstat(self.directory)
         _require_own(self.directory, status)
@@ -158,7 +170,10 @@ class NodeMemory:
         return [f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}", os.urandom(4).hex()]
 
     def _copy_to_partners(self, path: Path) -> None:
-        """Copy every file to the partner of the rank that wrote it, then remove other tags; on the saver's thread."""
+        """Copy every file of the checkpoint at `path` to the partner of the rank that wrote it, then remove other tags.
+
+        Collective; on the saver's thread.
+        """
         held = together(self._coordinator, f"copying {path}", lambda: self._own_files(path))
         transfers = [
             Transfer(name, nbytes, rank, self._partner[rank])
@@ -173,12 +188,16 @@ class NodeMemory:
                     remove_directory(candidate.path)
 
     def _own_files(self, path: Path) -> dict[str, int]:
-        """Return the files that this rank wrote, with their sizes."""
+        """Return the files that this rank wrote of the checkpoint at `path`, by name, with their sizes in bytes."""
         prefix = f"rank-{self._coordinator.rank:05d}"
         return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
 
     def _held(self, wanted: Callable[[Manifest], bool]) -> dict[str, Any]:
-        """Return by tag (step, sizes of all files, files that are here); empty except on each node's first rank."""
+        """Return by tag [step, sizes of all its files by name, names of those that are here]; empty except on each
+        node's first rank.
+
+        Only checkpoints whose manifest is `wanted` are listed.
+        """
         if not self.leads:
             return {}
         return {
@@ -197,7 +216,8 @@ class NodeMemory:
         return {self._nodes.index(node) for node in self._nodes if node not in known}
 
     def _place_manifest(self, path: Path, raw: bytes, missing: set[int]) -> None:
-        """Write the manifest on the ranks `missing`."""
+        """Write the manifest `raw` into the checkpoint directory `path`, on the ranks in `missing`; does nothing on
+        others."""
         if self._coordinator.rank in missing:
             path.mkdir(mode=0o700, exist_ok=True)
             Folder(path, follow=False)  # raises where a link or a file has the name
@@ -206,7 +226,8 @@ class NodeMemory:
     def _transfers(self, found: Found, wanted: list[list[str]]) -> list[Transfer]:
         """Return a transfer for each file that a node's ranks will read and it lacks.
 
-        The source is the holder that sends the fewest bytes so far.
+        `wanted` has the names by rank. The target is the node's first rank, the source is the holder that sends the
+        fewest bytes so far. Every rank returns the same.
         """
         given = [0] * len(self._nodes)
         transfers = []
@@ -224,11 +245,14 @@ class NodeMemory:
 
 
 def _decode(path: Path) -> Manifest:
+    """Return the manifest of the checkpoint directory `path`; raises DamagedError, and CheckpointError for an unknown
+    version."""
     return decode_manifest(_read_manifest(path), str(path / MANIFEST_NAME))
 
 
 def _read_manifest(path: Path) -> bytes:
-    """Return the bytes of a manifest; raises DamagedError for a link and for one of more than the largest size."""
+    """Return the bytes of the manifest in the directory `path`; raises DamagedError for a link and for one of more than
+    the largest size."""
     return Folder(path, follow=False).read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
 
@@ -246,7 +270,8 @@ def _present(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _require_own(directory: Path, status: os.stat_result) -> None:
-    """Raise CheckpointError unless `directory` is this user's own and nobody else can write into it."""
+    """Raise CheckpointError unless `directory`, of which `status` is the `lstat`, is this user's own and nobody else
+    can write into it."""
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CheckpointError(
             f"{directory}: expected a directory of this user that nobody else can write, got mode "

@@ -24,7 +24,7 @@ def named_parameters(
     """Return (name, parameter) of each parameter, per group; `names` has names by `id` of the parameter.
 
     A parameter of no known module is named by its position: as in `stored`, a checkpoint's names per group, when the
-    group has as many members there, and otherwise after the optimizer's `key`.
+    group has as many members there, and otherwise `<key>.<group>.<position>`.
     """
     found = []
     for number, group in enumerate(optimizer.param_groups):
@@ -38,7 +38,12 @@ def named_parameters(
 def describe_optimizer(
     optimizer: torch.optim.Optimizer, names: dict[int, str], key: str
 ) -> tuple[dict[str, Any], list[tuple[str, str, torch.Tensor]]]:
-    """Return the plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor)."""
+    """Return the plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor).
+
+    `names` and `key` are those of `named_parameters`. The plain part is `{"$optimizer": {"groups": ..., "state":
+    ...}}`: options and parameter names per group, and by parameter name the kinds of tensors and all other values.
+    Raises NotPlainDataError for what is neither tensor nor plain data.
+    """
     groups, state, tensors = [], {}, []
     for options, members in zip(optimizer.param_groups, named_parameters(optimizer, names, key), strict=True):
         plain = {name: value for name, value in options.items() if name not in ("params", "param_names")}
@@ -59,7 +64,8 @@ def describe_optimizer(
 
 
 def _inline_scalars(value: Any, tensors: dict[str, Any]) -> Any:
-    """Return encoded data with each tensor's name replaced by its value, from `tensors`."""
+    """Return encoded data with each tensor, a `{"$tensor": name}`, replaced by `{"$scalar": its value}` from
+    `tensors`."""
     if isinstance(value, dict) and "$tensor" in value:
         return {"$scalar": tensors[value["$tensor"]]}
     if isinstance(value, dict):
@@ -68,7 +74,11 @@ def _inline_scalars(value: Any, tensors: dict[str, Any]) -> Any:
 
 
 class OptimizerLoader:
-    """Fills one optimizer from a checkpoint that this package or a ZeRO engine wrote."""
+    """Fills one optimizer from a checkpoint that this package or a ZeRO engine wrote.
+
+    `names` has parameter names by `id`; `key` is the optimizer's in the state, and `described` what
+    `describe_optimizer` stored for it, None if nothing.
+    """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: dict[int, str], key: str, described: Any, checkpoint: Checkpoint
@@ -86,7 +96,10 @@ class OptimizerLoader:
         return self._described is not None or isinstance(self._plain_groups, list)
 
     def kinds_of(self, name: str, by_name: dict[str, list[str]]) -> Iterable[str]:
-        """Return the state kinds of a parameter that belong to this optimizer."""
+        """Return the kinds of state that a parameter has in the checkpoint and that belong to this optimizer.
+
+        `by_name` lists all optimizer kinds of the checkpoint by parameter name.
+        """
         if self._described is None:
             return by_name.get(name, [])
         return self._described["state"].get(name, {}).get("kinds", [])  # type: ignore[no-any-return]
@@ -124,7 +137,10 @@ class OptimizerLoader:
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
 
     def _load_hyperparameters(self) -> None:
-        """Set the options of the param groups; raises MismatchError for another number of groups."""
+        """Set the options of the optimizer's param groups; does nothing where the checkpoint holds none.
+
+        Raises MismatchError for another number of groups.
+        """
         if not self.has_groups:
             return
         plain = [{"options": group} for group in self._plain_groups or []]
@@ -144,7 +160,8 @@ class OptimizerLoader:
 
 
 def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's stored options that this optimizer has, without those that say how it computes."""
+    """Return an engine's stored options that a param group, `options`, has too, without those that say how it computes;
+    lists are marked as tuples."""
     known = {key: value for key, value in stored.items() if key in options and key not in _IMPLEMENTATION}
     return {key: {"$tuple": value} if isinstance(value, list) else value for key, value in known.items()}
 
@@ -157,8 +174,12 @@ def _refuse_tensor(name: str) -> torch.Tensor:
 def _state_tensor(
     old: Any, parameter: torch.Tensor, kind: str, shape: tuple[int, ...], dtype: str, group: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the tensor to fill: `old` when it fits, otherwise a new one on the device where the optimizer expects
-    it."""
+    """Return the tensor to fill: `old` when it is a tensor of that shape and dtype, otherwise a new one on the device
+    where the optimizer expects it.
+
+    That is the parameter's device, but the CPU for a `step`, unless the param `group` is capturable or fused. `dtype`
+    is a safetensors name.
+    """
     wanted = torch_dtype(dtype)
     if isinstance(old, torch.Tensor) and tuple(old.shape) == shape and old.dtype == wanted:
         return old

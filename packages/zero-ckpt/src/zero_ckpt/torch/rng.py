@@ -18,7 +18,8 @@ class RngState:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states as plain data."""
+        """Return the states as plain data; NumPy's only if it is imported, the current accelerator's only if there is
+        one."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "python": [version, list(words), gauss],
@@ -33,7 +34,7 @@ class RngState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set every generator that the state holds."""
+        """Set every generator of this process that the state holds; one that is not available here is left as it is."""
         version, words, gauss = state_dict["python"]
         random.setstate((version, tuple(words), gauss))
         torch.set_rng_state(torch.frombuffer(bytearray(state_dict["torch"]), dtype=torch.uint8))

@@ -23,7 +23,7 @@ from .tree import encode
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object whose state is a dict of plain data and tensors."""
+    """An object whose state is a dict of plain data and tensors, which `load_state_dict` takes back."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -49,8 +49,9 @@ def save(
     tensors, and plain data. The only module is stored under its own parameter names, one of several under
     `<key>.<name>`. `RngState` objects and generators are stored per rank, everything else once; sharded tensors are
     written by the ranks that hold them. `exclude_frozen` leaves out parameters that need no gradient; `config`, plain
-    data, is stored with the rest; `keep_last` and `node` are those of `save_sharded`. With an AsyncSaver the state is
-    copied and written in the background (its coordinator is used). Raises CheckpointError as `save_sharded` does.
+    data, is stored with the rest; `keep_last` and `node` are those of `save_sharded`. Without a `coordinator` the ranks
+    are those of the default process group. With an AsyncSaver the state is copied and written in the background (its
+    coordinator is used). Raises CheckpointError as `save_sharded` does.
     """
     parts = Parts(state)
     tensors, client, own = parts.describe(exclude_frozen)
@@ -73,7 +74,10 @@ def save(
 
 
 class Parts:
-    """The values of a state, sorted by type: `modules` by key, and `names` of their tensors by `id`."""
+    """The values of a state, sorted by type: `modules` by key, and `names` of their tensors by `id`.
+
+    With one module, its tensors have its own names; with several, `<key>.` begins each.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.state = state
@@ -93,8 +97,12 @@ class Parts:
     def describe(
         self, exclude_frozen: bool
     ) -> tuple[list[tuple[str, str, torch.Tensor]], dict[str, Any], dict[str, Any]]:
-        """Return tensors as (name, kind, tensor), the plain data that is stored once, and the plain data of this
-        rank."""
+        """Return tensors as (name, kind, tensor), the plain data that is stored once, and the plain data of this rank,
+        both by key.
+
+        `exclude_frozen` leaves out parameters that need no gradient. Tensors in the state of stateful objects are named
+        by their path. Raises NotPlainDataError for a value that is neither tensor nor plain data.
+        """
         tensors: list[tuple[str, str, torch.Tensor]] = []
         client: dict[str, Any] = {}
         own: dict[str, Any] = {}
@@ -120,7 +128,7 @@ class Parts:
 
 
 def _state_or_value(value: Any) -> Any:
-    """Return the state dict of a stateful object, and any other value itself."""
+    """Return the state dict of a stateful object, or any other value itself."""
     return value.state_dict() if isinstance(value, Stateful) else value
 
 
@@ -130,7 +138,11 @@ def _generator_state(value: RngState | torch.Generator) -> Any:
 
 
 def _intervals(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> Iterable[Interval]:
-    """Yield the intervals of this rank's parts of (name, kind, tensor)."""
+    """Yield the intervals of this rank's parts of tensors, given as (name, kind, tensor); their memory is used, not
+    copied.
+
+    Raises CheckpointError for a dtype or placement that cannot be stored.
+    """
     stager = Stager()
     for name, kind, tensor in tensors:
         local, runs = local_part(tensor.detach(), name)

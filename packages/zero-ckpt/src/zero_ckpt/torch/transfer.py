@@ -32,12 +32,14 @@ class Transfer:
 
 
 def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.ProcessGroup) -> None:
-    """Copy files between the ranks' own directories; collective, with the same transfers in the same order.
+    """Copy files between the ranks' own directories; collective, with the same transfers in the same order on every
+    rank.
 
-    A file appears under its name when all its bytes have arrived. A rank has at most 8 transfers of 4 MiB in memory at
-    a time. Links are not followed, and only regular files are read. A rank that cannot read or write a file raises
-    OSError or DamagedError naming it after all transfers, so that no other rank waits for it. Raises CheckpointError on
-    every rank, before anything moves, for a name that no rank's file has.
+    `directory` is this rank's; it has the files of which it is a source, and gets those of which it is a target. A file
+    appears under its name when all its bytes have arrived. A rank has at most 8 transfers of 4 MiB in memory at a time.
+    Links are not followed, and only regular files are read. A rank that cannot read or write a file raises OSError or
+    DamagedError naming it after all transfers, so that no other rank waits for it. Raises CheckpointError on every
+    rank, before anything moves, for a name that no rank's file has.
     """
     for transfer in transfers:
         if not is_data_file(transfer.name):
@@ -51,7 +53,7 @@ def exchange(directory: Path, transfers: Sequence[Transfer], group: dist.Process
 
 
 def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
-    """Yield the transfers in batches in which no rank has more than 8."""
+    """Yield the transfers in batches in which no rank has more than 8, as source or target; their order may change."""
     waiting = list(transfers)
     while waiting:
         load: dict[int, int] = {}
@@ -72,7 +74,7 @@ def _move_batch(
 ) -> None:
     """Move the chunks of one batch side by side, then send whether the source could read them all.
 
-    Errors are appended to `failures`.
+    `transfers` are those of this rank, `rank`. Errors are appended to `failures`; a file with an error does not appear.
     """
     files = {t.name: _Incoming(directory, t.name, failures) for t in transfers if t.target == rank}
     readable = {t.name: torch.ones(1, dtype=torch.uint8) for t in transfers}
@@ -112,7 +114,10 @@ def _move_batch(
 
 
 class _Incoming:
-    """A file that arrives in chunks; after an error, which is appended to `failures`, it does not appear."""
+    """A file that arrives in chunks; after an error, which is appended to `failures`, it does not appear.
+
+    It is called `.arriving-<name>` until it is complete.
+    """
 
     def __init__(self, directory: Path, name: str, failures: list[Exception]) -> None:
         self._target, self._partial = directory / name, directory / f".arriving-{name}"
@@ -125,7 +130,7 @@ class _Incoming:
             failures.append(error)
 
     def write(self, chunk: torch.Tensor) -> None:
-        """Append a chunk."""
+        """Append the bytes of a chunk; does nothing after an error."""
         if self._file is None:
             return
         try:
@@ -134,7 +139,7 @@ class _Incoming:
             self._fail(error)
 
     def close(self, complete: bool) -> None:
-        """Rename the complete file to its name, or remove it if it is not `complete`."""
+        """Rename the complete file to its name, or remove it if it is not `complete`; does nothing after an error."""
         if self._file is None:
             return
         try:
