@@ -90,7 +90,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     """Gather parameters of any engine, and of models built inside `Init` that no engine owns yet, for the block.
 
     ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are.
-    ``modifier_rank``: as of `gathered`. Collective.
+    ``modifier_rank``: the rank whose values become every rank's at exit, as of `gathered`; without it, changes to
+    parameters that no engine owns are dropped. Collective: in the same order on every rank.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
@@ -121,7 +122,11 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a full copy of the parameter's weights as the optimizer has them (the master's dtype). Collective."""
+    """Return a full copy of the parameter's weights as the optimizer has them, in its shape. Collective.
+
+    It has the master's dtype: of half-precision weights on a tier float32, of frozen ones their own. Raises
+    `PartitionError` for a parameter of another model.
+    """
     partition.runtime.reopen("full_param")
     if is_whole(partition, parameter):
         return parameter.detach().clone()
@@ -139,7 +144,12 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
 
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a full copy of the parameter's averaged gradient; None if no rank has one. Collective."""
+    """Return a full copy of the parameter's averaged gradient, in its shape; None if no rank has one since the last
+    step.
+
+    It has the accumulate dtype and contains the loss scale. Collective. Raises `PartitionError` for a parameter that no
+    unit holds.
+    """
     partition.runtime.reopen("full_grad")
     unit, index = _find(partition, parameter)
     partition.runtime.held_gradients.flush()
@@ -218,7 +228,8 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
 
 
 def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace a parameter's averaged gradient by rank 0's ``value``, as `set_full_parameter` does. Collective.
+    """Replace a parameter's averaged gradient by rank 0's ``value``; other ranks pass any tensor of that shape.
+    Collective.
 
     Raises `PartitionError` for another shape, and when its unit has had no gradient since the last step.
     """
@@ -238,9 +249,11 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
 def set_full_state(
     partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
 ) -> None:
-    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value``. Collective.
+    """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (the full state); other ranks pass any
+    tensor of that shape. Collective.
 
-    Raises `PartitionError` for another shape, and when the optimizer has no such state yet.
+    Raises `PartitionError` for another shape, and when the optimizer has no such state yet: on every rank if a tier
+    keeps the states, else only on ranks that hold a part of the parameter.
     """
     partition.runtime.reopen("set_full_state")
     unit, index = _find(partition, parameter)
@@ -254,7 +267,10 @@ def _set_state(
     partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str, flat: torch.Tensor
 ) -> None:
     """Write this rank's fragments of ``flat``, the full state ``key`` of parameter ``index`` of ``unit`` (1-D), into
-    the optimizer or the tier. Raises `PartitionError` where there is no such state."""
+    the optimizer or the tier.
+
+    Raises `PartitionError` where there is no such state. Collective if a tier keeps the states.
+    """
     if unit.states is not None:
         name = unit.names[index]
         here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))
@@ -276,7 +292,8 @@ def _set_state(
 def _gather_full_from_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, default: torch.Tensor
 ) -> torch.Tensor:
-    """Return the full ``kind`` ("master" or a state) of a parameter from the ranks' tiers.
+    """Return the full ``kind`` ("master" or a state) of parameter ``index`` of ``unit`` from the ranks' tiers
+    ``states``, in its shape.
 
     Elements for which no tier keeps one are those of ``default``, which is full. Collective.
     """
@@ -304,7 +321,10 @@ def _write_to_tier(
 
 
 def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[str]]) -> None:
-    """Raise `PartitionError` if a parameter has states, by the ranks' ``everyones``, and none of them is ``key``."""
+    """Raise `PartitionError` if a parameter has states with a value per element, and none of them is ``key``.
+
+    ``everyones``: by rank, the names of those that it knows. Nothing if no rank has any.
+    """
     known = sorted({name for names in everyones for name in names})
     if known and key not in known:
         name, have = unit.names[index], ", ".join(known)
@@ -318,7 +338,8 @@ def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: s
 
 
 def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's ``value``, flattened, on every rank, in float32 at least. Collective.
+    """Return rank 0's ``value`` of parameter ``index`` of ``unit``, flattened, on every rank, in float32 at least.
+    Collective.
 
     ``what``: names the value in messages. Raises `PartitionError` if it has not the parameter's shape.
     """
@@ -354,7 +375,8 @@ def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
 
 
 def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
-    """Return the units that ``parameters`` belong to, by index; other objects are ignored."""
+    """Return the units that ``parameters`` belong to, each once, in the order of their indices; other objects are
+    ignored."""
     found = {}
     for parameter in parameters:
         place = partition.find(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -379,7 +401,8 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
 
 
 def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
-    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters."""
+    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters.
+    Collective."""
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
         if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
             if parameter.shape == view.shape:
@@ -393,7 +416,8 @@ def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> 
 def _gather_full(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
     """Return a copy of parameter ``index``'s elements of ``source``, in its shape.
 
-    ``source``: of the size of the flat buffer, or this rank's shard, which is all-gathered; then collective.
+    ``source``: 1-D, of the size of the unit's flat buffer, or this rank's shard, which is all-gathered; then
+    collective.
     """
     entry = unit.layout.entries[index]
     full = source

@@ -51,6 +51,7 @@ class AddedParameters:
         report = weakref.WeakMethod(self._registered)
 
         def hook(module: nn.Module, name: str, value: object) -> None:
+            """Report a registration to this object while it exists."""
             if (call := report()) is not None:
                 call(module)
 
@@ -58,7 +59,7 @@ class AddedParameters:
         self._closing = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def close(self) -> None:
-        """Take torch's hooks back."""
+        """Remove the hooks by which torch reports registrations."""
         for remove in self._closing:
             remove()
 
@@ -69,9 +70,9 @@ class AddedParameters:
         return zlib.crc32(repr(self._values()).encode()) if self._added else 0
 
     def refuse(self, exchange: Exchange, rest: str = STEP_DROPPED) -> NoReturn:
-        """Raise `PartitionError` that names the first added parameter that differs between ranks. Collective.
+        """Raise `PartitionError` that names the first added parameter whose values differ between ranks. Collective.
 
-        ``rest``: the end of the message.
+        ``exchange``: tells all ranks a payload and returns every rank's. ``rest``: the end of the message.
         """
         self._seen.clear()
         everyones = [dict(values) for values in exchange("added parameters", "", self._values())]
@@ -86,18 +87,18 @@ class AddedParameters:
         )
 
     def _registered(self, module: nn.Module) -> None:
-        """Note that ``module`` got a parameter or a module."""
+        """Note that ``module`` got a parameter or a module; nothing if it is not in the model."""
         if id(module) in self._modules:
             self._has_changed = True
 
     def _remember_tree(self, model: nn.Module) -> None:
-        """Remember the modules of ``model``, and the lengths of its lists of modules."""
+        """Remember the modules of ``model`` and the lengths of its lists of modules (ModuleList, Sequential)."""
         self._modules = {id(module) for module in model.modules()}
         self._lists = [m._modules for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
         self._lengths = list(map(len, self._lists))
 
     def _look(self) -> None:
-        """Find the added parameters in the model's tree."""
+        """Find the added parameters in the model's tree, and remember the tree; nothing once the model is gone."""
         self._has_changed = False
         model = self._model()
         if model is None:
@@ -112,7 +113,7 @@ class AddedParameters:
         self._seen = {number: values for number, values in self._seen.items() if number in held}
 
     def _values(self) -> list[tuple[str, int]]:
-        """Return the names and checksums of the added parameters.
+        """Return (name, 64-bit checksum) of each added parameter.
 
         Those that require gradients are read each time, as writes through ``.data`` leave no trace; frozen ones if
         their address or version counter has changed.
@@ -130,7 +131,8 @@ class AddedParameters:
 
 
 def _is_compared(parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` has values, and no engine or `Init` has them."""
+    """Return whether ``parameter`` has values of its own that ranks can compare: no engine or `Init` has them, and they
+    are dense, not empty and not on the meta device."""
     is_foreign = find_owner(parameter) is None and sharded_record(parameter) is None
     is_dense = is_plain(parameter.data) and parameter.layout is torch.strided and not parameter.is_quantized
     return is_foreign and is_dense and parameter.numel() > 0 and parameter.device.type != "meta"

@@ -47,7 +47,7 @@ class AgreedGradients(NamedTuple):
 
     def factor(self, clip: float, scale: float) -> Factor:
         """Return the factor that removes the loss ``scale`` from the gradients and clips to a global norm of ``clip``
-        (0: does not)."""
+        (0: does not clip): a tensor on the device while only that knows the norm."""
         if clip > 0 and self.square is None and self.on_device is not None:
             return self.on_device.factor(clip, _CLIP_EPSILON, scale)
         factor = 1.0 / scale
@@ -59,9 +59,10 @@ class AgreedGradients(NamedTuple):
 class GradientAgreement:
     """Exchanges, in one message, the facts that each rank knows of the reduced gradients.
 
-    ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact.
-    ``tensors``: the optimizer's, which know whether user code has registered step pre-hooks. ``places``: of the
-    parameters in its param groups, by name, the unit's index and the position in it.
+    ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact. ``tensors``:
+    the optimizer's, which know whether user code has registered step pre-hooks. ``places``: of the parameters in its
+    param groups, by name, the unit's index and the position in it. ``parts``: the relation of this rank's model to the
+    full one under tensor parallelism.
 
     [Note: norms on accelerators] There the sum of squares is added up and reduced over the ranks on the device. Where
     the optimizer can skip a step by itself (`DeviceGuard`) and a norm that is not finite is an error, the host does not
@@ -110,12 +111,12 @@ class GradientAgreement:
     def agree(self, *, defers: bool = False, covers: Callable[[Touched], bool] = bool) -> AgreedGradients:
         """Take over gradients that user code wrote, and return the facts that all ranks agree on. Collective.
 
-        One message, unless late or edited gradients have to be reduced first. ``defers``: this rank can go on without
-        the norm (see [Note: norms on accelerators]), if it ``covers`` the parameters that any rank touched. Raises
-        `PartitionError` on every rank when hyperparameters or added parameters differ between ranks, or gradients were
-        written on some ranks only; and on the rank where a frozen parameter has one. Raises `ReleasedParameterError`
-        where code wrote into a released parameter, and `NonFiniteGradientError` on every rank for a norm that was
-        deferred.
+        One message, unless late or edited gradients have to be reduced first. ``defers``: this rank can continue
+        without the norm (see [Note: norms on accelerators]), if ``covers`` returns True for the parameters that any
+        rank touched (by unit index, a flag per parameter). Raises `PartitionError` on every rank when hyperparameters
+        or added parameters differ between ranks, or gradients were written on some ranks only; and on the rank where a
+        frozen parameter has one. Raises `ReleasedParameterError` where code wrote into a released parameter, and
+        `NonFiniteGradientError` on every rank for a norm that was deferred.
         """
         self._refuse_frozen()
         looking = self._start_looking()
@@ -147,7 +148,12 @@ class GradientAgreement:
         return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
 
     def _exchange(self, mine: Any, *, defers: bool) -> list[StepReport]:
-        """Exchange the facts of this step, ``mine`` this rank's sum of squares; learn the norm of a deferred one."""
+        """Exchange the facts of this step; return every rank's report in rank order. Also learns the norm of a deferred
+        step.
+
+        ``mine``: this rank's sum of squares. ``defers``: as of `agree`. Raises on every rank if what has to be the same
+        differs. Collective.
+        """
         runtime = self._partition.runtime
         deferred = self._deferred
         report = StepReport(
@@ -174,7 +180,10 @@ class GradientAgreement:
         return reports
 
     def _total(self, squares: list[Any], reports: Sequence[StepReport], *, apart: bool) -> float:
-        """Return the sum of squares over all ranks; ``apart``: each rank's gradients are its own."""
+        """Return the global sum of squares; ``squares``: by rank, of its shard, as far as they are known here.
+
+        ``reports``: by rank. ``apart``: each rank's gradients are its own; then the mean of the ranks' sums.
+        """
         if self._partition.options.stage == 0 and not apart:
             return self._sums.total([self._sums.pack(square) for square in squares])
         shards = reports[: self._partition.world_size]  # other replicas have the same shards
@@ -184,7 +193,10 @@ class GradientAgreement:
         self, norm: DeviceNorm, touched: dict[int, list[bool]], hooked: bool, *, may_defer: bool
     ) -> AgreedGradients:
         """Return the agreed facts with the norm on the device, and unless the host ``may_defer`` it, on the host too.
-        Collective."""
+
+        ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``hooked``: some rank has step
+        pre-hooks. Collective.
+        """
         square = norm.square()
         if may_defer:
             self._deferred = square
@@ -196,8 +208,11 @@ class GradientAgreement:
         return AgreedGradients(touched, total, culprit, hooked, square)
 
     def _why_not_finite(self, norm: DeviceNorm, first: Callable[[], str]) -> str:
-        """Return ``first`` of the first rank that has one. Collective. Raises `ReleasedParameterError`, on every rank,
-        if code wrote into a released parameter on any."""
+        """Return what ``first`` returns on the first rank where it is not "": the name of a parameter or unit with a
+        gradient that is not finite. "" if it is "" everywhere.
+
+        Collective. Raises `ReleasedParameterError`, on every rank, if code wrote into a released parameter on any.
+        """
         written = ""
         try:
             norm.refuse_written()
@@ -210,15 +225,18 @@ class GradientAgreement:
         return next((name for _, name in told if name), "")
 
     def learn_deferred(self) -> None:
-        """Wait until the host knows the norm of the last step. Every rank calls it at the same point.
+        """Wait until the host knows the norm of the last step; nothing if it was not deferred. Every rank calls it at
+        the same point.
 
-        Raises `NonFiniteGradientError` on every rank if it is not finite.
+        Raises `NonFiniteGradientError` on every rank if it is not finite; the gradients are forgotten then.
         """
         self._learn_deferred(None)
 
     def _learn_deferred(self, square: float | None) -> None:
-        """Take ``square`` for the deferred sum of squares, None to wait for it; nothing if there is none. Raises as
-        `learn_deferred`."""
+        """Take ``square`` for the deferred sum of squares, None to wait for it; nothing if none is deferred.
+
+        Raises as `learn_deferred`.
+        """
         deferred, self._deferred = self._deferred, None
         if deferred is None or self._device is None:
             return
@@ -239,7 +257,8 @@ class GradientAgreement:
         )
 
     def _refuse_hyperparameters(self) -> NoReturn:
-        """Raise `PartitionError` that names the first hyperparameter that differs between ranks. Collective."""
+        """Raise `PartitionError` that names the first hyperparameter that differs between ranks, with two of its
+        values. Collective."""
         mine = hyperparameters(self._optimizer.param_groups)
         everyones = self._partition.runtime.agree("hyperparameters", "", mine)
         for (group, key), value in ((tuple(place), value) for place, value in everyones[0]):
@@ -266,7 +285,8 @@ class GradientAgreement:
         )
 
     def _refuse_frozen(self) -> None:
-        """Raise `PartitionError` if a parameter of the param groups that the engine does not train has a ``.grad``."""
+        """Raise `PartitionError` if a parameter of the param groups that the engine does not train has a ``.grad``,
+        with which torch's optimizer would update it."""
         with torch._C.DisableTorchFunctionSubclass():
             if any_gradient([parameter for _, parameter in self._frozen]):
                 name = next(name for name, parameter in self._frozen if parameter.grad is not None)
@@ -277,14 +297,14 @@ class GradientAgreement:
                 )
 
     def _start_looking(self) -> Arriving | None:
-        """Look on the device whether code wrote into a released parameter where nothing else reads its values; None
-        where there is nothing to look at."""
+        """Start to look on the device whether code wrote into a released parameter, where nothing else reads its
+        values; return the answer on its way to the host, or None where there is nothing to look at."""
         memory = [values for placeholders in self._unread for values in placeholders.tensors()]
         return Arriving(any_written(memory).view(1)) if memory else None
 
     def _refuse_written(self, looking: Arriving | None) -> None:
-        """Raise `ReleasedParameterError`, by name, if `_start_looking` has found that code wrote into a released
-        parameter."""
+        """Raise `ReleasedParameterError`, by name, if ``looking``, from `_start_looking`, says that code wrote into a
+        released parameter. Waits for the device."""
         if looking is not None and any(looking.read()):
             for placeholders in self._unread:
                 placeholders.verify_values()
@@ -304,8 +324,8 @@ class GradientAgreement:
                 )
 
     def _squares(self) -> list[Any]:
-        """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's,
-        and zeros for the others; zeros where the device adds them."""
+        """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's, and
+        zeros for the others; only zeros where the device adds them."""
         partition = self._partition
         squares = [self._sums.zero()] * partition.world_size
         if self._device is not None:
@@ -322,7 +342,8 @@ class GradientAgreement:
         return squares
 
     def _untouched(self) -> dict[int, list[int]]:
-        """Return by unit index the numbers of the parameters that had no gradient on this rank."""
+        """Return by unit index the numbers of the parameters that had no gradient on this rank; only units that were
+        reduced and have such parameters."""
         present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
         return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}
 

@@ -31,7 +31,7 @@ class ControlGroup(Protocol):
     def world_size(self) -> int: ...
 
     def exchange(self, message: Message, /) -> list[Message]:
-        """Return every rank's message, in rank order; messages that are equal may be one object."""
+        """Return every rank's message, in rank order; messages that are equal may be one object. Collective."""
 
     def check_same(self, messages: Sequence[Message], /) -> None:
         """Raise `DesyncError` unless all ``messages`` (in rank order) have the same kind, name and step."""
@@ -41,7 +41,7 @@ class Liveness:
     """The record of whether the engine works, or an earlier failure has ended it.
 
     ``abort``: tells the other ranks of this rank's failure, so that none waits for it. ``sharded``: parameters are
-    sharded. ``can_reopen``: the process groups can be made anew after a failure (see reopening.py).
+    sharded. ``can_reopen``: the process groups can be made again after a failure (see reopening.py).
 
     Attributes:
         failure: the failure that has ended the engine, as text; empty while the engine works.
@@ -68,7 +68,8 @@ class Liveness:
     def writing(self, what: str) -> Iterator[None]:
         """Mark the block as ``what``, which writes shards, masters or states: if it raises, they are inconsistent.
 
-        An `EditRefusedError` means that nothing was written.
+        `interrupted` is ``what`` then, if the engine ends before the ranks meet again. Not after an `EditRefusedError`,
+        which means that nothing was written.
         """
         self._writes.append(what)
         try:
@@ -82,7 +83,8 @@ class Liveness:
             self._writes.pop()
 
     def note_meeting(self) -> None:
-        """Forget an earlier interrupted write, as all ranks have met since: it has not ended the engine."""
+        """Forget an earlier interrupted write, as all ranks have met since, so it has not ended the engine; nothing
+        inside `writing`."""
         if not self._writes:
             self._left = None
 
@@ -95,16 +97,16 @@ class Liveness:
             self._abort(failure)
 
     def end_for_good(self, problem: BaseException) -> None:
-        """Rule out a restart of the ended engine, as making the process groups anew has failed with ``problem``."""
+        """Rule out a restart of the ended engine, as making its process groups again has failed with ``problem``."""
         self.ended_for_good = True
         self.failure = f"{self.failure}. Then: {problem}"
 
     def revive(self) -> None:
-        """Make the ended engine work again, after the process groups were made anew."""
+        """Make the ended engine work again, after its process groups were made again."""
         self.failure, self.interrupted, self._left = "", None, None
 
     def check(self) -> None:
-        """Raise `CommError` when an earlier failure has ended the engine."""
+        """Raise `CommError`, with what to do, if an earlier failure has ended the engine; else do nothing."""
         if not self.failed:
             return
         if self.interrupted is None and not self.ended_for_good:
@@ -133,10 +135,13 @@ class Agreement:
 
     [Note: requests] Within a pass, gathers follow the agreed order and each unit comes once. A rank may need a unit
     that the order cannot give: it was released already, or the order lacks it. That rank joins the rest of the order
-    and then sends a *request* in place of a message. The other ranks receive the request at their next agreement
-    point, whichever that is, gather the unit with it, and send their own message again. So no rank hangs, and none has
-    to guess what another will compute. Every pass ends with an agreement point, because the code that follows may wait
-    for all ranks without serving requests: a collective of the user's.
+    and then sends a *request* in place of a message. The other ranks receive the request at their next agreement point,
+    whichever that is, gather the unit with it, and send their own message again. So no rank hangs, and none has to
+    guess what another will compute. Every pass ends with an agreement point, because the code that follows may wait for
+    all ranks without serving requests: a collective of the user's.
+
+    ``control``: sends the messages. ``step``: their number. ``gathers``, ``reductions``, ``edits``, ``user_gradients``:
+    give what was observed, and learn from what all ranks did.
 
     Attributes:
         synced: inside ``synced()``: some ranks may begin a forward pass while others are done (see `meet_done`).
@@ -168,9 +173,9 @@ class Agreement:
     def agree(self, kind: str, name: str, payload: Any = None) -> list[Any]:
         """Exchange a message with all ranks at the agreement point ``kind``/``name``, and learn from the observations.
 
-        Return all ranks' payloads (plain data) in rank order. Raises `DesyncError`, listing every rank's call, when
-        they differ; `PartitionError` when user code on the ranks has changed different things; `CommError` when the
-        engine has ended.
+        Return every rank's ``payload`` (plain data) in rank order. Serves requests of other ranks first. Raises
+        `DesyncError`, listing every rank's call, when they differ; `PartitionError` when user code on the ranks has
+        changed different things; `CommError` when the engine has ended. Collective.
         """
         self._liveness.check()
         if not self._gathers.active:
@@ -181,13 +186,15 @@ class Agreement:
         return self._learn(messages, kind)
 
     def agree_in_lock_step(self, message: LockStep) -> list[LockStep]:
-        """Exchange ``message`` with all ranks before a wait in a backward pass; return all of them in rank order."""
+        """Exchange ``message`` with all ranks before a wait in a backward pass; return all of them in rank order.
+        Collective."""
         return decode_each(LockStep.decode, self.agree("learning", "", message.encode()))
 
     def meet_done(self) -> str | None:
-        """Meet the other ranks inside ``synced()`` when this rank has nothing left to do.
+        """Meet the other ranks inside ``synced()`` when this rank has nothing left to do. Collective.
 
-        Return the name of the forward pass that some rank begins, and this one has to join; None when all are done.
+        Return the name of the module whose forward pass some rank begins, and which this rank has to join; None when
+        all ranks are done.
         """
         while True:
             self._liveness.check()
@@ -210,14 +217,16 @@ class Agreement:
         self._changed.add(unit.index)
 
     def reset(self) -> None:
-        """Forget observations that were not sent yet, and have secondary shards of all units gathered anew."""
+        """Forget observations that were not sent yet, leave ``synced()``, and have the next gather of each unit run
+        over all ranks."""
         self.synced = False
         self._changed.clear()
         for unit in self._units:
             unit.route.weights_changed()
 
     def _message(self, kind: str, name: str, payload: Any) -> Message:
-        """Return a message with ``payload`` and this rank's observations, which count as sent."""
+        """Return a message of this kind and name, with ``payload`` and this rank's observations, which count as
+        sent."""
         observed = Observations(
             gathers=self._gathers.take_observed() if self._sharded else {},
             reductions=self._reductions.observed(),
@@ -229,7 +238,11 @@ class Agreement:
         return Message(kind, name, self._step.value, [payload, *observed.encode()])
 
     def _learn(self, messages: Sequence[Message], kind: str) -> list[Any]:
-        """Apply all ranks' observations, the same on every rank; return their payloads in rank order."""
+        """Apply all ranks' observations, the same on every rank; return their payloads in rank order.
+
+        ``kind``: of this rank's message. Raises `PartitionError` where user code has changed different things on the
+        ranks.
+        """
         observed = decode_each(lambda payload: Observations.decode(payload[1:]), [m.payload for m in messages])
         told = distinct(observed)
         if any(one.gathers for one in told):
@@ -252,7 +265,7 @@ class Agreement:
                 return messages
 
     def _serve_requests(self, messages: Sequence[Message]) -> bool:
-        """Gather the units that ``messages`` request; return whether there are any."""
+        """Gather the units that ``messages`` (by rank) request, with all ranks; return whether any was requested."""
         wanted = dict.fromkeys(m.payload for m in distinct(messages) if m.kind == _REQUEST)
         mine = messages[self._control.rank]
         for unit in wanted:

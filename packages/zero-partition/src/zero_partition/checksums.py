@@ -21,8 +21,11 @@ Checksums = list[int] | torch.Tensor
 
 
 def checksums(views: Sequence[torch.Tensor]) -> Checksums:
-    """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order, computed on their
-    device, for which the host does not wait; 0 for fake tensors on the CPU."""
+    """Return a 64-bit checksum per contiguous tensor, sensitive to the values and their order; 0 for fake tensors on
+    the CPU.
+
+    ``views``: one or more tensors on one device, on which the checksums are computed; the host does not wait for it.
+    """
     if views[0].device.type == "cpu":
         return [0 if is_fake(view) else xxhash.xxh3_64_intdigest(bytes_of(view)) for view in views]
     size = min(_CHUNK, max(view.numel() for view in views))
@@ -40,7 +43,8 @@ def checksums(views: Sequence[torch.Tensor]) -> Checksums:
 
 
 def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
-    """Return for each pair of checksums of the same tensors the numbers of those that differ.
+    """Return, for each pair (checksums before, now) of the same tensors, the numbers of the tensors whose checksums
+    differ.
 
     Where they are on an accelerator, the host waits for it, once for all pairs.
     """

@@ -18,7 +18,7 @@ def compile_calls(modules: Sequence[nn.Module], options: dict[str, Any]) -> list
     recompilations.
 
     torch counts recompilations by function, and the calls of all modules are one function. From torch 2.12 on the limit
-    is an argument; before, each class gets a function of its own. ``options``: for `torch.compile`.
+    is an argument; before, each class gets a function of its own. ``options``: arguments for `torch.compile`.
     """
     kinds = {type(module) for module in modules}
     if TORCH >= (2, 12):

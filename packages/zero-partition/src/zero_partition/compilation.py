@@ -20,7 +20,7 @@ class CompiledRegions:
     before and after the compiled code, so gathers and releases happen between graphs and never inside one. Code between
     regions is not compiled.
 
-    ``options``: passed to `torch.compile`.
+    ``units``: all units. ``hooks``: those of the model, whose reports are used. ``options``: passed to `torch.compile`.
 
     Attributes:
         names: names of the compiled modules.
@@ -51,7 +51,8 @@ class CompiledRegions:
 class _Region:
     """The compiled call of a module, with the reports for all modules inside.
 
-    It is stored as the module's ``_compiled_call_impl``, which torch leaves out of copies and pickles.
+    It is stored as the module's ``_compiled_call_impl``, which torch leaves out of copies and pickles. ``outer``:
+    reports the module itself. ``inside``: the modules in it that have hooks. ``compiled``: the call.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class _Region:
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Report the module's call, run its compiled code, then report the modules inside as run; return the module's
+        output."""
         self._outer.before_forward(self._module, args)
         output = None
         try:
@@ -78,7 +81,8 @@ class _Region:
 
 
 def _regions(name: str, module: nn.Module, units: list[Unit]) -> Iterator[tuple[str, nn.Module, list[Unit]]]:
-    """Yield (name, module, units used in it) of every region in the subtree of ``module``, called ``name``."""
+    """Yield (name, module, units with parameters in it) of every region in the subtree of ``module``, called
+    ``name``."""
     held = {id(p) for p in module.parameters()}
     used = [u for u in units if any(id(p) in held for p in u.parameters)]
     if not used:

@@ -24,8 +24,8 @@ _DISABLED = torch._C._disabled_torch_function_impl
 
 
 def watch_data(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` a class whose ``data`` lets its owner find writes; nothing if its class has a
-    ``__torch_function__`` of its own."""
+    """Give ``parameter`` a class whose ``data`` lets its owner find writes; nothing if the user's class has a
+    ``__torch_function__`` of its own. A released parameter stays released."""
     kind = present_class(parameter)
     if kind.__torch_function__ is _DISABLED:
         parameter.__class__ = released_like(type(parameter), _watching_class(kind))
@@ -49,7 +49,8 @@ def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the subclass of ``kind`` whose ``data`` is watched; copies and pickles are of ``kind``."""
+    """Return the subclass of ``kind`` whose ``data`` is watched; copies and pickles of its parameters are of
+    ``kind``."""
     body = {
         "data": property(_get_data, _set_data),
         "detach": detached,
@@ -65,7 +66,10 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _get_data(parameter: nn.Parameter) -> torch.Tensor:
-    """Return ``parameter.data``: an alias by which the owner finds writes; see [Note: writes through .data]."""
+    """Return ``parameter.data``: an alias by which the owner finds writes; see [Note: writes through .data].
+
+    Without an owner, or while the parameter is released, that of torch; inside torch.compile ``detach()``.
+    """
     if torch.compiler.is_compiling():
         return torch.Tensor.detach(parameter)
     data: torch.Tensor = _DATA.__get__(parameter)
@@ -74,11 +78,12 @@ def _get_data(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Set ``parameter.data`` as in torch."""
     _DATA.__set__(parameter, data)
 
 
 def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
-    """Pickle ``parameter`` as one of the user's class, without its owner."""
+    """Return what pickle writes of ``parameter``: one of the user's class, without its owner."""
     kind = present_class(parameter)
     if kind.__reduce_ex__ is not nn.Parameter.__reduce_ex__:
         return kind.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]

@@ -18,7 +18,8 @@ class DeviceGuard:
     """Tells whether an optimizer's own kernels skip a step by a flag on the device, and gives them the flag.
 
     torch's fused optimizers do, by the attribute that `torch.amp.GradScaler` sets. Others step only once the host knows
-    that the gradients are finite.
+    that the gradients are finite. ``tensors``: know whether the user has step hooks. ``update``: how the optimizer is
+    run; only in place on fragments can a step be skipped. ``device``: where it steps.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: OptimizerTensors, update: Update, device: torch.device) -> None:
@@ -37,25 +38,27 @@ class DeviceGuard:
         return self._is_able and not hooked and all(group.get("fused") for group in self._optimizer.param_groups)
 
     def covers(self, touched: Touched) -> bool:
-        """Return whether all parameters that are ``touched`` have states already: a kernel that skips makes none."""
+        """Return whether all parameters that are ``touched`` (by unit index, a flag per parameter) have states already,
+        since `forget`: a kernel that skips its step makes none."""
         return all(
             index in self._stepped and not any(t and not s for t, s in zip(flags, self._stepped[index], strict=True))
             for index, flags in touched.items()
         )
 
     def note_step(self, touched: Touched) -> None:
-        """Record that the parameters that are ``touched`` have states now."""
+        """Record that the parameters that are ``touched`` (by unit index, a flag per parameter) have states now."""
         for index, flags in touched.items() if self._is_able else ():
             known: Sequence[bool] = self._stepped.get(index, [False] * len(flags))
             self._stepped[index] = [t or s for t, s in zip(flags, known, strict=True)]
 
     def forget(self) -> None:
-        """Record that states may have been removed."""
+        """Record that states may have been removed, so that `covers` is False until another `note_step`."""
         self._stepped.clear()
 
     @contextmanager
     def skipping(self, square: DeviceSquare | None) -> Iterator[None]:
-        """Have the optimizer skip its arithmetic inside the block where ``square`` is not finite; None: never."""
+        """Have the optimizer skip its arithmetic inside the block if ``square``, the sum of squares of its gradients,
+        is not finite; None: it never skips."""
         if square is None:
             yield
             return

@@ -14,7 +14,8 @@ from .placeholder import Placeholders, any_written
 
 
 class Arriving:
-    """A copy of a small tensor of an accelerator, on its way to the host behind the work that is queued now."""
+    """A copy of ``values``, a small tensor of an accelerator, on its way to the host behind the work that is queued
+    now."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._host = _pinned(values)
@@ -28,7 +29,7 @@ class Arriving:
         return self._event.query()
 
     def read(self) -> list[float]:
-        """Return the values; wait for the device where they are not here yet."""
+        """Return the values as a list; wait for the device where they are not here yet."""
         if not self.is_here:
             self._event.synchronize()
         return self._host.tolist()
@@ -37,7 +38,7 @@ class Arriving:
 class DeviceSquare:
     """The global sum of squares of a step's gradients, on an accelerator and on its way to the host.
 
-    ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: this rank's sums, of
+    ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: this rank's sums, 1-D, of
     ``units`` (names).
 
     Attributes:
@@ -67,13 +68,14 @@ class DeviceSquare:
         return self._value
 
     def settle(self, value: float) -> None:
-        """Take ``value``, which another rank has read, for the sum."""
+        """Take ``value``, which another rank has read, for the sum; the device is not waited for any more."""
         self._arriving, self._value = None, value
 
     def factor(self, clip: float, epsilon: float, scale: float) -> torch.Tensor:
-        """Return on the device what the gradients have to be multiplied by, to have no scale and a norm of ``clip``.
+        """Return the 0-D factor, on the device, that removes the loss ``scale`` from the gradients and clips their norm
+        to ``clip``: 1 / scale where the norm is smaller.
 
-        ``epsilon``: added to the norm. ``scale``: the loss scale.
+        ``epsilon``: added to the norm before the division. Nothing waits.
         """
         norm = self._total.sqrt().div_(scale).add_(epsilon)
         return torch.full_like(norm, clip).div_(norm).clamp_(max=1.0).mul_(1.0 / scale)
@@ -99,7 +101,7 @@ class DeviceNorm:
         self._memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
 
     def square(self) -> DeviceSquare:
-        """Return the sum of squares of all averaged gradients. Collective."""
+        """Return the sum of squares of all averaged gradients over all ranks, on its way to the host. Collective."""
         partition, step = self._partition, self._partition.runtime.step
         reduced = [g for g in partition.runtime.gradients.values() if g.is_reduced and g.reduced is not None]
         names = [gradients.unit.name for gradients in reduced]
@@ -123,7 +125,8 @@ class DeviceNorm:
             placeholders.verify_values()
 
     def _squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of squares of each shard, 1-D."""
+        """Return the sum of squares of each of ``shards`` (1-D each) as a 1-D tensor on the device; a single 0 without
+        any."""
         if not shards:
             return torch.zeros(1, dtype=self._wide, device=self._partition.device)
         return torch.stack(torch._foreach_norm(shards, 2, self._wide)).square_()

@@ -40,7 +40,8 @@ def call_outside_modes(
 
 
 def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run outside the user's dispatch modes; see `call_outside_modes`."""
+    """Decorate ``call`` to run outside the user's dispatch modes, which then do not see its operations; see
+    `call_outside_modes`."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -50,7 +51,8 @@ def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
 
 def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run outside transforms of torch.func, which would wrap the engine's tensors."""
+    """Decorate ``call`` to run outside transforms of torch.func (grad, vmap, …), which would wrap the engine's
+    tensors."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -65,7 +67,7 @@ def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Argumen
 def _pop_user_modes() -> list[Any]:
     """Deactivate the user's modes inside the innermost infrastructure mode; modes outside of it stay.
 
-    Return all modes inside of it, innermost first: for `_restore_modes`.
+    Return all modes inside of it, innermost first, also torch's own that stay active: for `_restore_modes`.
     """
     taken: list[Any] = []
     while (mode := _get_current_dispatch_mode()) is not None and not mode.is_infra_mode():
@@ -77,7 +79,7 @@ def _pop_user_modes() -> list[Any]:
 
 
 def _restore_modes(taken: list[Any]) -> None:
-    """Restore the stack that `_pop_user_modes`, which returned ``taken``, has found."""
+    """Restore the stack of modes as it was before `_pop_user_modes`, which returned ``taken``."""
     for mode in taken:
         if _stays_active(mode):
             _pop_mode()
@@ -86,6 +88,6 @@ def _restore_modes(taken: list[Any]) -> None:
 
 
 def _stays_active(mode: Any) -> bool:
-    """Return whether ``mode`` is torch's own and not of activation checkpointing."""
+    """Return whether ``mode`` is torch's own and not one of activation checkpointing."""
     module = type(mode).__module__
     return module.partition(".")[0] == "torch" and module != CHECKPOINT_MODULE

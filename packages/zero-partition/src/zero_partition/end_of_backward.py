@@ -31,6 +31,7 @@ class EndOfBackward:
         self._is_over = False
 
     def __call__(self) -> None:
+        """Call ``end``, as autograd's run is over; if it raises, call ``failed`` with the exception and raise it."""
         self._is_over = True
         try:
             self._end()
@@ -39,6 +40,7 @@ class EndOfBackward:
             raise
 
     def __del__(self) -> None:
+        """Have ``failed`` called, if autograd drops this callback before its run was over."""
         if self._is_over:
             return
         frame = _caller_of_autograd()
@@ -49,7 +51,7 @@ class EndOfBackward:
 
 
 def _caller_of_autograd() -> FrameType | None:
-    """Return the innermost running frame of this thread that is torch's call of autograd; None if there is none."""
+    """Return the innermost running frame of this thread in which torch calls autograd; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != torch.autograd.graph.__file__:
         frame = frame.f_back
@@ -57,7 +59,10 @@ def _caller_of_autograd() -> FrameType | None:
 
 
 def _call_with_next_exception(frame: FrameType, failed: Failed) -> None:
-    """Have ``failed`` called with the exception that is about to arrive in ``frame``, before ``frame`` handles it."""
+    """Have ``failed`` called with the exception that is about to arrive in ``frame``, before ``frame`` handles it.
+
+    With None if the next event of ``frame`` is no exception. Sets a trace function for that one event.
+    """
     before, own = sys.gettrace(), frame.f_trace
 
     def on_event(where: FrameType, event: str, details: Any) -> Any:

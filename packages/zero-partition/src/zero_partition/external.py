@@ -27,13 +27,14 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter` for engines that are made later; existing ones keep it."""
+    """Undo `register_external_parameter` for engines that are made later; existing ones keep it. Nothing if it was not
+    registered."""
     registered = module.__dict__.get(_EXTERNAL, [])
     registered[:] = [known for known in registered if known is not parameter]
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters registered for ``module``."""
+    """Return the parameters registered for ``module`` by `register_external_parameter`, in a new list."""
     return list(module.__dict__.get(_EXTERNAL, []))
 
 

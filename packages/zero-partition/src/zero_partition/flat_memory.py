@@ -12,7 +12,7 @@ _LEFT = "_zero_left"  # attribute of the storage of a flat buffer whose engine i
 
 
 def leave_memory(flat: torch.Tensor) -> None:
-    """Mark the memory of ``flat``, which parameters keep when their engine is closed; `is_left_memory` tells."""
+    """Mark the memory of ``flat``, which the parameters keep when their engine is closed, for `is_left_memory`."""
     setattr(flat.untyped_storage(), _LEFT, True)
 
 
@@ -29,6 +29,8 @@ class FlatMemory:
     at any time. Then release leaves the memory to that code, with the values of this pass, and the unit gets a new flat
     buffer.
 
+    ``flat``: the flat buffer. ``views``: the unit's own views of it, which do not count.
+
     Attributes:
         saved: number of views of the flat buffer that autograd holds.
     """
@@ -40,7 +42,8 @@ class FlatMemory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether other code holds a tensor in the memory, or torch refuses to resize it because of an array."""
+        """Return whether code other than the unit and autograd holds a tensor in the memory, or torch refuses to resize
+        it because of an array. False for a fake tensor."""
         if self._flat is None:
             return False
         # no storage object is held while references are counted: in torch 2.8 it is one

@@ -32,7 +32,7 @@ _ZERO_GRAD = ("torch.nn.modules.module", "zero_grad")
 
 
 class GradientWatch:
-    """Watches ``.grad`` of the parameters of ``gradients`` from `begin` to `end`.
+    """Watches ``.grad`` of the parameters of ``gradients`` (of the trained units) from `begin` to `end`.
 
     `pause` and `resume` enclose a forward pass, which computes with parameters of their own class. ``discard``: forgets
     the gradients of the given parameters. ``alone``: by name, parameters that no optimizer has, so that their gradients
@@ -76,15 +76,17 @@ class GradientWatch:
         self._watched = []
 
     def resume(self, *, hidden: bool) -> None:
-        """Watch again after a forward pass; ``hidden``: that pass has hidden the averages that were shown."""
+        """Watch again after a forward pass, if `begin` was called and `end` was not; ``hidden``: that pass has hidden
+        the averages that were shown."""
         if self._begun:
             self.begin(shown=self._shown and not hidden)
 
     def accessed(self, parameter: nn.Parameter, *, cancels: bool) -> None:
-        """Handle a read of ``parameter.grad``, or with ``cancels`` its setting to None, which discards the gradient.
+        """Handle a read of ``parameter.grad``, just before it happens, or with ``cancels`` its setting to None, which
+        discards the gradient.
 
-        Raises `PartitionError`, naming the parameter, if the reader would go on without a gradient that the engine
-        holds.
+        Raises `PartitionError`, naming the parameter, if a read by user code, or by torch's clipping or optimizers,
+        would go on without a gradient that the engine holds. Nothing where no gradient is held or nothing is watched.
         """
         if id(parameter) in self._alone:
             if self._begun and not cancels:
@@ -116,7 +118,8 @@ class GradientWatch:
             )
 
     def _refuse_to_clip_alone(self, parameter: nn.Parameter) -> None:
-        """Raise `PartitionError` if torch's clipping reads the gradient of a parameter that no optimizer has."""
+        """Raise `PartitionError` if torch's clipping reads the gradient of ``parameter``, which no optimizer has;
+        nothing for any other reader, or if there is no gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             if parameter.grad is None or _accessing_frame().f_globals.get("__name__") != _CLIPPING:
                 return
@@ -127,7 +130,8 @@ class GradientWatch:
         )
 
     def _exchange(self, other: OtherClass) -> None:
-        """Give every watched parameter the class that ``other`` returns for its present one."""
+        """Give every watched parameter, and every one that no optimizer has, the class that ``other`` returns for its
+        present one."""
         if self._watched:
             exchange_classes(self._parameters[self._shown], other)
         if self._alone_parameters:
@@ -138,6 +142,7 @@ class GradientWatch:
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter of a trained unit."""
         gradients, number = self._held[id(parameter)]
         return gradients.unit.names[number]
 
@@ -150,8 +155,8 @@ def _plain_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return a subclass of ``kind`` that reports accesses to ``grad``; ``kind`` itself if it has a
-    ``__torch_function__`` of its own, as released parameters and the classes made here have."""
+    """Return a subclass of ``kind`` that reports accesses to ``grad`` to the parameter's owner; ``kind`` itself if it
+    has a ``__torch_function__`` of its own, as released parameters and the classes made here have."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -169,13 +174,16 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    """Report an access to ``grad`` to the parameter's owner, which may refuse it, then run ``func``:
+    ``__torch_function__`` of the watching classes."""
     report_gradient_access(func, args)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
 
 def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy of ``parameter`` that is not watched."""
+    """Return a deep copy of ``parameter`` that is of its own class, not watched: ``__deepcopy__`` of the watching
+    classes."""
     watching, parameter.__class__ = type(parameter), getattr(type(parameter), _PLAIN)
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]
@@ -185,14 +193,17 @@ def _copy_as_plain(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Paramete
 
 
 def is_user_access() -> bool:
-    """Return whether the code that accesses a ``grad`` now is the user's, or torch's clipping or optimizers."""
+    """Return whether the code that accesses a ``grad`` now is the user's, or torch's clipping or optimizers.
+
+    The code is the innermost caller outside this package; other code of torch and of this project does not count.
+    """
     module = str(_accessing_frame().f_globals.get("__name__"))
     return not module.startswith(_QUIET) or module == _CLIPPING or module.startswith(_ACTING)
 
 
 def _zeroes_alone(frame: FrameType) -> bool:
-    """Return whether ``frame`` is a module's `zero_grad` that the engine's (zeroing.py) has not called, so that nothing
-    is discarded."""
+    """Return whether ``frame``, which accesses a gradient, is torch's `Module.zero_grad` called without the engine's
+    replacement (zeroing.py), so that the engine's gradients stay."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:
         return False
     caller = frame.f_back

@@ -22,6 +22,7 @@ class AddParamGroup:
     """Replaces `add_param_group` of an optimizer whose groups hold fragments: every call raises.
 
     It is in the optimizer's own ``__dict__`` until `remove`; pickles of the optimizer have the method of its class.
+    ``partition``: that of the model, referred to weakly, as ``optimizer`` is.
     """
 
     def __init__(self, optimizer: Optimizer, partition: Partition) -> None:
@@ -30,7 +31,7 @@ class AddParamGroup:
         optimizer.__dict__["add_param_group"] = self
 
     def __call__(self, param_group: dict[str, Any]) -> None:
-        """Raise `PartitionError`, naming the group's first parameter and what to do instead."""
+        """Raise `PartitionError`, naming the first parameter of ``param_group`` and what to do instead."""
         given = param_group.get("params", ())
         first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
         raise PartitionError(
@@ -42,13 +43,14 @@ class AddParamGroup:
         )
 
     def remove(self) -> None:
-        """Restore the optimizer's own method."""
+        """Restore the optimizer's own method, unless the optimizer is gone or other code has replaced this one."""
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.__dict__.get("add_param_group") is self:
             del optimizer.__dict__["add_param_group"]
 
     def _describe(self, parameter: Any) -> str:
-        """Return words for an entry of a param group: a parameter, or (name, parameter)."""
+        """Return words for an entry of a param group, a parameter or (name, parameter): its name, or its shape if it is
+        not the model's."""
         if isinstance(parameter, tuple):
             parameter = parameter[-1]
         partition = self._partition()
@@ -60,7 +62,7 @@ class AddParamGroup:
 
 def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParameter]]) -> None:
     """Raise `PartitionError`, naming what was moved, removed or added, unless each of the optimizer's groups holds the
-    ``expected`` tensors, in their order."""
+    ``expected`` tensors, in their order; ``expected``: by group, its parameters."""
     groups = optimizer.param_groups
     if len(groups) == len(expected) and all(map(_holds, groups, expected)):
         return
@@ -72,13 +74,14 @@ def check_groups(optimizer: Optimizer, expected: Sequence[Sequence[ListedParamet
 
 
 def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> bool:
-    """Return whether ``group`` holds the tensors of the ``expected`` parameters, in their order."""
+    """Return whether the param group ``group`` holds the tensors of the ``expected`` parameters, in their order."""
     held = group["params"]
     return len(held) == len(expected) and all(map(operator.is_, held, map(_TENSOR, expected)))
 
 
 def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
-    """Return words for the first difference between ``groups`` and what they are ``expected`` to hold."""
+    """Return words for the first difference between param groups and what they are ``expected`` to hold (by group, its
+    parameters); there has to be one."""
     homes = {id(p.tensor): (number, p.name) for number, listed in enumerate(expected) for p in listed}
     seen: dict[int, int] = {}
     for number, group in enumerate(groups):
@@ -104,9 +107,10 @@ def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[Lis
 
 
 def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int, str], str]]:
-    """Return ((number of the group, key), value as text) of the numbers, flags and names in param groups.
+    """Return ((number of the group, key), value as text) of the numbers, flags, names and tuples in param groups.
 
-    Tensors of one element count if they are on the CPU, where reading them does not synchronise an accelerator.
+    Tensors of one element count, as numbers, if they are on the CPU, where reading them does not synchronise an
+    accelerator.
     """
     return [
         ((number, key), repr(float(value)) if isinstance(value, torch.Tensor) else repr(value))
@@ -117,7 +121,7 @@ def hyperparameters(groups: Sequence[Mapping[str, Any]]) -> list[tuple[tuple[int
 
 
 def hyperparameters_digest(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Return a 32-bit digest of `hyperparameters`."""
+    """Return a 32-bit digest of the `hyperparameters` of param groups, to compare ranks by."""
     return zlib.crc32(repr(hyperparameters(groups)).encode())
 
 

@@ -47,7 +47,8 @@ class TensorGuard(Protocol):
 class FragmentReference:
     """The parameter ``name``, of full shape ``shape``, of which a guarded tensor is a fragment or is computed from one.
 
-    ``is_updated``: the tensor's memory is what the optimizer updates; else it is a state, or a result of user code.
+    ``guard``: decides what user code may do with the tensor. ``is_updated``: the tensor's memory is what the optimizer
+    updates; else it is a state, or a result of user code.
     """
 
     guard: TensorGuard
@@ -57,7 +58,7 @@ class FragmentReference:
 
 
 def guard_of(value: object) -> FragmentReference | None:
-    """Return the reference of a guarded tensor; None for any other value."""
+    """Return the reference of a guarded tensor to its parameter; None for any other value, or if nothing guards it."""
     return value.fragment_reference() if isinstance(value, GuardedTensor) else None
 
 
@@ -74,7 +75,8 @@ def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
 
 
 def check_same_parameter(name: str, kind: str, value: object) -> None:
-    """Raise `PartitionError` if ``value``, set as state ``kind`` of parameter ``name``, is of another parameter."""
+    """Raise `PartitionError` if ``value``, set as state ``kind`` of parameter ``name``, is a guarded tensor of another
+    parameter."""
     reference = guard_of(value)
     if reference is not None and reference.name != name:
         raise PartitionError(
@@ -97,14 +99,21 @@ def plain(value: Any) -> Any:
 
 
 def written_by(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Any]:
-    """Return the arguments that the torch function called ``call`` writes; None may be among them."""
+    """Return the arguments that the torch function called ``call`` writes: its first if it works in place, and ``out``.
+
+    None may be among them. ``args``, ``keywords``: the call's.
+    """
     return tree_leaves([keywords.get("out"), args[0] if args and writes(call) else None])
 
 
 def why_not_elementwise(
     reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> str:
-    """Return why ``func`` does something else to a fragment than to the full parameter; "" if it does the same."""
+    """Return, in words, why torch function ``func`` does something else to a fragment than to the full parameter; "" if
+    it does the same.
+
+    ``reference``: of a guarded tensor among the call's ``args`` and ``keywords``.
+    """
     attribute, call = attribute_of(func), name_of(func)
     if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
         return ""
@@ -127,7 +136,11 @@ def why_not_elementwise(
 
 
 def is_whole_view(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether the function called ``call`` returns a view of all elements in their order."""
+    """Return whether the torch function called ``call`` returns a view of all elements in their order, flat or
+    unchanged.
+
+    These are ``[:]``, ``flatten()``, ``ravel()``, ``view(-1)`` and ``reshape(-1)``. ``args``, ``keywords``: the call's.
+    """
     if call == "__getitem__":
         return _selects_all(args[1])
     if call in ("flatten", "ravel"):
@@ -149,7 +162,8 @@ def _is_alike_at(index: Any, value: Any) -> bool:
 
 
 def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[list[Any]]:
-    """Return the arguments that are combined with each other: one list, or one per position for ``_foreach_``."""
+    """Return the arguments that are combined with each other: one list of all of them, or for a ``_foreach_`` function
+    one list per position in its lists of tensors."""
     if not call.startswith("_foreach_"):
         return [tree_leaves((args, keywords))]
     lists = [one for one in (*args, *keywords.values()) if isinstance(one, (list, tuple))]
@@ -178,7 +192,10 @@ def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], writte
 
 
 def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Return the value of ``fact``, an attribute or method in `SHAPES`, for a tensor of ``shape``."""
+    """Return the value of ``fact``, an attribute or method in `torch_calls.SHAPES`, for a tensor of ``shape``.
+
+    ``args``, ``keywords``: the call's, with the tensor itself as the first argument.
+    """
     with torch._C.DisableTorchFunctionSubclass():
         whole = torch.empty((), device="cpu").expand(shape)
     if fact in ("shape", "ndim"):
@@ -189,6 +206,11 @@ def shape_fact(fact: str, shape: torch.Size, args: tuple[Any, ...], keywords: di
 def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
+    """Check the use of guarded tensors by torch function ``func``, run it on plain values, and guard its result where
+    that is a view or computed element by element: ``__torch_function__`` of the guarded classes.
+
+    Facts such as the shape are those of the full parameter. Raises `PartitionError` for a use that a guard refuses.
+    """
     if not all(kind in _OWN or not issubclass(kind, GuardedTensor) for kind in _types):
         return NotImplemented  # values on a tier have to be brought first
     keywords = kwargs or {}
@@ -213,10 +235,11 @@ def _torch_function(
 
 
 def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentReference], *, is_view: bool) -> Any:
-    """Return ``result`` with its tensors guarded by the references ``found`` of the tensors it was computed from.
+    """Return ``result`` with its tensors guarded by the references ``found`` (not empty) of the tensors it was computed
+    from.
 
-    ``args``: the call's, whose first list gives the references of a list of results. ``is_view``: ``result`` shares
-    their memory.
+    A list of results gets the references of the list ``args[0]``, position by position; anything else the first of
+    ``found``. ``is_view``: ``result`` shares their memory.
     """
     if isinstance(result, (list, tuple)):
         of = args[0] if args and isinstance(args[0], (list, tuple)) else []
@@ -226,7 +249,8 @@ def guarded_result(result: Any, args: tuple[Any, ...], found: Sequence[FragmentR
 
 
 def _one_guarded(result: Any, reference: FragmentReference, is_view: bool) -> Any:
-    """Return ``result`` guarded by ``reference`` if it is a plain tensor, else as it is."""
+    """Return ``result`` guarded by ``reference`` if it is a plain tensor, else as it is; ``is_view``: it shares the
+    memory of the tensor that ``reference`` is of."""
     if type(result) is not torch.Tensor:
         return result
     values = result.as_subclass(FragmentValues)
@@ -245,21 +269,22 @@ class GuardedTensor:
 
 
 def _copy(tensor: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy that is an unguarded parameter."""
+    """Return a deep copy that is an unguarded parameter: ``__deepcopy__`` of `FragmentTensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         memo[id(tensor)] = copied = nn.Parameter(tensor.data.clone(), tensor.requires_grad)
     return copied
 
 
 def _reduce(tensor: nn.Parameter, protocol: Any) -> Any:
-    """Pickle the tensor as an unguarded parameter."""
+    """Return what pickle writes of the tensor: an unguarded parameter. ``__reduce_ex__`` of `FragmentTensor`."""
     with torch._C.DisableTorchFunctionSubclass():
         unguarded = nn.Parameter(tensor.data, tensor.requires_grad)
     return unguarded.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class FragmentTensor(GuardedTensor, nn.Parameter):
-    """The fragment of a parameter that this rank updates, outside the optimizer's step."""
+    """The fragment of a parameter that this rank updates, outside the optimizer's step; copies and pickles are
+    parameters."""
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
     __deepcopy__ = _copy
@@ -267,7 +292,8 @@ class FragmentTensor(GuardedTensor, nn.Parameter):
 
 
 class FragmentValues(GuardedTensor, torch.Tensor):
-    """A tensor computed from a `FragmentTensor`, or an optimizer state of one, outside the optimizer's step."""
+    """A tensor computed from a `FragmentTensor`, or an optimizer state of one, outside the optimizer's step; copies and
+    pickles are plain tensors."""
 
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 

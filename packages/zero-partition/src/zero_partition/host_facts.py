@@ -29,7 +29,7 @@ def any_gradient(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def gradients_are(tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether each tensor's ``.grad`` is the expected object, or None as expected."""
+    """Return whether each tensor's ``.grad`` is the very object that is expected, which may be None."""
     return not any(map(operator.is_not, map(_GRAD, tensors), expected))
 
 
@@ -64,7 +64,8 @@ def untouched(
 
 
 def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], type]) -> None:
-    """Set each tensor's class to what ``other`` returns for its present class; tensors may have different classes."""
+    """Set each tensor's class to what ``other`` returns for its present class, in place; tensors may have different
+    classes."""
     kinds = set(map(type, tensors))
     for kind in kinds:
         exchanged = other(kind)
@@ -93,7 +94,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; for a fake tensor, a number that no other live storage has.
 
-    Raises what torch raises for tensors without a storage, such as sparse ones.
+    0 for an empty storage. Raises what torch raises for tensors without a storage, such as sparse ones.
     """
     storage = tensor.untyped_storage()
     address = storage.data_ptr()
@@ -106,6 +107,7 @@ def sharers(tensor: torch.Tensor) -> int:
 
 
 def _references_of_one() -> int:
+    """Return the number of references to the storage of a new tensor."""
     tensor = torch.empty(1)
     return storage_references(tensor.untyped_storage()._cdata)
 
@@ -115,5 +117,5 @@ REFERENCES_OF_ONE = _references_of_one()
 
 
 def install(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Give each tensor the memory of its one of ``values``, as ``tensor.data = value`` does."""
+    """Give each tensor the memory of the one of ``values`` at its position, as ``tensor.data = value`` does."""
     deque(map(_DATA.__set__, tensors, values), maxlen=0)

@@ -21,7 +21,9 @@ class InitMeetings:
     of the lowest rank that has one, and then the ranks that came for something else meet again. So the same parameters
     are full on all ranks, whichever rank asked.
 
-    ``take_part``: carries out a request (call, records) on this rank; it runs on every rank.
+    What a rank comes to do is one of `USE` (gather values for code that touches them) and `EVICT` (reshard the oldest),
+    which are requests, `SHARD`, `GATHER` (for the user) and `END`. ``take_part``: carries out a request (call, records)
+    on this rank; it runs on every rank.
     """
 
     def __init__(self, control: Control, take_part: Callable[[str, list[ShardedParameter]], None]) -> None:
@@ -29,11 +31,11 @@ class InitMeetings:
         self._take_part = take_part
 
     def meet(self, call: str, records: Sequence[ShardedParameter], payload: Any = None) -> list[Any] | None:
-        """Meet the other ranks to do ``call`` to the parameters of ``records``.
+        """Meet the other ranks to do ``call`` to the parameters of ``records``. Collective.
 
-        Return all ranks' payloads, in rank order, if every rank does the same to the same parameters. Return None after
-        a request was served, this rank's or another's: the caller checks again what is left to do. Raises `DesyncError`
-        on every rank if they do different things and none is a request.
+        Return all ranks' ``payload``, in rank order, if every rank does the same to the same parameters. Return None
+        after a request was served, this rank's or another's: the caller checks again what is left to do. Raises
+        `DesyncError` on every rank if they do different things and none is a request.
         """
         name = f"{call} {_describe(records)}"
         messages = self._control.exchange(Message("Init", name, 0, [call, [r.number for r in records], payload]))
@@ -49,11 +51,13 @@ class InitMeetings:
         return None
 
     def exchange(self, call: str, payload: Any) -> list[Any]:
-        """Return all ranks' payloads, in rank order; only at a point that all ranks are known to have reached."""
+        """Return all ranks' ``payload``, in rank order; only at a point ``call`` that all ranks are known to have
+        reached. Collective."""
         return self._control.agree(Message("Init", call, 0, payload))
 
     def _find(self, numbers: Sequence[int], messages: Sequence[Message]) -> list[ShardedParameter]:
-        """Return the records of these numbers; raises `DesyncError` on every rank if one lacks any. Collective."""
+        """Return this rank's records of ``numbers``; raises `DesyncError`, listing ``messages``, on every rank if one
+        lacks any. Collective."""
         found = records_by_number(numbers)
         if not all(self.exchange("take part", len(found) == len(numbers))):
             raise _desync_error(messages)
@@ -66,7 +70,7 @@ def _describe(records: Sequence[ShardedParameter]) -> str:
 
 
 def _desync_error(messages: Sequence[Message]) -> DesyncError:
-    """Return the error that lists what each rank came to do."""
+    """Return the error that lists, from ``messages`` in rank order, what each rank came to do."""
     listing = "\n".join(f"  rank {rank}: {message}" for rank, message in enumerate(messages))
     return DesyncError(
         f"the ranks build different models inside Init:\n{listing}\n"

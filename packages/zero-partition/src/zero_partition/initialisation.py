@@ -54,7 +54,8 @@ class Init:
     values. Every rank makes the same modules and draws the same values as one process with the same seed would.
     Generator states are compared on entry, and a parameter's values, by digest, whenever it is sharded. Where ranks
     differ (they drew with another generator, or only one of them drew), rank 0's values are used, and a warning names
-    the first parameter. A parameter stays full while other code holds a tensor or an array in its memory.
+    the first parameter. A parameter stays full while other code holds a tensor or an array in its memory. ``control``:
+    carries the messages among these ranks.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): each parameter gets its memory
     only when code writes its values, and is sharded from those. ``new_shard``: makes the memory in which shards live
@@ -87,6 +88,7 @@ class Init:
         self._mode = _TouchMode(self._make_full, self._new_blank, self._allocate_blank)
 
     def __enter__(self) -> Init:
+        """Begin to shard what is built; with several ranks compare their random generators first. Collective."""
         if self._shards:
             self._agree_on_generators()
             self._handles = [
@@ -100,6 +102,10 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Shard parameters that are still full, warn of what differed or stays full, and stop sharding. Collective.
+
+        After an exception (``error``) nothing more is sharded, and nothing is collective.
+        """
         if not self._shards:
             return
         self._open = False
@@ -120,31 +126,41 @@ class Init:
             known.clear()
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters of a module that was built outside `Init`, with their present values. Collective."""
+        """Shard the parameters of a module that was built outside `Init`, with their present values; inside the open
+        context. Collective. Nothing on a single rank without ``new_shard``."""
         if self._shards:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
         """Wait until all ranks gather ``records``, or stop using them, at this point; nothing once the context is
-        closed."""
+        closed.
+
+        Raises `DesyncError` on every rank if they do not. Collective.
+        """
         if self._open:
             self._meet_all(GATHER, records)
 
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Shard the parameters of ``child``, which is being attached to ``parent`` as ``name``."""
+        """Shard the parameters of ``child``, which is being attached to ``parent`` as ``name``: torch's hook on
+        registering a module."""
         if child is not None:
             owner = type(parent).__name__
             self._shard_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})
 
     def _registered(self, module: nn.Module, _name: str, _parameter: nn.Parameter | None) -> None:
-        """Remember ``module``, which registers a parameter, so that its own parameters are sharded at the end."""
+        """Remember ``module``, which registers a parameter, so that its own parameters are sharded at the end: torch's
+        hook on registering a parameter."""
         seen = self._built.get(id(module))
         if seen is None or seen() is not module:  # ids come again, in another order on each rank
             self._built.pop(id(module), None)
             self._built[id(module)] = weakref.ref(module)
 
     def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Shard ``parameters``, by their names for messages; those that stay replicated are left as they are."""
+        """Shard ``parameters``, by their names for messages. Collective.
+
+        Those that stay replicated (one element or none, on the meta device, or see `reason_replicated`) are left as
+        they are.
+        """
         records = []
         with torch._C.DisableTorchFunction():
             for name, parameter in parameters.items():
@@ -158,7 +174,8 @@ class Init:
         self._shard_records(records)
 
     def _shard_records(self, records: Sequence[ShardedParameter]) -> None:
-        """Reshard the full ones of ``records``, and then those that a single rank has used alone. Collective."""
+        """Reshard the full ones of ``records``, with rank 0's values where ranks differ, and then the parameters that a
+        request of a single rank has gathered. Collective."""
         while full := [record for record in self._full(records) if record.number not in self._alone]:
             facts = [_facts(full)] if self._alone_here else self._meetings.meet(SHARD, full, _facts(full))
             if facts is not None:
@@ -167,9 +184,11 @@ class Init:
                 return
 
     def _reshard(self, full: list[ShardedParameter], facts: list[list[_Facts]]) -> None:
-        """Reshard full parameters, with rank 0's values where the ranks' ``facts`` (in rank order) differ.
+        """Reshard parameters that are ``full``, with rank 0's values where the ranks' ``facts`` (by rank, of each
+        parameter) differ.
 
-        A parameter stays full if other code holds a view of it on any rank, through which it may be written.
+        A parameter stays full if other code holds a view of it on any rank, through which it may be written. Raises
+        `PartitionError`, naming it, if a parameter's shape or dtype differs. Collective.
         """
         for record, *seen in zip(full, *facts, strict=True):
             kinds, digests, held = map(list, zip(*seen, strict=True))
@@ -186,13 +205,14 @@ class Init:
                 record.reshard()
 
     def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Return the full ones of ``records`` that the user has not gathered, in the same order on all ranks."""
+        """Return those of ``records`` that are full and not gathered by the user, in order of creation, the same on all
+        ranks."""
         full = {record.number: record for record in records if record.is_full and not record.pinned}
         return [full[number] for number in sorted(full)]
 
     def _make_full(self, records: list[ShardedParameter]) -> None:
         """Gather ``records``, and reshard the oldest of the others while more than ``max_full_numel`` elements of
-        touched parameters are full."""
+        touched parameters are full. Needs all ranks, which join when they come to a meeting."""
         while True:
             if absent := [record for record in records if not record.is_full]:
                 if self._alone_here or self._meetings.meet(USE, absent) is not None:
@@ -206,7 +226,8 @@ class Init:
                 return
 
     def _oldest_above_bound(self, records: list[ShardedParameter]) -> list[ShardedParameter]:
-        """Return the parameters touched before ``records`` that have to be resharded to keep to ``max_full_numel``."""
+        """Return the parameters touched before ``records`` that have to be resharded to keep to ``max_full_numel``,
+        oldest first."""
         held = sum(record.numel for record in self._touched.values())
         oldest: list[ShardedParameter] = []
         for record in self._touched.values():
@@ -223,7 +244,8 @@ class Init:
             self._touched[record.number] = record
 
     def _take_part(self, call: str, records: list[ShardedParameter]) -> None:
-        """Carry out the request ``call`` of some rank for ``records``; see [Note: what one rank does alone]."""
+        """Carry out the request ``call`` (`USE` or `EVICT`) of some rank for ``records``; see [Note: what one rank does
+        alone] in init_meetings.py. Collective."""
         if call == USE:
             self._gather(records)
             self._alone.update((record.number, record) for record in records)
@@ -231,14 +253,16 @@ class Init:
             self._reshard(records, self._meetings.exchange(EVICT, _facts(records)))
 
     def _meet_all(self, call: str, records: list[ShardedParameter]) -> None:
-        """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile."""
+        """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile; then reshard what
+        requests have gathered. Nothing on a single rank. Collective."""
         if not self._alone_here:
             while self._meetings.meet(call, records) is None:
                 pass
             self._reshard_used_alone()
 
     def _reshard_used_alone(self) -> None:
-        """Reshard the parameters that a single rank has used, with rank 0's values; when all ranks are at one point."""
+        """Reshard the parameters that a request of a single rank has gathered, with rank 0's values. Collective: when
+        all ranks are at one point."""
         alone = self._full(list(self._alone.values()))
         if alone:
             self._reshard(alone, self._meetings.exchange(SHARD, _facts(alone)))
@@ -267,7 +291,8 @@ class Init:
             )
 
     def _new_blank(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return what `to_empty` gets for a parameter on the meta device: a view of its shape of one NaN."""
+        """Return what `to_empty` gets for ``parameter``, on the meta device: a tensor of its shape over a single NaN,
+        of ``dtype`` on ``device``."""
         key = (dtype, device)
         if key not in self._blanks:
             self._blanks[key] = torch.full((), torch.nan, dtype=dtype, device=device)
@@ -295,14 +320,18 @@ class Init:
 
 
 def _facts(records: list[ShardedParameter]) -> list[_Facts]:
-    """Return the facts of full parameters that ranks compare: (kind, digest, whether other code holds their memory)."""
+    """Return what ranks compare of full parameters, for each (dtype and shape, digest of the values, whether other code
+    holds its memory)."""
     held = shared_with_others(records)
     return [(record.kind, record.digest(), other) for record, other in zip(records, held, strict=True)]
 
 
 class _TouchMode(TorchFunctionMode):
     """Calls ``touch`` before a torch function reads or writes the data of sharded parameters, and ``adopt`` before it
-    gets a parameter that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device."""
+    gets a parameter that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device.
+
+    Functions that only read facts such as the shape call none of them.
+    """
 
     def __init__(
         self,
@@ -318,6 +347,8 @@ class _TouchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Run torch function ``func`` after ``touch`` or ``adopt`` was called for the parameters among its
+        arguments."""
         keywords = kwargs or {}
         if func in _METADATA:
             return func(*args, **keywords)
@@ -334,8 +365,8 @@ class _TouchMode(TorchFunctionMode):
 
 
 def _leaves_meta(args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether these arguments of ``empty_like`` give a floating-point parameter on the meta device memory, as
-    `nn.Module.to_empty` does."""
+    """Return whether these arguments of ``empty_like`` give a parameter on the meta device floating-point memory
+    elsewhere, as `nn.Module.to_empty` does."""
     there, like = keywords.get("device"), args[0] if args else None
     if not isinstance(like, nn.Parameter) or not like.is_meta or there is None:
         return False

@@ -31,7 +31,8 @@ class ParameterUse(Protocol):
 class WatchedParameters(Parameters):
     """A module's ``_parameters`` that reports look-ups by name to ``use``, as ``module.weight`` makes one.
 
-    Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts.
+    Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts; a pickle is
+    refused by name while a parameter is released.
     """
 
     def __init__(self, parameters: Parameters, use: ParameterUse) -> None:
@@ -40,6 +41,8 @@ class WatchedParameters(Parameters):
         self._on_read = eager(use.parameter_read)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
+        """Return the parameter, after its use was reported; inside torch.compile one that is present is not
+        reported."""
         parameter = super().__getitem__(name)
         if parameter is not None and not (torch.compiler.is_compiling() and _is_present(parameter)):
             self._on_read(parameter)
@@ -64,7 +67,7 @@ def _is_present(parameter: nn.Parameter) -> bool:
 class Interception:
     """Gives every module that owns a parameter of a releasable unit, now or later, a `WatchedParameters`.
 
-    `remove` gives the modules plain dicts again.
+    ``use``: gets its reports. `remove` gives the modules plain dicts again.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], use: ParameterUse) -> None:

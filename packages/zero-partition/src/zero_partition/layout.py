@@ -10,7 +10,10 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """One parameter's place in its unit's flat buffer; ``offset`` and ``numel`` in elements."""
+    """One parameter's place in its unit's flat buffer; ``offset`` and ``numel`` in elements.
+
+    ``name``: the parameter's name in the model.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +34,8 @@ class LayoutEntry:
 class Fragment:
     """The part of one parameter that lies in one rank's shard (offsets and length in elements).
 
-    ``param_offset``: first element within the flattened parameter; ``shard_offset``: within the shard.
+    ``entry``: the parameter. ``param_offset``: first element within the flattened parameter; ``shard_offset``: within
+    the shard of ``rank``.
     """
 
     entry: LayoutEntry
@@ -43,7 +47,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """The flat buffer of one unit: entries in order, padded so that every rank owns an equal, aligned shard."""
+    """The flat buffer of one unit: entries in order, padded so that every rank owns an equal, aligned shard.
+
+    ``world_size``: number of shards. ``shard_numel``: elements of each.
+    """
 
     name: str
     entries: tuple[LayoutEntry, ...]
@@ -60,10 +67,10 @@ class UnitLayout:
         *,
         entry_alignment: int = 1,
     ) -> UnitLayout:
-        """Return the layout of parameters (name -> shape), in the order given.
+        """Return the layout of the unit ``name`` for parameters (name -> shape), in the order given.
 
-        ``alignment``: shard boundaries are multiples of this, in elements. ``entry_alignment``: parameters begin at
-        multiples of this. Raises ValueError when one of the three numbers is below 1.
+        ``world_size``: number of shards. ``alignment``: shard boundaries are multiples of this, in elements.
+        ``entry_alignment``: parameters begin at multiples of this. Raises ValueError when one of the three is below 1.
         """
         if min(world_size, alignment, entry_alignment) < 1:
             got = f"{world_size}, {alignment} and {entry_alignment}"
@@ -88,7 +95,8 @@ class UnitLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Return (first element, first behind) of every range of the flat buffer that belongs to no parameter."""
+        """Return (first element, first behind) of every range of the flat buffer that belongs to no parameter, padding
+        at the end included."""
         ends = [0, *(entry.end for entry in self.entries)]
         starts = [*(entry.offset for entry in self.entries), self.numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -112,7 +120,8 @@ class UnitLayout:
                 yield fragment
 
     def fragment_of(self, entry: LayoutEntry, rank: int) -> Fragment | None:
-        """Return the fragment of one parameter that ``rank`` owns; None if it owns none."""
+        """Return the fragment of the parameter ``entry``, one of this layout's, that ``rank`` owns; None if it owns
+        none."""
         start, end = self.shard_range(rank)
         low, high = max(start, entry.offset), min(end, entry.end)
         return Fragment(entry, rank, low - entry.offset, low - start, high - low) if low < high else None
@@ -121,8 +130,8 @@ class UnitLayout:
 def element_positions(units: Iterable[UnitLayout], alignment: int) -> dict[str, int]:
     """Return for each parameter name the position of its first element among the elements of all units.
 
-    Each unit begins at a multiple of ``alignment``; padding of shards does not count, so positions are the same at any
-    world size.
+    Each unit, in the order given, begins at a multiple of ``alignment`` elements; padding of shards does not count, so
+    positions are the same at any world size. Every unit has a parameter.
     """
     positions: dict[str, int] = {}
     base = 0
@@ -140,6 +149,7 @@ class Layout:
 
     @cached_property
     def _by_name(self) -> dict[str, tuple[UnitLayout, LayoutEntry]]:
+        """Return, by parameter name, its unit and its entry there."""
         return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
 
     def find(self, parameter: str) -> tuple[UnitLayout, LayoutEntry]:

@@ -15,7 +15,7 @@ class LeafTree:
     leaves are sent as autograd made them, every sum is one of the tree's nodes, in the accumulate dtype, and the mean
     is taken once, at the root. Only shards are kept, log2(V / N) of them at most.
 
-    ``count``: number of reductions in a step, V / N. ``divisor``: V.
+    ``count``: number of reductions in a step, V / N. ``divisor``: V, by which the sum at the root is divided.
     """
 
     def __init__(self, count: int, divisor: int) -> None:
@@ -30,14 +30,15 @@ class LeafTree:
         return self._added
 
     def neighbour(self) -> torch.Tensor | None:
-        """Return the node to which the reduction of the next micro-batch may be added in place, which saves `add` the
-        sum; None if the next one has no neighbour yet."""
+        """Return the node, of one micro-batch, to which the reduction of the next may be added in place, which saves
+        `add` the sum; None if the next one has no neighbour yet."""
         return self._nodes[-1][1] if self._nodes and self._nodes[-1][0] == 1 else None
 
     def add(self, node: torch.Tensor) -> torch.Tensor | None:
         """Add the reduction of the next micro-batch; return the mean over all leaves after the last one, else None.
 
-        ``node``: the reduction, which the tree keeps and overwrites; or `neighbour`, to which it was added already.
+        ``node``: the reduction (1-D), which the tree keeps and overwrites; or `neighbour`, to which it was added
+        already. The mean is in the memory of one of the nodes, which the tree lets go.
         """
         size = 1
         if node is self.neighbour():

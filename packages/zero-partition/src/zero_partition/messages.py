@@ -18,14 +18,17 @@ is refused."""
 
 
 def distinct(told: Iterable[_T]) -> list[_T]:
-    """Return what the ranks told, in rank order, each object once: ranks that sent the same share it (see
-    `ControlGroup.exchange`), so that thousands of them take no longer than a few.
+    """Return what the ranks told, in rank order, each object once.
+
+    Ranks that sent the same share one object (see `ControlGroup.exchange`), so thousands of them take no longer than a
+    few.
     """
     return list({id(one): one for one in told}.values())
 
 
 def decode_each(decode: Callable[[Any], _T], told: Sequence[Any]) -> list[_T]:
-    """Return ``decode`` of what each rank told, in rank order; it is called once for each object."""
+    """Return ``decode`` of what each rank told, in rank order; called once for each object, as ranks that sent the same
+    share one."""
     decoded = {id(data): decode(data) for data in distinct(told)}
     return [decoded[id(data)] for data in told]
 
@@ -170,7 +173,7 @@ class WrittenGradients:
     edited: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
-        """Return plain data; an empty list if nothing was written."""
+        """Return plain data, for `decode`; an empty list if nothing was written."""
         return [list(self.written.items()), list(self.edited.items())] if self.written or self.edited else []
 
     @classmethod
@@ -207,7 +210,7 @@ class StepReport:
     frozen: int = 0
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`; without defaults at the end."""
+        """Return plain data, for `decode`; fields at the end that have their defaults are left out."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
         rest, defaults = [self.defers, self.earlier, self.added, self.frozen], [False, None, 0, 0]
@@ -231,6 +234,7 @@ class TensorFacts(NamedTuple):
     trained: bool
 
     def __str__(self) -> str:
+        """Return the description in words, for errors."""
         trained = "trained" if self.trained else "not trained"
         return f"'{self.name}' of shape {list(self.shape)}, {self.dtype}, {trained}"
 

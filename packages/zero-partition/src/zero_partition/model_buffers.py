@@ -43,10 +43,10 @@ def share_buffers(
     """Move buffers and the ``replicated`` parameters to ``device``, with rank 0's values. Collective.
 
     In half precision buffers get the parameters' dtype, as in ``model.to(dtype)``, unless ``policy`` has another for
-    them. In ``kept_fp32``, running statistics become float32, as their layers' parameters do, and others keep their
-    dtype. Names are the model's. One buffer under several names stays one, and
-    buffers that share memory share it afterwards; if one of them is kept, all are. Raises `PartitionError`, naming
-    two, for buffers of different dtypes that share memory and cannot stay where they are.
+    them. Those in ``kept_fp32`` keep their dtype, but running statistics among them become float32, as their layers'
+    parameters do. Names are the model's. One buffer under several names stays one, and buffers that share memory share
+    it afterwards; if one of them is kept, all are. A buffer that has to change is replaced in its modules. Raises
+    `PartitionError`, naming two, for buffers of different dtypes that share memory and cannot stay where they are.
     """
     buffers = _buffers(model)
     moved: dict[int, torch.Tensor] = {}
@@ -78,7 +78,8 @@ def share_buffers(
 def copy_values(buffer: torch.Tensor, values: torch.Tensor, name: str) -> None:
     """Copy ``values`` (of the same shape) into the memory of ``buffer``, which may be expanded from fewer elements.
 
-    ``name``: of the buffer. Raises `PartitionError` if one of its elements would need two values.
+    ``name``: of the buffer, for the error. Raises `PartitionError` if an element that several positions of the buffer
+    show would need two values.
     """
     own, needed = buffer, values
     for dim in (dim for dim, stride in enumerate(buffer.stride()) if not stride and buffer.shape[dim] > 1):
@@ -92,7 +93,8 @@ def copy_values(buffer: torch.Tensor, values: torch.Tensor, name: str) -> None:
 
 
 def _buffers(model: nn.Module) -> list[_RegisteredBuffer]:
-    """Return the buffers of ``model`` in the order of its modules, each once."""
+    """Return the buffers of ``model`` in the order of its modules, each once, with all places where it is
+    registered."""
     found: dict[int, _RegisteredBuffer] = {}
     for name, module in model.named_modules():
         for key, tensor in module._buffers.items():
@@ -105,8 +107,11 @@ def _buffers(model: nn.Module) -> list[_RegisteredBuffer]:
 def _moved(
     buffers: Sequence[_RegisteredBuffer], device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[torch.Tensor]:
-    """Return the tensors of ``buffers`` on ``device`` in ``dtypes``. If there are several, they share memory, and their
-    new ones do too."""
+    """Return the tensors of ``buffers`` on ``device`` in ``dtypes`` (one each), in their order.
+
+    If there are several, they share memory, and their new ones do too. Raises `PartitionError` where one copy of that
+    memory is not right for all.
+    """
     tensors = [buffer.tensor for buffer in buffers]
     if len(buffers) == 1:
         return [tensors[0].to(device, dtypes[0])]
@@ -121,8 +126,8 @@ def _moved(
 
 
 def _refuse_other_kind(one: _RegisteredBuffer, other: _RegisteredBuffer, dtype: torch.dtype) -> None:
-    """Raise `PartitionError` unless two buffers that share memory have one dtype, so that one cast to ``dtype``, or one
-    move, is right for both."""
+    """Raise `PartitionError`, naming both, unless two buffers that share memory have one dtype and the same lazy
+    negation and conjugation, so that one cast to ``dtype``, or one move, is right for both."""
     ours, theirs = one.tensor, other.tensor
     if ours.dtype is not theirs.dtype or ours.is_conj() != theirs.is_conj() or ours.is_neg() != theirs.is_neg():
         raise PartitionError(
@@ -133,8 +138,8 @@ def _refuse_other_kind(one: _RegisteredBuffer, other: _RegisteredBuffer, dtype: 
 
 
 def _kept_dtypes(buffers: Sequence[_RegisteredBuffer]) -> list[torch.dtype]:
-    """Return the dtypes of buffers that share memory and stay in float32: their own, but float32 where one of them is a
-    running statistic."""
+    """Return the dtypes for buffers that share memory and one of which is kept out of half precision: their own, but
+    float32 for floating-point ones if any is registered in a layer with running statistics."""
     statistics = any(isinstance(module, _NormBase) for b in buffers for module, _ in b.places.values())
     return [torch.float32 if statistics and b.tensor.is_floating_point() else b.tensor.dtype for b in buffers]
 

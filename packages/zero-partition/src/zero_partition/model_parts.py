@@ -18,7 +18,10 @@ _PART_ATTRIBUTES = ("model_parallel", "tensor_model_parallel")
 
 
 class ModelParts(Protocol):
-    """Says which parameters this rank counts in a norm of the full model, and adds the sums of the model's parts."""
+    """Says which parameters this rank counts in a norm of the full model, and adds the sums of the model's parts.
+
+    A part is what one rank has of a model whose layers several ranks compute together; each part has its own partition.
+    """
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
         """Return a function that gives this part's share of a gradient shard's sum of squares, computed by ``norm``.
@@ -28,9 +31,11 @@ class ModelParts(Protocol):
         """
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """Return the sum of all parts' ``square``, and the first ``culprit`` that is not empty. Collective.
+        """Return the sum of all parts' ``square``, and the first ``culprit``, in rank order, that is not empty.
+        Collective.
 
-        ``culprit``: this part's first parameter with a gradient that is not finite, "" without.
+        ``culprit``: this part's first parameter with a gradient that is not finite, "" without. ``step``: the step's
+        number.
         """
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
@@ -55,7 +60,7 @@ class UnsplitModel:
         return square, culprit
 
     def holds_part_of(self, parameter: nn.Parameter) -> bool:
-        """Return False."""
+        """Return False, as every rank has the full model."""
         return False
 
     def abort(self, reason: str) -> None:
@@ -77,7 +82,8 @@ class TensorParallelModel:
         self._control = control
 
     def norm_of(self, unit: Unit, rank: int, norm: NormSquared) -> NormSquared:
-        """Return ``norm`` on the first rank; on others one that counts the model-parallel parameters only."""
+        """Return ``norm`` on the first rank; on others one that counts the model-parallel parameters only
+        (`CountedNorm`)."""
         if self._control.rank == 0:
             return norm
         by_name = dict(zip(unit.names, unit.parameters, strict=True))
@@ -107,7 +113,8 @@ class TensorParallelModel:
 
 
 class CountedNorm:
-    """A `NormSquared` over the elements in ``spans`` (start, end); NaN if an element outside them is not finite."""
+    """A `NormSquared`, by ``norm``, over the elements in ``spans``, ranges [start, end) of the tensor; NaN if an
+    element outside them is not finite."""
 
     def __init__(self, norm: NormSquared, spans: Sequence[tuple[int, int]]) -> None:
         self._norm = norm

@@ -84,15 +84,16 @@ class AveragingOptimizer(Protocol):
         """Return whether the next step takes this rank's own gradients instead of the ranks' average."""
 
     def connect(self, group: Group) -> None:
-        """Average over ``group`` from now on; called once, before the first step."""
+        """Average over the ranks of ``group`` from now on; called once, before the first step."""
 
     def synchronise(self) -> bool:
-        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed.
-        Collective."""
+        """Make weights equal on all ranks after steps that each rank took alone; return whether they changed, False
+        without such steps. Collective."""
 
 
 def refuse_unusable(optimizer: Optimizer) -> None:
-    """Raise `PartitionError` for an optimizer that no engine can run, at any stage."""
+    """Raise `PartitionError` for an optimizer that no engine can run, at any stage: LBFGS, SparseAdam, and one that
+    calls other optimizers."""
     kind = type(optimizer).__name__
     if kind in _IMPOSSIBLE:
         raise PartitionError(f"{kind} cannot run in an engine: {_IMPOSSIBLE[kind]}. Use AdamW, for example.")
@@ -122,8 +123,8 @@ def need_of(optimizer: Optimizer, device: torch.device = _CPU) -> Need:
 
 
 def _is_declared(kind: type) -> bool:
-    """Return whether ``elementwise = True`` is declared for the arithmetic that ``kind`` runs, not only for that of a
-    parent which a subclass overrides."""
+    """Return whether ``elementwise = True`` is declared for the arithmetic that ``kind`` runs: by the class itself, or
+    by the parent whose ``step`` and ``update`` it inherits unchanged."""
     steps = [_without_hooks(parent.__dict__["step"]) if "step" in parent.__dict__ else None for parent in kind.__mro__]
     for number, parent in enumerate(kind.__mro__):
         if "elementwise" in parent.__dict__:
@@ -138,7 +139,7 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
     """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
     An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
-    at multiples of `GRID`. ``need``: the result of `need_of` for ``device``.
+    at multiples of `GRID`; those that need full parameters pass. ``need``: the result of `need_of` for ``device``.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
@@ -161,7 +162,10 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
 
 
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Need:
-    """Find the need of ``optimizer`` by steps on small matrices with the hyperparameters of ``group``."""
+    """Return the need of ``optimizer``, found by steps on small matrices with the hyperparameters of ``group``.
+
+    A copy of the optimizer steps, on ``device``. Raises `PartitionError` if it fails.
+    """
     first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).to(device)
     try:
         whole = _two_steps(optimizer, group, [first])
@@ -196,7 +200,8 @@ def _check_that_matrices_run(
 
 
 def _refuse_wrapper(optimizer: Optimizer) -> None:
-    """Raise `PartitionError` for an optimizer that calls others (Lookahead, several in one)."""
+    """Raise `PartitionError` for an optimizer that has others as attributes, also in a list or dict, and so calls them
+    (Lookahead, several in one)."""
     kind = type(optimizer).__name__
     for name, value in vars(optimizer).items():
         several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
@@ -211,7 +216,7 @@ def _refuse_wrapper(optimizer: Optimizer) -> None:
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
-    """Return the error for a probe that failed; ``on``: a description of its tensors."""
+    """Return the error for a probe that failed with ``error``; ``on``: a description of the probe's tensors."""
     return PartitionError(
         f"{type(optimizer).__name__} failed on a small probe, {on}: {error}. At stages 1 to 3 the engine gives an "
         "optimizer other tensors than it was made with: have step() make what it keeps of a parameter p at first use, "
@@ -220,9 +225,10 @@ def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
 
 
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each of ``values``, flattened, after two steps with the hyperparameters of ``group``.
+    """Return each of ``values``, flattened, after two steps with the hyperparameters of the param group ``group``.
 
-    Steps a copy of ``optimizer`` without its hooks; the gradients of a value depend on that value alone.
+    Steps a copy of ``optimizer`` without its hooks, on copies of ``values``; the gradients of a value depend on that
+    value alone.
     """
     probe = copy.copy(optimizer)
     for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes
@@ -243,7 +249,8 @@ def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.T
 
 
 def _without_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimizer class's ``step`` without hooks, which would take a probe for a step of training."""
+    """Return an optimizer class's ``step`` without torch's call of hooks, which would take a probe for a step of
+    training."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 

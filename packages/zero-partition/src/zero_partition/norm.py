@@ -26,7 +26,7 @@ class NormSquared(Protocol):
 
 def norm_squared(x: torch.Tensor) -> float:
     """Return the sum of squares of ``x`` by plain torch (a `NormSquared`): on the CPU blocks of 65,536 elements, added
-    in order."""
+    in order, in float64; elsewhere torch's own norm, squared (float32 on MPS). Waits for an accelerator."""
     if x.device.type != "cpu":
         wide = torch.float32 if x.device.type == "mps" else torch.float64  # MPS lacks float64
         norm = float(torch.linalg.vector_norm(x, dtype=wide))
@@ -41,7 +41,8 @@ def norm_squared(x: torch.Tensor) -> float:
 class ExactSum:
     """A sum of non-negative float64 numbers without rounding, so that their order and grouping do not matter.
 
-    `float` rounds it once. It is NaN or inf if a number in it is.
+    `float` rounds it once. It is NaN or inf if a number in it is. Made by `of`; ``units``: the sum as a multiple of the
+    smallest number that it can hold, ``special``: inf or NaN instead of it, 0 for none.
     """
 
     __slots__ = ("_special", "_units")
@@ -52,7 +53,7 @@ class ExactSum:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> ExactSum:
-        """Return the sum of a 1-D float64 tensor on any device."""
+        """Return the exact sum of a 1-D float64 tensor of non-negative numbers, on any device, which is waited for."""
         special = float(values[~values.isfinite()].sum())
         if special != 0.0:
             return cls(special=special)
@@ -70,11 +71,12 @@ class ExactSum:
 
     @classmethod
     def of_parts(cls, parts: Sequence[float]) -> ExactSum:
-        """Return the sum of ``parts``, which may be results of several calls of `parts`."""
+        """Return the exact sum of ``parts``, which may be results of several calls of `parts`, one after the other."""
         return cls.of(torch.tensor(list(parts), dtype=torch.float64))
 
     def parts(self) -> list[float]:
-        """Return float64 numbers whose exact sum this is, to be sent; [inf] if it is too large."""
+        """Return float64 numbers whose exact sum this is, to be sent; [inf] if it is too large, [inf] or [NaN] if it is
+        that."""
         if self._special != 0.0:
             return [self._special]
         found, units = [], self._units
@@ -88,9 +90,11 @@ class ExactSum:
         return found
 
     def __add__(self, other: ExactSum) -> ExactSum:
+        """Return the exact sum of both."""
         return ExactSum(self._units + other._units, self._special + other._special)
 
     def __float__(self) -> float:
+        """Return the sum as the nearest float64 number; inf if it is too large."""
         if self._special != 0.0:
             return self._special
         try:
@@ -131,7 +135,7 @@ class GridNorm:
         self._squares = squares
 
     def __call__(self, x: torch.Tensor) -> ExactSum:
-        """Return the sum of squares of ``x``, rounded within its blocks only."""
+        """Return the sum of squares of ``x`` (1-D, whole blocks of `GRID` elements), rounded within its blocks only."""
         return ExactSum.of(self._squares(x))
 
 
@@ -142,10 +146,11 @@ class NormSums(Protocol):
         """Return an empty sum."""
 
     def pack(self, square: Any) -> Any:
-        """Return a rank's sum as plain data, to be sent."""
+        """Return a rank's sum, ``square``, as plain data, to be sent."""
 
     def total(self, packed: Sequence[Any]) -> float:
-        """Return the total of the sums that `pack` returned on each rank, given in rank order."""
+        """Return the total of the sums that `pack` returned on each rank, given in rank order; the same on every
+        rank."""
 
 
 class RankOrderSums:
@@ -160,7 +165,7 @@ class RankOrderSums:
         return square
 
     def total(self, packed: Sequence[float]) -> float:
-        """Return the total, rounded after each addition."""
+        """Return the total, added in rank order and rounded after each addition."""
         return sum(packed, start=0.0)
 
 

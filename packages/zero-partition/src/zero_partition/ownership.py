@@ -25,21 +25,22 @@ class Owner(Protocol):
         """Gather ``parameter`` whenever ``module`` runs from now on."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
-        """Record, or refuse, an access to ``parameter.grad``; called just before it happens."""
+        """Record an access to ``parameter.grad``, or raise `PartitionError` to refuse it; called just before it
+        happens."""
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are
         found."""
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather ``parameter`` if it is released, or raise by name; called just before torch function ``call`` uses its
-        values. ``writes``: it writes them."""
+        """Gather ``parameter`` if it is released, or raise by name; called just before torch function ``call`` (its
+        name) uses its values. ``writes``: it writes them."""
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
         """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank."""
 
     def unsharded(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
-        """Return a context in which ``parameter`` is gathered. Collective."""
+        """Return a context in which ``parameter`` is gathered, outside passes. Collective."""
 
 
 class InitRecord(Protocol):
@@ -70,13 +71,15 @@ class _Reference:
 
 
 def find_owner(parameter: object) -> Owner | None:
-    """Return the owner of a parameter; None if it has none, if it is gone, or if ``parameter`` is no parameter."""
+    """Return the owner of a parameter; None if it has none, if the owner is gone, or if ``parameter`` is no
+    parameter."""
     reference = getattr(parameter, _OWNER, None) if isinstance(parameter, nn.Parameter) else None
     return None if reference is None else reference.owner()
 
 
 def owner_references(parameters: Sequence[nn.Parameter]) -> list[object]:
-    """Return each parameter's reference to its owner, which is its own; None for a parameter without one.
+    """Return each parameter's reference to its owner, an object that no other parameter has; None for one without an
+    owner.
 
     References are attributes, so where two parameters are swapped, their references are too.
     """
@@ -92,7 +95,8 @@ def without_owner(parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def init_record(parameter: object) -> Any:
-    """Return the `InitRecord` of a parameter that an `Init` has sharded and no engine owns yet, else None."""
+    """Return the `InitRecord` of a parameter that an `Init` has sharded and no engine owns yet; None for anything
+    else."""
     return getattr(parameter, _RECORD, None) if isinstance(parameter, nn.Parameter) else None
 
 
@@ -113,5 +117,5 @@ def own(parameter: nn.Parameter, owner: Owner) -> None:
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Remove the reference from ``parameter`` to its owner; nothing if it has none."""
+    """Remove the reference from ``parameter`` to its owner; do nothing if it has none."""
     parameter.__dict__.pop(_OWNER, None)

@@ -30,7 +30,7 @@ class Placeholders:
         self._views = [self._nans[i].expand(p.shape) for i, p in enumerate(self._parameters)]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the memory of all placeholders: one 1-D tensor with a NaN per parameter."""
+        """Return the memory of all placeholders, in a list: one 1-D tensor with a NaN per parameter."""
         return [self._nans]
 
     @property
@@ -62,7 +62,8 @@ class Placeholders:
             self.verify_values()
 
     def verify_values(self) -> None:
-        """Raise `ReleasedParameterError`, naming the first one, if a value is not NaN any more. Reads the device."""
+        """Raise `ReleasedParameterError`, naming the first one, if a placeholder's value is not NaN any more. Waits for
+        the device."""
         if not bool(torch.isnan(self._nans).all()):
             index = int(torch.isnan(self._nans).logical_not().nonzero()[0, 0])
             raise ReleasedParameterError(
@@ -71,7 +72,8 @@ class Placeholders:
             )
 
     def _have(self, known_versions: Sequence[int]) -> bool:
-        """Return whether the parameters' version counters are ``known_versions``; True for inference tensors."""
+        """Return whether the parameters' version counters are ``known_versions``; True for inference tensors, which
+        have none."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._parameters[0].is_inference() or versions(self._parameters) == known_versions
 

@@ -13,8 +13,11 @@ from .unit import Unit
 
 
 def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Raise `ReleasedParameterError` if a buffer of ``model`` lies over the placeholder of a released parameter, whose
-    ``.data`` it was set to: it reads NaN, and torch tells nobody about the assignment."""
+    """Raise `ReleasedParameterError`, naming both, if a buffer of ``model`` lies over the placeholder of a released
+    parameter of ``units``.
+
+    Its ``.data`` was set to the parameter's, which torch does not report, and it reads NaN.
+    """
     suspects = [(name, buffer) for name, buffer in _with_memory(model) if _is_one_element(buffer)]
     places = {
         view.data_ptr(): name
@@ -33,8 +36,8 @@ def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def refuse_buffers_in(model: nn.Module, units: Iterable[Unit]) -> None:
-    """Raise `PartitionError` if a buffer of ``model`` lies in the memory of ``units``, which are gathered and about to
-    be released: it would keep today's values while the parameter trains on."""
+    """Raise `PartitionError`, naming both, if a buffer of ``model`` lies in the memory of ``units``, which are gathered
+    and about to be released: it would keep today's values while the parameter trains on."""
     places = {unit.flat.untyped_storage().data_ptr(): unit for unit in units if not is_fake(unit.flat)}
     for name, buffer in _with_memory(model) if places else ():
         unit = places.get(buffer.untyped_storage().data_ptr())
@@ -51,7 +54,7 @@ def refuse_buffers_in(model: nn.Module, units: Iterable[Unit]) -> None:
 
 
 def _with_memory(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and buffers of ``model`` that have memory of their own kind: strided, plain and not empty."""
+    """Yield (name, buffer) of those buffers of ``model`` that are plain, strided and not empty."""
     for name, buffer in model.named_buffers():
         if type(buffer) is torch.Tensor and buffer.layout == torch.strided and buffer.numel():
             yield name, buffer

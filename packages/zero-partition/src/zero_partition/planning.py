@@ -66,8 +66,8 @@ class PartitionOptions:
 def kept_fp32(model: nn.Module, policy: PrecisionPolicy) -> frozenset[str]:
     """Return the names of parameters and buffers that stay in float32 in a model trained in half precision.
 
-    They are the policy's choice and layers with running statistics, as bfloat16 is too coarse for running averages.
-    Empty if the policy's dtype has 32 bits or more.
+    They are the policy's choice and those of layers with running statistics, as bfloat16 is too coarse for running
+    averages. Empty if the policy's dtype has 32 bits or more.
     """
     if policy.param_dtype.itemsize >= 4:
         return frozenset()
@@ -81,8 +81,9 @@ def plan_sharding(
 ) -> list[UnitPlan]:
     """Return the units of ``model`` in module order.
 
-    ``trainable``: ids of the parameters to train, None for all that require gradients. ``kept``: names of the
-    parameters that stay in float32.
+    ``trainable``: ids of the parameters to train, None for all that require gradients; one that does not is not
+    trained. ``kept``: names of the parameters that stay in float32. Raises `PartitionError` at stage 3 for a model that
+    is itself a torch.jit module.
     """
     policy = options.policy
 
@@ -90,6 +91,9 @@ def plan_sharding(
         return parameter.requires_grad and (trainable is None or id(parameter) in trainable)
 
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which a parameter, by name, computes: float32 if kept, its own float64 if that is kept,
+        its own if it is frozen and narrower than the policy's, else the policy's or, at stage 3, the exception for its
+        name."""
         if name in kept:
             return torch.float32
         if options.keeps_float64 and parameter.dtype == torch.float64:
@@ -104,7 +108,10 @@ def plan_sharding(
 
 
 def unit_layout(plan: UnitPlan, world_size: int, options: PartitionOptions) -> UnitLayout:
-    """Lay out the parameters of a unit in its flat buffer, sharded over ``world_size`` ranks."""
+    """Return the layout of a unit's parameters in its flat buffer, sharded over ``world_size`` ranks.
+
+    Shard boundaries are multiples of ``options.alignment`` only if the unit has as many elements for every rank.
+    """
     total = sum(math.prod(p.shape) for p in plan.parameters.values())
     blocks = options.entry_alignment
     wished = math.lcm(options.alignment, blocks)
@@ -124,7 +131,8 @@ def update_dtype(plan: UnitPlan, policy: PrecisionPolicy) -> torch.dtype:
 def agree_on_model(model: nn.Module, plans: list[UnitPlan], control: Control) -> None:
     """Check that all ranks have the same model, with values. Collective.
 
-    Raises `PartitionError` on every rank that names the first difference, or the first tensor on the meta device.
+    ``plans``: the model's units. Raises `PartitionError` on every rank that names the first difference in names,
+    shapes, dtypes or training, or the first tensor on the meta device.
     """
     mine = [
         TensorFacts(name, list(p.shape), str(p.dtype), plan.trainable)
@@ -160,7 +168,10 @@ def _refuse_meta(names: list[str | None]) -> None:
 
 
 def _first_difference(expected: Sequence[TensorFacts], got: Sequence[TensorFacts]) -> str:
-    """Describe the first difference of two models as part of an error message."""
+    """Return the first difference of two models that differ, as part of an error message.
+
+    ``expected``, ``got``: each one's parameters and buffers in order.
+    """
     for ours, theirs in zip(expected, got, strict=False):
         if ours != theirs:
             return f"one has {ours} where the other has {theirs}"

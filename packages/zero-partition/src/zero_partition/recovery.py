@@ -24,6 +24,8 @@ class Recovery:
     send. With one rank, or without an open pass that communicates, there are none. With an open pass, the ranks meet
     once. If all have failed in the same call, each issues the gathers and reductions that any other has issued, so that
     all ranks have issued the same collectives, and drops the results.
+
+    ``step``: number of the step, for messages. The other arguments are parts of the same engine.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Recovery:
         self._reducer = reducer
 
     def abandon_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
-        """End the open pass after ``failure`` in ``call``; return whether the engine can go on.
+        """End the open pass, if there is one, after ``failure`` in ``call``; return whether the engine can continue.
 
-        ``awaited``: other ranks wait for this one even if no pass is open.
+        False, and the pass is left as it is, where other ranks may wait for this one, and after a failure of
+        communication. ``awaited``: other ranks wait for this one even if no pass is open. Waits a few seconds for the
+        other ranks.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
@@ -61,8 +65,8 @@ class Recovery:
         return True
 
     def announce_failure(self, call: str, failure: BaseException) -> None:
-        """Publish ``failure`` as the reason to name on other ranks that wait for this one in vain, if it never calls
-        the engine again."""
+        """Publish ``failure`` in ``call`` as the reason to name on other ranks that wait for this one, should it never
+        call the engine again."""
         self._groups.control.record_failed_call(failure, f"in {call} of step {self._step.value}")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
@@ -78,12 +82,13 @@ class Recovery:
         return issued is not None and all(counts == issued[0] for counts in issued)
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
-        """Return every rank's ``payload`` in rank order if all have failed in ``call`` in time, else None."""
+        """Return every rank's ``payload`` in rank order if all ranks fail in ``call`` within `PATIENCE` seconds, else
+        None."""
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 
 def add_advice(failure: BaseException, *, torn: bool) -> None:
-    """Add a note to ``failure`` that says how the user can go on; before Python 3.11 log it.
+    """Add a note to ``failure`` that says how the user can continue; before Python 3.11 log it.
 
     ``torn``: the gradients hold a part of a failed backward pass.
     """

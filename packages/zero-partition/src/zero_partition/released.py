@@ -53,10 +53,13 @@ class ReleasedValues(torch.Tensor):
         return _call(cls, func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle writes: a plain tensor with the parameter's values, which are gathered for it or refused
+        by name."""
         values = _gathered_value(self, "pickle", writes=False)
         return values.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return ``detach()`` of a deep copy of the parameter."""
         return copy.deepcopy(self.parameter, memo).detach()
 
 
@@ -76,27 +79,33 @@ def is_released(parameter: nn.Parameter) -> bool:
 
 
 def unwatched(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the user's class of a parameter whose class is ``kind`` now: released, watched, both or neither."""
+    """Return the user's class of a parameter whose class is ``kind`` now: that of a released one, one whose ``data`` is
+    watched (data_watch.py), both or neither."""
     present = _present_class(kind)
     found: type[nn.Parameter] = getattr(present, WATCHED, present)
     return found
 
 
 def released_like(kind: type[nn.Parameter], present: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return ``present``, or the class of its released parameters if ``kind`` is a class of released parameters."""
+    """Return ``present``, or the class of its released parameters if ``kind`` is a class of released parameters.
+
+    ``present``: a class of gathered parameters.
+    """
     return _released_class(present) if hasattr(kind, _PRESENT) else present
 
 
 @functools.cache
 def _present_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that parameters of class ``kind`` have while gathered."""
+    """Return the class that parameters of class ``kind`` have while gathered; ``kind`` itself if it is no class of
+    released ones."""
     present: type[nn.Parameter] = getattr(kind, _PRESENT, kind)
     return present
 
 
 @functools.cache
 def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the subclass of ``kind`` that its parameters have while released."""
+    """Return the subclass of ``kind`` that its parameters have while released; ``kind`` itself if it is such a
+    class."""
     if hasattr(kind, _PRESENT):
         return kind
     body = {"__torch_function__": classmethod(_call), "__module__": __name__, _PRESENT: kind}
@@ -111,9 +120,9 @@ def _released_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def detached(parameter: nn.Parameter) -> torch.Tensor:
-    """Return ``parameter.detach()``, for parameters of a class that the engine has made.
+    """Return ``parameter.detach()``, for parameters of a class that the engine has made: a plain tensor.
 
-    `nn.Parameter(p)` gets a tensor of ``p``'s own class, which it expects.
+    Only `nn.Parameter(p)`, which calls it too, gets a tensor of ``p``'s own class, which it expects.
     """
     values = torch.Tensor.detach(parameter)
     if torch.compiler.is_compiling():
@@ -126,8 +135,12 @@ def detached(parameter: nn.Parameter) -> torch.Tensor:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a torch function with gathered parameters in place of released ones, or with placeholders if it needs no
-    values: ``__torch_function__`` of released parameters."""
+    """Call torch function ``func`` with gathered parameters in place of released ones, or with placeholders if it needs
+    no values: ``__torch_function__`` of released parameters.
+
+    ``data`` and ``detach()`` become `ReleasedValues`. Raises `ReleasedParameterError` for a parameter that cannot be
+    gathered.
+    """
     keywords = kwargs or {}
     if func is torch.autograd.grad:
         return func(*_by_gradient_edge(args), **dict(zip(keywords, _by_gradient_edge(keywords.values()), strict=True)))
@@ -157,7 +170,11 @@ def _call(
 
 
 def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
-    """Report to a parameter's owner if torch function ``func`` reads, sets or deletes its ``grad``; else do nothing."""
+    """Report to a parameter's owner if torch function ``func`` is about to read, set or delete its ``grad``; else do
+    nothing.
+
+    ``args``: the call's, the parameter first. The owner may raise `PartitionError`.
+    """
     if getattr(func, "__self__", None) is not torch.Tensor.grad or not isinstance(args[0], nn.Parameter):
         return
     if (owner := find_owner(args[0])) is None:
@@ -181,7 +198,10 @@ def _is_released_value(value: object) -> bool:
 
 
 def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether torch function ``func``, called ``name``, gives the right result with placeholders."""
+    """Return whether torch function ``func``, called ``name``, gives the right result with placeholders.
+
+    ``args``, ``keywords``: the call's, in which released parameters may be.
+    """
     if name == "__get__":
         return attribute_of(func) not in VIEWS
     if name == "__set__":
@@ -194,9 +214,10 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
 
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Return whether a cast returns the tensor itself (``module.to`` of the present dtype and device), or no tensor.
+    """Return whether the cast called ``name`` returns the tensor itself (``module.to`` of the present dtype and
+    device), or no tensor.
 
-    A memory format changes nothing, as a unit's parameters are contiguous.
+    A memory format changes nothing, as a unit's parameters are contiguous. Raises what torch raises for such a cast.
     """
     if not _is_released_value(args[0]):
         return True
@@ -213,7 +234,8 @@ def _without_format(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_gradient_edge(arguments: Any) -> list[Any]:
-    """Return arguments of `torch.autograd.grad` with released parameters replaced by their gradient edges."""
+    """Return the arguments of `torch.autograd.grad` as a list, with released parameters, also in lists and tuples,
+    replaced by their gradient edges, which need no values."""
 
     def edge(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -224,9 +246,9 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
 
 
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy of a released parameter, gathered; of one that no engine owns yet, a copy that is sharded too.
+    """Return a deep copy of a released parameter: gathered, of the user's class; sharded too if no engine owns it yet.
 
-    Collective outside passes of an engine.
+    ``__deepcopy__`` of released parameters; ``memo`` is deepcopy's. Collective outside passes of an engine.
     """
     if id(parameter) not in memo:
         owner, record = find_owner(parameter), init_record(parameter)
@@ -267,7 +289,8 @@ def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterErro
 def _gathered_value(value: Any, call: str, *, writes: bool) -> torch.Tensor:
     """Gather the parameter of ``value`` for torch function ``call``, and return the tensor to compute with instead.
 
-    ``writes``: the call writes it. Raises `ReleasedParameterError` if it cannot be gathered.
+    ``value``: a released parameter or a `ReleasedValues`. ``writes``: the call writes it. Raises
+    `ReleasedParameterError` if it cannot be gathered.
     """
     parameter: Any = _parameter_of(value)
     owner = find_owner(parameter)

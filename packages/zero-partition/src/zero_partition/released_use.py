@@ -42,9 +42,11 @@ class ReleasedUse:
         self._in_training = False
 
     def used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Gather the unit of ``parameter``, which ``call`` (a torch function's name) is about to read or write.
+        """Gather the unit of ``parameter``, which ``call`` (a torch function's name) is about to use; ``writes``: to
+        write.
 
-        Raises `ReleasedParameterError`, naming it, for writes outside passes and where it cannot be gathered.
+        Nothing for a parameter that is never released or that the user has gathered. Raises `ReleasedParameterError`,
+        naming it, for writes outside passes and where it cannot be gathered (see [Note: when a use gathers]).
         """
         unit = self._unannounced.unit_of(parameter)
         if unit is None:
@@ -73,8 +75,8 @@ class ReleasedUse:
             _answer_with_views(unit)
 
     def gathered(self, units: Iterable[Unit]) -> None:
-        """Have autograd save views of the parameters of ``units``, which the user has gathered and may use in a
-        loss."""
+        """Have autograd save views of the parameters of ``units``, which the user has gathered and may use in a loss;
+        nothing unless `forward_ended` was called since the last step."""
         if self._in_training:
             for unit in units:
                 _answer_with_views(unit)

@@ -18,10 +18,12 @@ class Reopening:
 
     [Note: after a failure of one rank] A rank's weights and states change only inside `Liveness.writing`. A rank that
     fails elsewhere leaves them unchanged, and so do the others, which fail because it has left. All ranks come here,
-    meet in the store, and report whether anything is half written and at which step they are. If nothing is, every
-    rank has its state from before the step and needs only new process groups. Gathers, reductions, gradients and
-    learned orders are dropped, as ranks may have been at different points of the step. Ranks wait for one another for
-    a limited time only, as the failed rank's process may have ended.
+    meet in the store, and report whether anything is half written and at which step they are. If nothing is, every rank
+    has its state from before the step and needs only new process groups. Gathers, reductions, gradients and learned
+    orders are dropped, as ranks may have been at different points of the step. Ranks wait for one another for a limited
+    time only, as the failed rank's process may have ended.
+
+    ``groups``: the engine's, remade in place. The other arguments are parts of the same engine.
     """
 
     def __init__(
@@ -41,8 +43,8 @@ class Reopening:
     def reopen(self, call: str) -> None:
         """Make an engine that a failure has ended usable again; nothing for any other. Collective after a failure.
 
-        ``call``: the engine's method, for messages. Raises `CommError` if the engine cannot go on, or a rank does not
-        call this in time.
+        ``call``: the engine's method, for messages. Raises `CommError` if the engine cannot continue, or a rank does
+        not call this in time; a later call cannot succeed then.
         """
         liveness, loop = self._parts.liveness, self._parts.loop
         if not liveness.failed:
@@ -65,7 +67,10 @@ class Reopening:
 
     def _drop_step(self, cause: str) -> None:
         """Reset everything to the state before the step's first forward, except buffers and random generators, as in
-        plain torch. ``cause``: the failure."""
+        plain torch.
+
+        ``cause``: the failure, named until the gradients are zeroed.
+        """
         parts = self._parts
         in_pass = parts.gathers.active
         parts.interleaving.end()
@@ -86,7 +91,10 @@ class Reopening:
 
 def _check_intact(told: Sequence[Standing]) -> None:
     """Raise `CommError` if a rank was interrupted while it wrote weights, or ranks have taken different numbers of
-    steps. ``told``: in rank order, so that all ranks raise alike."""
+    steps.
+
+    ``told``: every rank's standing, in rank order, so that all ranks raise the same.
+    """
     for rank, one in enumerate(told):
         if one.interrupted is not None:
             raise CommError(

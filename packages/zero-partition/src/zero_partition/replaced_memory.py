@@ -20,9 +20,10 @@ TIED = (
 
 @without_torch_function
 def find_tied(units: Iterable[Unit]) -> tuple[Unit, int, str] | None:
-    """Return the unit, the number and the problem of a replaced parameter that shares elements with another one.
+    """Find a parameter of ``units`` that user code has put over memory of another one (``a.data = b.data``).
 
-    The problem is the rest of a sentence about the parameter. None if no parameter shares elements with another.
+    Return its unit, its number there, and the problem as the rest of a sentence about the parameter; None if no
+    replaced parameter shares elements with another.
     """
     places = {name: (unit, number) for unit in units for number, name in enumerate(unit.names) if not unit.hidden}
     replaced = {name for name, (unit, number) in places.items() if _is_replaced(unit, number)}
@@ -60,8 +61,8 @@ def find_misfits(units: Iterable[Unit]) -> list[str]:
 
 @without_torch_function
 def copy_replaced(units: Sequence[Unit]) -> None:
-    """Give replaced parameters a copy of their values where these lie in the memory of weights of ``units``, which is
-    about to be written."""
+    """Give replaced parameters of ``units`` a copy of their values where these lie in the memory of weights of
+    ``units``, which is about to be written."""
     flats = {storage_address(unit.flat) for unit in units}
     for unit in units:
         for number, parameter in enumerate(unit.parameters):
@@ -72,7 +73,8 @@ def copy_replaced(units: Sequence[Unit]) -> None:
 
 @without_torch_function
 def copy_pending(units: Sequence[Unit]) -> None:
-    """Copy pending values that lie in the memory of weights of ``units``, which is about to be written."""
+    """Replace pending values of ``units`` (`UnitEdits.pending`) that lie in the memory of weights of ``units``, which
+    is about to be written, by copies."""
     flats = {storage_address(unit.flat) for unit in units}
     for unit in units:
         for number, values in unit.edits.pending.items():
@@ -81,7 +83,7 @@ def copy_pending(units: Sequence[Unit]) -> None:
 
 
 def _is_replaced(unit: Unit, number: int) -> bool:
-    """Return whether a parameter has other memory than the engine gave it."""
+    """Return whether user code has given parameter ``number`` of ``unit`` other memory than its placeholder or view."""
     kept = unit.placeholders[0].views if unit.state is UnitState.RELEASED else unit.views
     return not unit.parameters[number].is_set_to(kept[number])
 

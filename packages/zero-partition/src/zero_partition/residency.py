@@ -19,7 +19,7 @@ class Residency(Protocol):
         """Store a new shard (1-D, any floating dtype) under ``name``; the store owns the tensor from now on."""
 
     def acquire(self, name: str) -> torch.Tensor:
-        """Return the shard on the compute device, valid until `release`."""
+        """Return the shard on the compute device, valid until `release`; waits until it is there."""
 
     def release(self, name: str, *, dirty: bool) -> None:
         """End an `acquire`; ``dirty``: the caller wrote the shard, and the store has to write it to its tier."""
@@ -28,13 +28,14 @@ class Residency(Protocol):
         """Start loading these shards, which will be acquired soon and in this order; a hint."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the shard in the tier's own memory (host, or the device) for an optimizer to write, until `give_back`.
+        """Return the shard in the tier's own memory (host, or the device) for an optimizer to write, valid until
+        `give_back`.
 
         ``fresh``: all of it will be written and none of it read. Not allowed while the shard is acquired.
         """
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """End a `borrow`; ``dirty``: the caller wrote the shard."""
+        """End a `borrow`; ``dirty``: the caller wrote the shard, and the store has to write it to its tier."""
 
     def flush(self) -> None:
         """Wait until every shard that was released dirty has reached its tier."""
@@ -48,13 +49,13 @@ class Residency(Protocol):
 
 
 class DeviceResidency:
-    """The null store: shards stay on the compute device, and no call copies anything."""
+    """The null `Residency`: shards stay on the compute device, and no call copies anything or waits."""
 
     def __init__(self) -> None:
         self._shards: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Keep ``shard`` under ``name``."""
+        """Keep ``shard`` itself under ``name``, in place of an earlier one."""
         self._shards[name] = shard
 
     def acquire(self, name: str) -> torch.Tensor:
@@ -68,7 +69,7 @@ class DeviceResidency:
         """Nothing to do."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the stored tensor itself."""
+        """Return the stored tensor itself. Raises KeyError for an unknown name."""
         return self._shards[name]
 
     def give_back(self, name: str, *, dirty: bool) -> None:
@@ -101,6 +102,6 @@ class Readers:
         self._waits.append(wait)
 
     def wait(self) -> None:
-        """Wait until all readers have finished, so that the memory may be written."""
+        """Wait until all readers have finished, so that the memory may be written until another one begins."""
         for wait in self._waits:
             wait()

@@ -11,7 +11,7 @@ from .layout import UnitLayout
 
 class Secondary:
     """This rank's secondary shard of one unit: its slice of a further replica of the weights, sharded over the ranks of
-    ``group`` (hpZ, ZeRO++, arXiv 2306.10209, section 3.2).
+    ``group``, those of a node (hpZ, ZeRO++, arXiv 2306.10209, section 3.2).
 
     A gather over all ranks fills it; later gathers stay inside ``group`` until the weights change.
 
@@ -32,7 +32,7 @@ class Secondary:
         return self._group.rank * self._numel
 
     def keep(self, flat: torch.Tensor) -> None:
-        """Copy this rank's slice of the gathered ``flat`` into ``part``, which is fresh then."""
+        """Copy this rank's slice of the gathered flat buffer ``flat`` into ``part``, which is fresh then."""
         own = self._own(flat)
         if self.part is None:
             self.part = torch.empty_like(own)
@@ -40,8 +40,11 @@ class Secondary:
         self.fresh = True
 
     def all_gather(self, flat: torch.Tensor, tag: Tag) -> Work:
-        """Start filling ``flat`` from the secondary shards of the group; only while `fresh`. Collective in the
-        group."""
+        """Start filling the unit's flat buffer ``flat`` from the secondary shards of the group; return the work to wait
+        for.
+
+        Only while `fresh`. Collective in the group.
+        """
         own = self._own(flat)
         if self.part is not None:
             own.copy_(self.part)
@@ -85,9 +88,10 @@ class Route:
         return self.secondary is not None and self.secondary.fresh and not (exact and self._quantized is not None)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, tag: Tag, *, exact: bool) -> Work:
-        """Start filling ``flat`` from all shards; call `arrived` after the wait. Collective.
+        """Start filling the flat buffer ``flat`` from all shards; return the work to wait for, after which `arrived` is
+        called.
 
-        ``shard``: this rank's slice of ``flat``, which holds its shard. ``exact``: without the codec.
+        ``shard``: this rank's slice of ``flat``, which holds its shard. ``exact``: without the codec. Collective.
         """
         if self._quantized is None or exact:
             self._fills_secondary = self._quantized is None
@@ -96,19 +100,23 @@ class Route:
         return self._quantized.all_gather(flat, shard, tag)
 
     def all_gather_secondary(self, flat: torch.Tensor, tag: Tag) -> Work:
-        """Start filling ``flat`` from the secondary shards; only if `can_use_secondary`. Collective in the node."""
+        """Start filling the flat buffer ``flat`` from the secondary shards; return the work to wait for.
+
+        Only if `can_use_secondary`. Collective in the node. Raises RuntimeError if there are no secondary shards.
+        """
         if self.secondary is None:
             raise RuntimeError(f"{tag}: there is no secondary copy")
         self._fills_secondary = False
         return self.secondary.all_gather(flat, tag)
 
     def arrived(self, flat: torch.Tensor) -> None:
-        """After a gather over all ranks has filled ``flat``, keep this rank's secondary shard of it, if it has one."""
+        """Keep this rank's secondary shard of ``flat``, which a gather has filled; nothing if that was a gather of
+        secondary shards, or there are none."""
         if self.secondary is not None and self._fills_secondary:
             self.secondary.keep(flat)
 
     def weights_changed(self) -> None:
-        """Mark the secondary shard as out of date, as the shards have changed; every rank calls it at the same
-        point."""
+        """Mark the secondary shard, if there is one, as out of date, as the shards have changed; every rank calls it at
+        the same point."""
         if self.secondary is not None:
             self.secondary.fresh = False

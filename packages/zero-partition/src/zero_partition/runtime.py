@@ -48,6 +48,10 @@ class Runtime:
 
     Passes that gather sharded parameters, and backward passes that reduce, are collective.
 
+    ``gradients``: of the trained units. ``residency``: keeps the shards. ``live``: counts gathered elements.
+    ``device``: where modules compute. ``prefetch_numel``, ``max_live_numel``, ``bucket_numel``: bounds in elements, of
+    `PartitionOptions`. ``complete``: every backward pass reduces every unit, each when it has all its gradients.
+
     Attributes:
         units: the units, by index.
         gradients: the gradients of trained units, by unit index.
@@ -174,14 +178,17 @@ class Runtime:
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:
-        """torch.compile ``model`` region by region (see `CompiledRegions`); return the regions' names."""
+        """torch.compile ``model`` region by region (see `CompiledRegions`) with ``options``; return the regions' names.
+
+        A second call replaces the first.
+        """
         if self._compiled is not None:
             self._compiled.remove()
         self._compiled = CompiledRegions(model, self.units, self._hooks, **options)
         return self._compiled.names
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
-        """Gather ``unit`` in the calls of ``module``, called ``name`` in the model, too."""
+        """Gather ``unit`` in the calls of ``module``, called ``name`` in the model, too, from now on."""
         self._hooks.add_use(name, module, unit)
 
     @contextmanager
@@ -215,7 +222,8 @@ class Runtime:
         self._calls.paused = False
 
     def close(self) -> None:
-        """Remove all hooks from the model; parameters stay as they are, sharded or gathered."""
+        """Remove all hooks from the model, and call what `on_close` was given; parameters stay as they are, sharded or
+        gathered."""
         if self._compiled is not None:
             self._compiled.remove()
         self._hooks.remove()
@@ -224,7 +232,7 @@ class Runtime:
             remove()
 
     def watch_units(self, watch: UnitWatch) -> None:
-        """Have ``watch`` called when units compute, instead of any former one."""
+        """Have ``watch`` called when units compute, instead of any former one; see `UnitWatch`."""
         self._watched_units.watch = watch
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -234,7 +242,8 @@ class Runtime:
     def discard_gradients(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Discard the gradients of ``parameters`` (None: of all) since the last step.
 
-        With ``set_to_none`` false they become zeros. After a failure, `reopen` comes first.
+        With ``set_to_none`` false they become zeros. Every rank calls it at the same point. After a failure, `reopen`
+        comes first. Raises `PartitionError` inside a backward pass.
         """
         self.reopen("zero_grad")
         self.held_gradients.discard(parameters, set_to_none=set_to_none)
@@ -248,7 +257,8 @@ class Runtime:
     def agree(self, kind: str, name: str, payload: Any) -> list[Any]:
         """Exchange ``payload`` (plain data) with all ranks; return theirs in rank order. Collective.
 
-        ``kind`` and ``name`` say what the ranks meet for. Raises `DesyncError` unless they are the same everywhere.
+        ``kind`` and ``name`` say what the ranks meet for. Raises `DesyncError` unless they are the same everywhere, and
+        what `Agreement.agree` raises else.
         """
         return self._agreement.agree(kind, name, payload)
 
@@ -282,10 +292,8 @@ class Runtime:
         self._reopening.reopen(call)
 
     def writing(self, what: str) -> AbstractContextManager[None]:
-        """Return a context for code that writes shards, masters or states; if it is interrupted, `reopen` is refused.
-
-        ``what``: what writes, for messages.
-        """
+        """Return a context for code that writes shards, masters or states; if it is interrupted by a failure that ends
+        the engine, `reopen` is refused. ``what``: what writes, for messages."""
         return self._liveness.writing(what)
 
     def abort(self, failure: BaseException) -> None:
@@ -294,14 +302,15 @@ class Runtime:
         self._liveness.end(failure)
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
-        """Abandon the open pass after ``failure`` in ``call``, or `abort`; return whether the engine can go on.
+        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can continue, else `abort`.
 
         ``awaited``: other ranks wait for this one even if no pass is open (see `Passes.failed_in`).
         """
         return self.passes.failed_in(call, failure, awaited=awaited)
 
     def refuse_torn(self, call: str) -> None:
-        """Raise `PartitionError`, naming ``call``, if a failed backward pass has left a part of its gradients."""
+        """Raise `PartitionError`, naming ``call``, if a failed backward pass has left a part of its gradients and they
+        were not discarded since."""
         self.held_gradients.refuse_torn(call)
 
     def _never_reduced(self) -> dict[str, nn.Parameter]:

@@ -48,8 +48,8 @@ class SavedViews:
         self._context.__enter__()
 
     def open_in_backward(self) -> None:
-        """Install the hooks for a forward that backward recomputes, unless activation checkpointing has its own hooks
-        there: it keeps the views themselves, whose memory stays."""
+        """Install the hooks, as `open` does, for a forward that backward recomputes; nothing if activation
+        checkpointing has its own hooks there: it keeps the views themselves, whose memory stays."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None or getattr(outer[0], "__module__", "") != CHECKPOINT_MODULE:
             self.open()
@@ -61,7 +61,10 @@ class SavedViews:
             self._context = None
 
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
-        """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``."""
+        """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``.
+
+        ``outer``: the (pack, unpack) hooks that were active before, None for none.
+        """
         find = self._unit_of_storage
         # checkpointing around the engine counts what is saved, and sees these views when it runs forward again
         is_counted = outer is not None and getattr(outer[0], "__module__", "") == CHECKPOINT_MODULE
@@ -77,7 +80,10 @@ class SavedViews:
         return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor that was packed, with its unit gathered; raise if it was written since."""
+        """Return the tensor that was packed, gathering its unit first if it is a view of one.
+
+        Raises `PartitionError` for such a view, RuntimeError for any other tensor, if it was written since.
+        """
         if isinstance(packed, tuple):
             saved: torch.Tensor = packed[0]
             if saved._version != packed[1]:
@@ -100,7 +106,12 @@ class SavedViews:
 
 
 class _SavedView:
-    """A saved view of a unit's flat buffer; while it exists, it is counted in the unit's `FlatMemory`."""
+    """A saved view of a unit's flat buffer; while it exists, it is counted in the unit's `FlatMemory`.
+
+    Attributes:
+        version: the tensor's version counter when it was saved.
+        holds: it is counted; a released parameter that a custom function saved is not, as it has no memory there.
+    """
 
     __slots__ = ("holds", "memory", "tensor", "unit", "version")
 
@@ -118,7 +129,8 @@ class _SavedView:
 
 
 def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the RuntimeError that torch raises for a saved tensor that was written since; ``version``: when saved."""
+    """Raise the RuntimeError that torch raises for a saved ``tensor`` that was written since; ``version``: its counter
+    when it was saved."""
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
@@ -136,11 +148,13 @@ class _SavedOuter:
         self._packed = packed
 
     def restore(self) -> torch.Tensor:
+        """Return the tensor, unpacked by the user's hook."""
         return self._unpack(self._packed)
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory; 0 for one that has no storage of its own."""
+    """Return the address of a tensor's storage, of a fake tensor a number for it; 0 for a tensor that has no storage of
+    its own (sparse ones)."""
     try:
         return tensor.untyped_storage().data_ptr() or storage_address(tensor)
     except (NotImplementedError, RuntimeError):  # sparse and functional tensors have no storage of their own
@@ -148,8 +162,8 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def explain_refused_transform(failure: BaseException, name: str) -> None:
-    """If ``failure`` is torch's refusal of a torch.func transform because of `SavedViews`, replace its text by one that
-    names parameter ``name`` and says what to write; else do nothing."""
+    """Replace the text of ``failure``, if it is torch's refusal of a torch.func transform because of `SavedViews`, by
+    one that names parameter ``name`` and says what to write; else do nothing."""
     if isinstance(failure, RuntimeError) and "saved tensor hooks" in str(failure):
         failure.args = (
             "torch.func.grad, vjp, jacrev and hessian cannot run inside a forward that gathers sharded parameters such "
@@ -159,8 +173,8 @@ def explain_refused_transform(failure: BaseException, name: str) -> None:
 
 
 def explain_refused_tracing(failure: BaseException, name: str) -> None:
-    """If ``failure`` is torch's inability to trace the class of a parameter, replace its text by one that names
-    parameter ``name`` and says what to write; else do nothing."""
+    """Replace the text of ``failure``, if torch could not trace the class of a parameter, by one that names parameter
+    ``name`` and says what to write; else do nothing."""
     if isinstance(failure, TypeError) and "ProxyTorchDispatchMode" in str(failure):
         failure.args = (
             "torch.func.linearize and make_fx cannot trace a forward inside an engine, whose parameters such as "

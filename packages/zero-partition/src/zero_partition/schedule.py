@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 
 
 def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
-    """Merge the orders that the ranks observed, given in rank order, into one; every rank computes the same result.
+    """Merge the orders (unit numbers) that the ranks observed, given in rank order, into one; every rank computes the
+    same result.
 
-    The first order is kept; a unit that only later ones have is inserted behind its predecessor there. Repeats of a
-    unit are ignored.
+    The first order is kept; a unit that only later ones have is inserted behind its predecessor there, or at the front.
+    Repeats of a unit are ignored.
     """
     merged: list[int] = []
     for order in observed:

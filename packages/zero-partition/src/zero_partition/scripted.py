@@ -12,15 +12,16 @@ from .units import UnitPlan
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Return whether torch lets hooks be registered on ``module``; it does not on scripted and traced ones."""
+    """Return whether torch lets hooks be registered on ``module``: not on scripted and traced ones (torch.jit)."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
 def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, released: bool) -> None:
-    """Replace scripted members of ``plans`` by the innermost enclosing modules that take hooks and are called.
+    """Replace scripted members of ``plans``, in place, by the innermost enclosing modules that take hooks and are
+    called.
 
-    ``released``: parameters are sharded (stage 3). Raises `PartitionError` if so and ``model`` itself is scripted, as
-    no hook tells when it runs.
+    ``released``: parameters are sharded (stage 3). If they are and ``model`` itself is scripted, raises
+    `PartitionError`, as no hook tells when it runs; at lower stages such members are left out.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     for plan in plans:
@@ -40,5 +41,6 @@ def report_by_enclosing_modules(model: nn.Module, plans: Iterable[UnitPlan], *, 
 
 
 def reports_calls(module: nn.Module) -> bool:
-    """Return whether hooks on ``module`` tell when it runs; not those on lists and dicts, which are never called."""
+    """Return whether hooks on ``module`` tell when it runs: not if it takes none, nor if it is a ModuleList or
+    ModuleDict, which is never called."""
     return takes_hooks(module) and not isinstance(module, (nn.ModuleList, nn.ModuleDict))

@@ -86,13 +86,16 @@ class ShardedParameter:
         attach_record(parameter, self)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        """Return None, as a copied parameter has no record."""
         return None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Return what pickle writes: None, as an unpickled parameter has no record."""
         return type(None), ()
 
     def set_name(self, name: str) -> None:
-        """Set the parameter's name, unless the present one has more components and so is from an outer module."""
+        """Set the parameter's name, unless the present one has more components and so comes from a module further
+        out."""
         if not self._is_named or name.count(".") >= self.name.count("."):
             self.name, self._is_named = name, True
 
@@ -103,7 +106,8 @@ class ShardedParameter:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's shard (1-D, padded with zeros); sliced from the present values if the parameter is full."""
+        """This rank's shard (1-D, padded with zeros): the stored one of a released parameter, a new one sliced from the
+        present values of a full one."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             assert self._shard is not None
@@ -117,7 +121,8 @@ class ShardedParameter:
         return shard
 
     def reshard(self) -> None:
-        """Store this rank's shard of the present values and make the parameter a placeholder, if it is full."""
+        """Store this rank's shard of the present values and make the parameter a placeholder; nothing if it is not
+        full, or gone."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
             return
@@ -126,7 +131,8 @@ class ShardedParameter:
             self._release(parameter, self.shard)
 
     def forget_changes(self) -> None:
-        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since."""
+        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since; nothing if
+        it is not full, or has had no shard yet."""
         parameter = self._parameter()
         if parameter is not None and self.is_full and self._shard is not None:
             with torch._C.DisableTorchFunction():
@@ -145,7 +151,8 @@ class ShardedParameter:
         self._parameter = _nothing
 
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Return a new released parameter of the class ``kind`` whose shard is a copy of this released one's."""
+        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; this one is
+        released too."""
         original = self._parameter()
         assert original is not None
         with torch._C.DisableTorchFunction():
@@ -157,23 +164,27 @@ class ShardedParameter:
         return made
 
     def _release(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
-        """Keep ``shard`` and make ``parameter`` a placeholder of its dtype."""
+        """Keep ``shard`` and make ``parameter`` a placeholder of the shard's dtype."""
         self._shard = shard
         self._placeholder = Placeholders([(self.name, parameter)], shard.dtype, shard.device)
         self._placeholder.install()
         self.is_full = False
 
     def meet(self, others: Sequence[ShardedParameter]) -> None:
-        """Check, while the `Init` is open, that all ranks are about to gather this parameter and ``others``.
+        """Check, while the `Init` is open, that all ranks are about to gather this parameter and ``others``; once it is
+        closed, do nothing.
 
-        Raises `DesyncError` on every rank if not. Collective.
+        Raises `DesyncError` on every rank if they are not. Collective.
         """
         context = self._context()
         if context is not None:
             context.meet([self, *others])
 
     def gather(self) -> None:
-        """Make a released parameter full, in memory of its own. Collective."""
+        """Make a released parameter full, in memory of its own; nothing if it is full, or gone. Collective.
+
+        Raises `ReleasedParameterError` if the placeholder was written.
+        """
         parameter = self._parameter()
         if parameter is not None and not self.is_full:
             with torch._C.DisableTorchFunction():
@@ -183,7 +194,8 @@ class ShardedParameter:
             self.is_full = True
 
     def broadcast_from(self, rank: int) -> None:
-        """Replace the values of the full parameter by those of ``rank`` on every rank. Collective."""
+        """Replace the values of the full parameter by those of ``rank`` on every rank; nothing for a released one.
+        Collective."""
         parameter = self._parameter()
         if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():
@@ -202,7 +214,8 @@ class ShardedParameter:
         return "" if parameter is None else f"{parameter.dtype} {tuple(parameter.shape)}"
 
     def digest(self) -> str:
-        """Return a hash of the full parameter's values; "" if it is gone or a fake tensor."""
+        """Return a hash of the full parameter's values as text, to compare ranks by; "" if it is gone or a fake
+        tensor."""
         parameter = self._parameter()
         with torch._C.DisableTorchFunction():
             if parameter is None or is_fake(parameter.data):
@@ -211,7 +224,8 @@ class ShardedParameter:
         return hashlib.sha256(values.data).hexdigest()[:16]
 
     def read(self) -> torch.Tensor:
-        """Return the full values in the parameter's shape, without changing the parameter. Collective if released.
+        """Return the full values in the parameter's shape, without changing the parameter: its own memory if it is
+        full, else new. Collective if released.
 
         Raises `ReleasedParameterError` if the placeholder was written.
         """
@@ -225,17 +239,19 @@ class ShardedParameter:
 
 
 def sharded_record(parameter: object) -> ShardedParameter | None:
-    """Return the record of a parameter that an `Init` context has sharded and no unit owns yet."""
+    """Return the record of a parameter that an `Init` context has sharded and no unit owns yet; None for any other
+    object."""
     record: ShardedParameter | None = init_record(parameter)
     return record
 
 
 def _nothing() -> None:
+    """Return None: stands for a weak reference to an object that is gone, or was never there."""
     return None
 
 
 def records_by_number(numbers: Sequence[int]) -> list[ShardedParameter]:
-    """Return the records with these ``numbers`` on this rank; numbers without a record are left out."""
+    """Return the records with these ``numbers`` that exist on this rank, in the order given; others are left out."""
     return [record for number in numbers if (record := _NUMBERS.records.get(number)) is not None]
 
 
@@ -250,7 +266,8 @@ def number_from(number: int) -> None:
 
 
 def shared_with_others(records: Sequence[ShardedParameter]) -> list[bool]:
-    """Return for each record whether code holds a tensor or an array in its parameter's memory (`held_elsewhere`)."""
+    """Return for each record whether other code holds a tensor or an array in its parameter's memory
+    (`held_elsewhere`); False where the parameter is gone."""
     parameters = [record._parameter() for record in records]
     alive = [parameter for parameter in parameters if parameter is not None]
     with torch._C.DisableTorchFunction():

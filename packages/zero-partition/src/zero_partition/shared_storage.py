@@ -56,9 +56,10 @@ def refuse_shared_storage(model: nn.Module) -> None:
 
 
 def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return for each parameter whether writes to another tensor or array could change it.
+    """Return for each parameter whether a write to another tensor or array could change it.
 
-    That is so if one that is none of ``parameters`` uses its storage, or if one of them shares elements with it.
+    That is so if a tensor or array that is none of ``parameters`` uses its storage, or if one of them shares elements
+    with it.
     """
     by_storage: dict[int, list[_NamedTensor]] = {}
     for number, parameter in enumerate(parameters):
@@ -75,7 +76,8 @@ def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
 
 
 def first_sharing(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of the first two of ``tensors`` that have an element of memory in common; None without any."""
+    """Return the names of the first two of ``tensors`` (by name) that have an element of memory in common; None if
+    there are none."""
     by_storage: dict[int, list[_NamedTensor]] = {}
     for name, tensor in tensors.items():
         for named in _byte_range("parameter", name, tensor):
@@ -108,8 +110,8 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def warn_of_aliases(model: nn.Module) -> None:
     """Log a warning, naming the first, if tensors or arrays that are none of the model's are in parameters' memory.
 
-    What only uncollected garbage holds does not count. Raw memory that a parameter was made of is not seen
-    (`torch.from_numpy`), nor is memory that a closed engine has left.
+    What only uncollected garbage holds does not count. Memory of which a parameter was made without torch knowing its
+    other users (`torch.from_numpy`) is not seen, and memory that a closed engine has left is passed over.
     """
     names = _aliased(model)
     if names and gc.collect():
@@ -157,7 +159,9 @@ def _tensors(model: nn.Module) -> Iterator[_NamedTensor]:
 
 
 def _byte_range(kind: str, name: str, tensor: torch.Tensor) -> Iterator[_NamedTensor]:
-    """Yield the tensor with its bytes, or nothing for one without strided memory of its own."""
+    """Yield ``tensor`` with the bytes that it spans; nothing for a subclass, one without strided memory, an empty one,
+    and a parameter that is one element expanded to its shape. ``kind``: "parameter" or "buffer"; ``name``: in the
+    model."""
     if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return
     if kind == "parameter" and tensor.numel() > 1 and not any(tensor.stride()):
@@ -184,7 +188,8 @@ def _overlapping(group: list[_NamedTensor]) -> tuple[_NamedTensor, _NamedTensor]
 
 
 def _share_elements(one: _NamedTensor, other: _NamedTensor) -> bool:
-    """Return whether two tensors whose byte ranges overlap have an element in common; True if their dtypes differ."""
+    """Return whether two tensors of one storage whose byte ranges overlap have an element in common; True if their
+    dtypes differ."""
     if one.tensor.dtype is not other.tensor.dtype:
         return True
     start = min(one.first, other.first) // one.tensor.element_size()

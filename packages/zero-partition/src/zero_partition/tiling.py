@@ -41,7 +41,10 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
-        """Return a tiled layer with copies of the weights of ``linear``, which computes the same."""
+        """Return a tiled layer with copies of the weights of ``linear``, which computes the same up to rounding.
+
+        Raises `PartitionError` when there are more splits than features.
+        """
         weight = linear.weight
         tiled = cls(
             linear.in_features,
@@ -62,7 +65,7 @@ class TiledLinear(nn.Module):
         return tiled
 
     def tile(self, row: int, column: int) -> nn.Linear:
-        """Return the tile that maps slice ``column`` of the input to slice ``row`` of the output."""
+        """Return the tile that maps slice ``column`` of the input features to slice ``row`` of the output features."""
         return cast(nn.Linear, self.tiles[row * len(self.in_sizes) + column])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +81,10 @@ class TiledLinear(nn.Module):
 
 
 def _sizes(which: str, features: int, splits: int) -> list[int]:
-    """Return the sizes of ``splits`` nearly equal slices of ``features``; ``which``: "in" or "out", for the error."""
+    """Return the sizes of ``splits`` nearly equal slices of ``features``, the larger ones first.
+
+    ``which``: "in" or "out", for the error. Raises `PartitionError` unless 1 <= ``splits`` <= ``features``.
+    """
     if not 1 <= splits <= features:
         raise PartitionError(
             f"TiledLinear: expected 1 to {features} {which}_splits for {features} features, got {splits}"

@@ -34,24 +34,28 @@ _ITEM_WRITES = frozenset("__iadd__ __iand__ __idiv__ __imul__ __ior__ __isub__ _
 
 
 def name_of(func: Any) -> str:
-    """Return the function's own name; for a use of an attribute ``__get__``, ``__set__`` or ``__delete__``."""
+    """Return a torch function's own name; for a use of an attribute ``__get__``, ``__set__`` or ``__delete__``."""
     return getattr(func, "__name__", str(func))
 
 
 def attribute_of(func: Any) -> str:
-    """Return the name of the attribute that ``func`` reads, sets or deletes; "" if it does none of these."""
+    """Return the name of the tensor attribute that torch function ``func`` reads, sets or deletes; "" if it does none
+    of these."""
     return getattr(func.__self__, "__name__", "") if name_of(func) in ("__get__", "__set__", "__delete__") else ""
 
 
 def writes(name: str) -> bool:
-    """Return whether the function called ``name`` writes its first argument."""
+    """Return whether the torch function called ``name`` writes its first argument, as its name says (``add_``,
+    ``__iadd__``)."""
     return name in _ITEM_WRITES or (name.endswith("_") and not name.endswith("__"))
 
 
 def is_elementwise(name: str) -> bool:
-    """Return whether the function called ``name`` computes each element from the elements at the same position only.
+    """Return whether the torch function called ``name`` computes each element from the elements at the same position
+    only.
 
-    Such a function does the same to a part of a tensor as to all of it.
+    Such a function does the same to a part of a tensor as to all of it. False for a function that this file does not
+    list.
     """
     if name.startswith("__"):
         operator = name.strip("_")
@@ -60,9 +64,9 @@ def is_elementwise(name: str) -> bool:
 
 
 def needs_values(call: str, attribute: str) -> bool:
-    """Return whether the function called ``call`` needs a tensor's values, not only facts such as its shape.
+    """Return whether the torch function called ``call`` needs a tensor's values, not only facts such as its shape.
 
-    ``attribute``: what `attribute_of` returns for the function.
+    ``attribute``: what `attribute_of` returns for the function. False for ``detach``, which only passes them on.
     """
     if call == "__get__":
         return attribute in VIEWS

@@ -19,6 +19,9 @@ from .unit import Unit
 class UnannouncedUse:
     """Gathers the unit of a parameter that code reads although no module hook has gathered it.
 
+    ``units``: all units. ``reducer``: is told that a unit was used, as gradients may follow. ``liveness``: tells
+    whether the engine works.
+
     Attributes:
         trains: gradients are enabled in the running forward pass, or were in the last one.
     """
@@ -46,7 +49,7 @@ class UnannouncedUse:
         self._thread = threading.get_ident()
 
     def gather(self, unit: Unit) -> None:
-        """Gather a releasable unit and wait for it, in a pass or outside.
+        """Gather a releasable unit and wait for it, in a pass or outside; outside, all ranks have to join.
 
         Raises `CommError` after a failure, and `ReleasedParameterError` on a thread that neither began the last forward
         pass nor runs a backward pass: its gathers would not be in the order that the ranks have agreed on.
@@ -64,7 +67,7 @@ class UnannouncedUse:
             self._reducer.mark_ran(unit.index)
 
     def unit_of(self, parameter: nn.Parameter) -> Unit | None:
-        """Return the releasable unit of ``parameter``; None if it has none."""
+        """Return the releasable unit of ``parameter``; None if it is never released, or not of the model."""
         return self._unit_of.get(id(parameter))
 
     def parameter_read(self, parameter: nn.Parameter) -> None:
@@ -78,7 +81,8 @@ class UnannouncedUse:
             self.gather(unit)
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise `ReleasedParameterError` if one of ``parameters`` is released, as a pickle would hold NaN."""
+        """Raise `ReleasedParameterError`, naming the first, if one of ``parameters`` is released, as a pickle would
+        hold NaN."""
         for parameter in parameters:
             unit = self.unit_of(parameter)
             if unit is not None and unit.state is not UnitState.GATHERED:

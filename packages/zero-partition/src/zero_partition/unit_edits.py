@@ -23,8 +23,8 @@ _Result = TypeVar("_Result")
 
 
 def without_torch_function(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run without ``__torch_function__`` of subclasses: released parameters are plain tensors in
-    it, so looking at them does not gather them."""
+    """Decorate ``call`` to run without ``__torch_function__`` of tensor subclasses: released parameters are plain
+    tensors in it, so looking at them does not gather them."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -37,13 +37,15 @@ def without_torch_function(call: Callable[_Arguments, _Result]) -> Callable[_Arg
 class UnitEdits:
     """Finds parameters of a unit that user code has replaced, written or cast, and keeps their new values.
 
-    Most changes show in a parameter's address (`Tensor.is_set_to`), dtype or version counter, so nothing is read on
-    the device. A write through ``p.data`` does not: the alias that `lend` keeps has a version counter for it. Writes to
+    Most changes show in a parameter's address (`Tensor.is_set_to`), dtype or version counter, so nothing is read on the
+    device. A write through ``p.data`` does not: the alias that `lend` keeps has a version counter for it. Writes to
     memory that torch does not watch (NumPy, DLPack) show only in checksums of the values, which `record_checksums`
     takes.
 
     [Note: edits wait for all ranks] A new value is `pending` until every rank has reported the same one. Only then does
     it reach shards and masters. A refused one never does.
+
+    ``names``, ``parameters``: the unit's, in order; a parameter's number is its position. ``dtype``: the unit's.
 
     Attributes:
         pending: by parameter number, the full new values; None if they are in the parameter's own view already.
@@ -84,7 +86,10 @@ class UnitEdits:
     @without_torch_function
     def lend(self, number: int, data: torch.Tensor) -> torch.Tensor:
         """Return an alias of ``data`` for user code that reads ``p.data`` of parameter ``number``; writes through it
-        are found."""
+        are found.
+
+        Valid until `forget_lent`. An inference tensor, which has no version counter, is returned itself.
+        """
         if data.is_inference():
             return data
         alias, _ = self._lent.get(number, (None, 0))
@@ -112,7 +117,8 @@ class UnitEdits:
     def collect_written(self, views: Sequence[torch.Tensor], *, exact: bool) -> None:
         """Keep the new values of gathered parameters that user code has written, as `pending` or `refused`.
 
-        ``exact``: the views were gathered without a codec; else such writes are refused.
+        ``views``: the parameters' views of the flat buffer. ``exact``: they were gathered without a codec; else such
+        writes are refused. A mere cast to another dtype is no new value.
         """
         if not self.needs_full_check and untouched(self._parameters, views, self._dtypes, self._versions):
             return
@@ -131,7 +137,8 @@ class UnitEdits:
     def find_changed(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the parameters that user code has replaced or written since they were last looked at.
 
-        Checksums, where there are any, are compared with the present values and renewed.
+        ``views``: the parameters' views of the flat buffer. Checksums, where there are any, are compared with the
+        present values and renewed; other changes are found again by the next call.
         """
         is_untouched = untouched(self._parameters, views, self._dtypes, self._versions)
         numbers = [] if is_untouched and not self._is_lent_written() else self._different(views)
@@ -144,8 +151,8 @@ class UnitEdits:
 
     @without_torch_function
     def note_replaced(self, placeholders: Sequence[torch.Tensor]) -> None:
-        """Keep the tensors that released parameters have instead of their ``placeholders``, as `pending` or
-        `refused`."""
+        """Keep the tensors that released parameters have instead of their ``placeholders`` (one per parameter), as
+        `pending` or, where they do not fit or hold NaN, as `refused`."""
         for number, (parameter, tensor) in enumerate(zip(self._parameters, placeholders, strict=True)):
             if not parameter.is_set_to(tensor) or parameter.dtype is not self._dtype:
                 given = _data(parameter)
@@ -157,9 +164,10 @@ class UnitEdits:
 
     @without_torch_function
     def note_in_views(self, number: int, view: torch.Tensor, *, was_cast: bool) -> None:
-        """Keep the new value of a changed parameter that stays gathered, as `pending` or `refused`.
+        """Keep the new value of changed parameter ``number``, which stays gathered, as `pending` or `refused`.
 
-        ``view``: the parameter's view of the flat buffer. ``was_cast``: forward has changed the parameter's dtype.
+        ``view``: the parameter's view of the flat buffer. ``was_cast``: forward has changed the parameter's dtype,
+        which alone is no new value. The parameter counts as looked at.
         """
         parameter = self._parameters[number]
         if parameter.is_set_to(view) and parameter.dtype is self._dtype:
@@ -189,7 +197,8 @@ class UnitEdits:
             self._note_seen(number)
 
     def bump_versions(self, are_updated: Sequence[bool]) -> None:
-        """Raise the version counters of the parameters whose flag is set, which the optimizer has updated.
+        """Raise the version counters of the parameters whose flag is set, which the optimizer has updated; a flag per
+        parameter.
 
         torch then refuses a backward through an earlier forward, as it does after an update in place.
         """
@@ -222,7 +231,8 @@ class UnitEdits:
         return alias is not None and alias._version != version
 
     def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
-        """Return the numbers of the parameters that differ from their views in address, dtype or version."""
+        """Return the numbers of the parameters that differ from their views in address or dtype, or have been written,
+        also through a lent alias."""
         return [
             number
             for number, (p, view) in enumerate(zip(self._parameters, views, strict=True))
@@ -233,7 +243,8 @@ class UnitEdits:
         ]
 
     def _new_values(self, number: int, view: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of a changed parameter's value in the unit's dtype; None if it was only cast, or is refused."""
+        """Return a copy of the value of changed parameter ``number`` in the unit's dtype; None if it was only cast, or
+        is put into `refused` as it does not fit ``view``. The parameter counts as looked at."""
         self._note_seen(number)
         given = _data(self._parameters[number])
         if given.shape != view.shape or given.is_meta:
@@ -257,7 +268,8 @@ class UnitEdits:
 def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]]) -> None:
     """Compare the checksums of units that have some with the present values of their views, and renew them.
 
-    The next `UnitEdits.find_changed` of each uses what was found. An accelerator is waited for once, not once per unit.
+    ``units``: each unit's edits and views. The next `UnitEdits.find_changed` of each uses what was found. An
+    accelerator is waited for once, not once per unit.
     """
     due = [(edits, views) for edits, views in units if edits._checksums is not None and edits._compared is None]
     pairs = [(before, checksums(views)) for edits, views in due if (before := edits._checksums) is not None]
@@ -266,7 +278,8 @@ def compare_checksums(units: Sequence[tuple[UnitEdits, Sequence[torch.Tensor]]])
 
 
 def _nan_in(values: torch.Tensor) -> str:
-    """Return why ``values`` with NaN are refused, as the rest of a sentence; empty without NaN."""
+    """Return why ``values`` are refused if one is NaN, as the rest of a sentence about their parameter; "" without
+    NaN."""
     if bool(torch.isnan(values).any()):
         return "was given values with NaN, which is what a released parameter reads as,"
     return ""

@@ -15,13 +15,14 @@ class UnitWatch(Protocol):
     """
 
     def enters(self, units: Sequence[Unit]) -> None:
-        """Called when a module that uses ``units`` begins its forward, after their parameters were gathered."""
+        """Take note that a module that uses ``units`` begins its forward; called after their parameters were
+        gathered."""
 
     def leaves(self, units: Sequence[Unit]) -> None:
-        """Called when that module's forward has returned or raised, before the units are released."""
+        """Take note that this module's forward has returned or raised; called before the ``units`` are released."""
 
     def backward_done(self, unit: Unit) -> None:
-        """Called when autograd has finished the last of the unit's gradients in this pass; its reduction may have
+        """Take note that autograd has finished the last of the unit's gradients in this pass; its reduction may have
         started."""
 
 

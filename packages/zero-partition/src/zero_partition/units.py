@@ -33,7 +33,8 @@ class UnitLimits:
     persistence_threshold: int = 0
 
     def most_of(self, subtree: nn.Module) -> int:
-        """Return the most elements with which ``subtree`` stays one unit."""
+        """Return the most elements with which the module ``subtree`` stays one unit: ``max_numel``, or where that is
+        None a bound that depends on whether it contains a list of layers."""
         if self.max_numel is not None:
             return self.max_numel
         return _MOST_OF_A_SUBTREE if _holds_layers(subtree) else _MOST_OF_A_LAYER
@@ -69,6 +70,7 @@ class _Group:
 
     @property
     def numel(self) -> int:
+        """Return the number of elements of the group's parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
 
@@ -80,13 +82,14 @@ def plan_units(
     dtype_of: Callable[[str, nn.Parameter], torch.dtype],
     is_leaf: Callable[[str, nn.Module], bool] = lambda name, module: False,
 ) -> list[UnitPlan]:
-    """Return the units of ``model`` in module order.
+    """Return the units of ``model`` in module order; each parameter is in one of them, by its first name.
 
     A subtree that fits `UnitLimits.most_of` and is an element of a ModuleList, Sequential or ModuleDict is a unit;
     larger subtrees are divided, unless ``is_leaf`` (by name and module); the remaining modules are merged up to
-    ``limits.min_numel``. ``trainable``: returns whether a parameter is trained. ``dtype_of``: returns the dtype in
-    which a parameter, by name, computes. Parameters that cannot be sharded (empty, not floating point, tensor
-    subclasses) are left out; `replicated_parameters` lists them.
+    ``limits.min_numel``. Parameters of another dtype, trainability or persistence form a unit of their own.
+    ``trainable``: returns whether a parameter is trained. ``dtype_of``: returns the dtype in which a parameter, by
+    name, computes. Parameters that cannot be sharded (empty, not floating point, tensor subclasses) are left out;
+    `replicated_parameters` lists them.
     """
     owners = _owners(model)
     groups = _merge(_walk("", model, limits, is_leaf), limits)
@@ -116,7 +119,8 @@ def replicated_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def reason_replicated(parameter: nn.Parameter) -> str | None:
-    """Return why a parameter cannot be part of a flat buffer; None if it can."""
+    """Return why a parameter cannot be part of a flat buffer, so that it is replicated, as "it is empty"; None if it
+    can."""
     values = parameter.data
     if not is_plain(values) and type(values) is not ReleasedValues:  # the latter: Init has built and sharded it
         return f"it is a tensor subclass ({type(values).__name__})"
@@ -130,7 +134,8 @@ def reason_replicated(parameter: nn.Parameter) -> str | None:
 
 
 def check_trainable_shards(model: nn.Module) -> None:
-    """Raise `PartitionError` for a replicated parameter that requires gradients, as these would not be reduced."""
+    """Raise `PartitionError`, naming it, for a replicated parameter that requires gradients, as these would not be
+    reduced; empty ones pass."""
     for name, parameter in model.named_parameters():
         reason = reason_replicated(parameter)
         if reason is not None and parameter.requires_grad and parameter.numel() > 0:
@@ -141,7 +146,8 @@ def check_trainable_shards(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
-    """Return, by id of a parameter, the modules that own it directly, by name; tied parameters have several."""
+    """Return, by id of a parameter, the modules that own it directly, by their names in the model; tied parameters have
+    several."""
     owners: dict[int, dict[str, nn.Module]] = {}
     for module_name, module in model.named_modules():
         for parameter in module._parameters.values():
@@ -153,7 +159,8 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
 def _walk(
     name: str, module: nn.Module, limits: UnitLimits, is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[_Group]:
-    """Yield groups in module order: the module's own parameters first, then its children, divided if too large."""
+    """Yield groups in module order: the own parameters of ``module``, called ``name``, first, then its children,
+    divided if too large for ``limits`` and not ``is_leaf`` (by name and module)."""
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:
         yield _Group(name or "root", {name: module}, own)
@@ -172,13 +179,15 @@ def _walk(
 
 
 def _holds_layers(subtree: nn.Module) -> bool:
-    """Return whether one of the lists in ``subtree`` has two or more elements that consist of modules."""
+    """Return whether a ModuleList, Sequential or ModuleDict in ``subtree`` has two or more elements that contain
+    modules."""
     lists = (module for module in subtree.modules() if isinstance(module, _CONTAINERS))
     return any(sum(any(True for _ in element.children()) for element in found.children()) >= 2 for found in lists)
 
 
 def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
-    """Merge neighbouring small groups, so that no collective is tiny."""
+    """Return ``groups`` with neighbours merged up to ``limits.min_numel`` elements, so that no collective is tiny; a
+    group that is not mergeable stays as it is."""
     merged: list[_Group] = []
     for group in groups:
         last = merged[-1] if merged else None
@@ -191,12 +200,14 @@ def _merge(groups: Iterator[_Group], limits: UnitLimits) -> list[_Group]:
 
 
 def _named_parameters(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of ``module`` and its submodules, named as in the model."""
+    """Yield the parameters of ``module`` and its submodules, with names that begin with ``prefix``, the module's
+    own."""
     for name, parameter in module.named_parameters():
         yield _join(prefix, name), parameter
 
 
 def _join(prefix: str, name: str) -> str:
+    """Return ``name`` below ``prefix``, joined by a dot; ``name`` alone for an empty prefix."""
     return f"{prefix}.{name}" if prefix else name
 
 

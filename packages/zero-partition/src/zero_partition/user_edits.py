@@ -36,6 +36,8 @@ class UserEdits:
     Call order: `forward_begins` and `forward_ends` around a forward pass; `report` before a message to the other ranks,
     and `settle` with the reports of all; `published` after a step; `settle_masters` before a save. Reports travel with
     messages that the ranks send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
+
+    ``units``: all units, by index. ``world_size``: number of ranks that report.
     """
 
     def __init__(self, units: Sequence[Unit], world_size: int, broadcast: Broadcast) -> None:
@@ -66,14 +68,15 @@ class UserEdits:
         self._record_before_step()
 
     def owned(self) -> None:
-        """Start refusing swapped parameters: all have been given a reference to their owner, by which such a one is
-        told."""
+        """Start refusing swapped parameters: each now has a reference to its owner, which moves to another parameter in
+        a swap."""
         self._references = owner_references(self._all)
 
     def forward_begins(self, key: str) -> None:
         """Note casts made since the last pass, and choose whether gathers of this pass take checksums.
 
-        ``key``: the kind of forward pass; those numbered 1, 2, 4, 8, … of each kind take checksums.
+        ``key``: the kind of forward pass; those numbered 1, 2, 4, 8, … of each kind take checksums, as these read every
+        element.
         """
         self._cast_outside |= self._casts() - self._cast_inside
         self._passes[key] = number = self._passes.get(key, 0) + 1
@@ -84,14 +87,16 @@ class UserEdits:
                 unit.edits.compares = compares
 
     def forward_ends(self) -> None:
-        """Note which parameters were cast inside the forward pass: such casts are undone with the step, not refused."""
+        """Note which parameters were cast to another dtype inside the forward pass: the step undoes such casts and does
+        not refuse them."""
         self._cast_inside |= self._casts() - self._cast_outside
 
     @without_torch_function
     def report(self, kind: str, *, in_pass: bool) -> Found:
         """Return the edits that this rank has found and that await the other ranks; empty inside a pass.
 
-        ``kind``: of the message that carries the report; most kinds have the parameters looked at first.
+        ``kind``: of the message that carries the report; most kinds have the parameters looked at first. ``in_pass``: a
+        pass that gathers is running.
         """
         if in_pass or kind == "changes in gathered":
             return {}
@@ -112,7 +117,8 @@ class UserEdits:
     def settle(self, found: Sequence[Found], kind: str) -> None:
         """Apply the edits of which every rank found the same; undo others and raise `EditRefusedError` on every rank.
 
-        ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them.
+        ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them; "step" also
+        ends the tolerance for casts made inside forward. Collective if any rank found an edit.
         """
         if any(found):
             self._settle_found(found, kind)
@@ -123,26 +129,34 @@ class UserEdits:
             self._cast_inside.clear()
 
     def published(self) -> None:
-        """Count a step whose weights were published, and renew or drop checksums of parameters that stay gathered."""
+        """Count a step whose weights were published.
+
+        Before steps 1, 2, 4, 8, … checksums are taken of parameters that stay gathered and have separate masters;
+        before others they are dropped.
+        """
         self._steps += 1
         self._record_before_step()
 
     def settle_masters(self, units: Sequence[Unit] | None = None) -> None:
-        """Update the masters of ``units`` (default: all) from their weights now, as the next step would."""
+        """Update the masters of ``units`` (default: all) from their weights now, where these were changed, as the next
+        step would."""
         for unit in self._units if units is None else units:
             if not unit.releasable and unit.keeps_masters and unit.states is None:
                 unit.write_back()
             unit.settle_masters()
 
     def note_ties(self) -> None:
-        """Refuse a parameter that user code has put over the memory of another one."""
+        """Refuse (`UnitEdits.refused`) a parameter that user code has put over the memory of another one; nothing if
+        there is none."""
         if (tied := find_tied(self._units)) is not None:
             unit, number, problem = tied
             unit.edits.refused[number] = f"{problem}. It was"
 
     def _settle_found(self, found: Sequence[Found], kind: str) -> None:
-        """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such; take
-        checksums again where there were any."""
+        """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such.
+
+        ``found``, ``kind``: as of `settle`. Takes checksums again where there were any. Collective.
+        """
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}
         refused = {key: why for key, by_rank in answers.items() if (why := _disagreement(by_rank))}
@@ -187,13 +201,15 @@ class UserEdits:
         return overwritten
 
     def _parameter(self, key: str) -> tuple[Unit, int]:
-        """Return the unit and the number in it of the parameter that a key of `Found` stands for."""
+        """Return the unit and the number in it of the parameter that ``key``, one of `Found`, stands for."""
         index, _, number = key.partition(".")
         return self._units[int(index)], int(number)
 
     def _refusal_text(self, refused: Mapping[str, str], overwritten: Sequence[str], kind: str) -> str:
-        """Return the error text for ``refused`` parameters: by key, the rest of a sentence about each. ``kind``: of the
-        message."""
+        """Return the error text for ``refused`` parameters: by key of `Found`, the rest of a sentence about each.
+
+        ``overwritten``: keys of those whose former value is lost. ``kind``: of the message.
+        """
         first, *others = refused
         unit, number = self._parameter(first)
         if refused[first].startswith(_SWAPPED):
@@ -208,8 +224,8 @@ class UserEdits:
         return f"parameter '{unit.names[number]}' {refused[first]}{more}. {value}. {advice}"
 
     def _record_before_step(self) -> None:
-        """Before steps 1, 2, 4, 8, … take checksums of weights with separate masters, to find writes without a trace;
-        before others drop the checksums."""
+        """Before steps 1, 2, 4, 8, … take checksums of weights that stay gathered and have separate masters, to find
+        writes without a trace; before others drop the checksums."""
         compares = _is_power_of_two(self._steps + 1)
         for unit in self._staying:
             unit.edits.forget_checksums()
@@ -224,7 +240,8 @@ class UserEdits:
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
 
     def _note_versions(self) -> None:
-        """Copy the version counters of parameters that stay gathered from their units, for one comparison of all."""
+        """Copy the version counters of parameters that stay gathered from their units into one list, for one comparison
+        of all."""
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
@@ -250,8 +267,8 @@ class UserEdits:
         self._note_versions()
 
     def _refuse_swapped(self) -> None:
-        """Refuse parameters that were swapped: their hooks, and all else that torch keeps of them, moved to another
-        tensor."""
+        """Refuse parameters whose reference to their owner is another one's: they were swapped, and their hooks, and
+        all else that torch keeps of them, moved to another tensor."""
         present = owner_references(self._all)
         if present == self._references:
             return
@@ -261,20 +278,22 @@ class UserEdits:
                 unit.edits.refused[number] = _SWAPPED
 
     def _are_as_left(self) -> bool:
-        """Return whether parameters that stay gathered are unchanged; False where that takes a comparison of values."""
+        """Return whether parameters that stay gathered are unchanged; False also where only a comparison of values can
+        tell."""
         if any(unit.edits.needs_full_check for unit in self._staying):
             return False
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
-        """Have a unit keep edits of its placeholders or gathered parameters."""
+        """Have ``unit`` keep edits of its placeholders or gathered parameters; nothing while a gather is in flight."""
         if unit.state is UnitState.RELEASED:
             unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
             unit.collect_gathered_edits()
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
-        """Have a unit that stays gathered keep its edits; at a step undo casts that forward has made."""
+        """Have ``unit``, which stays gathered, keep its edits; at a step (``kind``) undo casts that forward has made.
+        Nothing while the unit is hidden."""
         if unit.hidden:
             return
         for number in unit.edits.find_changed(unit.views):
@@ -294,7 +313,8 @@ class UserEdits:
 def _disagreement(by_rank: Sequence[str | None]) -> str:
     """Return why an edit cannot be applied, as the rest of a sentence about the parameter; empty if it can.
 
-    ``by_rank``: its entry in each rank's `Found`.
+    ``by_rank``: the parameter's entry in each rank's `Found`, None where it has none. An edit can be applied if all
+    ranks have the same digest and none refuses it.
     """
     refused = [(rank, text[1:]) for rank, text in enumerate(by_rank) if text is not None and text[:1] == "!"]
     if refused:
@@ -331,4 +351,5 @@ _STEP_KEPT = (
 
 
 def _is_power_of_two(number: int) -> bool:
+    """Return whether ``number`` is a power of two; True for 0 as well."""
     return number & (number - 1) == 0
