@@ -11,7 +11,6 @@ from .state import TrainingState
 
 class Accumulation:
     """Counts the micro-batches of a step and tells the partition, as its `TrainingLoop`, which backward passes reduce.
-
     ``on_restart``: called when an accumulation is discarded and starts again. The attribute ``scaled`` is true if the
     user has called `Engine.scale` since the last step, for backward passes of their own."""
 
@@ -86,8 +85,8 @@ class Accumulation:
             self._synchronises = before
 
     def reduces_now(self) -> bool:
-        """Return whether a backward pass that begins now reduces its gradients. Without an optimizer none does; where
-        only the boundary's does, none inside `no_sync`."""
+        """Return whether a backward pass that begins now reduces its gradients: each one where every micro-batch is
+        reduced, else the boundary's outside `no_sync`; none without an optimizer."""
         if self._state.optimizer is None:
             return False
         if self._state.partition.options.reduces_each:

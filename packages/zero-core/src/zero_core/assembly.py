@@ -64,8 +64,7 @@ def initialize(
     `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
 
     Initialises torch.distributed if it is not initialised. ``engine.module`` is ``model``; its parameters keep their
-    identity and get rank 0's values. Raises `ConfigError`, `UsageError`, `zero_partition.PartitionError`. Collective.
-    """
+    identity and get rank 0's values. Raises `ConfigError`, `UsageError` or `PartitionError`. Collective."""
     where = torch.device(device) if device is not None else None
     if config is None:
         raise UsageError("initialize(config=…): expected a dict, the path of a JSON file or a Config; none was given")
@@ -223,13 +222,14 @@ def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]
 
 
 def _parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
+    """Return the parameters of all param groups; none without an optimizer."""
     return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sharded_optimizer(
     optimizer: Optimizer | None, parts: Partition, config: Config, model_part: ModelPart
 ) -> ShardedOptimizer | None:
-    """Return the optimizer that updates this rank's shards by ``optimizer``, clips and scales; None without one."""
+    """Return ``optimizer`` around this rank's shards, with the clipping and loss scale of ``config``; None for None."""
     if optimizer is None:
         return None
     return ShardedOptimizer(

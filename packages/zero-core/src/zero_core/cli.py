@@ -24,7 +24,6 @@ _PACKAGE_OF_COMMAND = {"verify": "zero-verify"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 for success, 1 if a check failed, 2 for a usage error.
-
     ``arguments``: the words after the program's name, by default this process's. Those after ``--`` are passed to the
     script that the command runs."""
     words = list(sys.argv[1:] if arguments is None else arguments)

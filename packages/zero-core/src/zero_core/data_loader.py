@@ -20,7 +20,6 @@ _Batch = TypeVar("_Batch")
 
 class RankSampler(Sampler[int]):
     """Yields the sample numbers of one rank, in the order of torch's DistributedSampler, from any position of an epoch.
-
     ``size``: samples of the full data set. ``shuffle``: by ``seed + epoch``, the same on every rank. All ranks get the
     same number; if they do not divide evenly, the first samples of the order are repeated for the last ranks. The
     position counts samples over all ranks, so it means the same at any number of ranks."""

@@ -273,7 +273,7 @@ class Engine(nn.Module):
         raise `UsageError`. Collective.
 
         ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" means the configuration's first
-        `nvme_path`. ``non_blocking`` is accepted and ignored. Raises `UsageError`."""
+        `nvme_path`. ``non_blocking`` is ignored. Raises `UsageError` for other names, and without an `nvme_path`."""
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:

@@ -92,8 +92,7 @@ class FullValues:
         return {name: tensors[name] for name in stored if name in tensors}
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
-        """Write `state_dict` by torch.save to ``save_dir/filename``, atomically. Raises `UsageError` for
-        safetensors."""
+        """Write `state_dict` by torch.save to ``save_dir/filename`` atomically. Raises `UsageError` for safetensors."""
         if Path(filename).suffix == ".safetensors":
             raise UsageError(
                 f"save_16bit_model(save_filename={filename!r}): this call writes torch.save's format; "

@@ -31,7 +31,8 @@ class NativeSliceSum:
     """A `zero_comm.SliceSum` by the CPU kernel; tensors elsewhere by `zero_comm.sum_slices_on_device`."""
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        """Sum ``slices`` in their order, in float32 (float64 for float64), as `zero_comm.SliceSum` describes."""
+        """Write the sum of ``slices`` divided by ``divisor`` to ``out``, or add it with ``accumulate``: summed in their
+        order, in float32 (float64 for float64). ``out`` may be one of ``slices``."""
         if out.device.type != "cpu":
             sum_slices_on_device(slices, out, divisor=divisor, accumulate=accumulate)
             return

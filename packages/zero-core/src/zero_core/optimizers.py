@@ -78,7 +78,7 @@ def build_optimizer(
 
 
 def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return Muon for the matrices among ``parameters`` and Adam for the rest. Raises `UsageError` before torch 2.9."""
+    """Return Muon for matrices and AdamW for other ``parameters``. Raises `UsageError` for matrices on torch < 2.9."""
     try:
         return MuonWithAdam.from_model(model, parameters, arguments)
     except ImportError as error:  # from torch before 2.9
@@ -138,6 +138,7 @@ def _state_dtype(half_states: bool) -> dict[str, Any]:
 
 
 def _refuse_half_states(half_states: bool, name: str) -> None:
+    """Raise `UsageError`, naming the optimizer ``name``, if ``half_states`` are wanted."""
     if half_states:
         raise UsageError(f"optimizer.params.fp32_optimizer_states: false is for {name} on the CPU; set it to true")
 

@@ -98,6 +98,7 @@ def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_per_rank(path: str) -> bool:
+    """Return whether the key ``path`` may have another value on each rank."""
     return path in _PER_RANK or path.startswith(_PER_RANK_SECTIONS)
 
 

@@ -22,10 +22,9 @@ logger = logging.getLogger("zero_core")
 
 
 def check_swap_folders(config: Config) -> None:
-    """Check that the folders of every `nvme_path` in use exist; create them if `offload.create` is set.
-
-    Raises UsageError for a missing folder, naming the nearest that exists: without the check, files of a drive that is
-    not mounted would fill the disk of its mount point. Raises UsageError with the reason for a folder that cannot be
+    """Check that the folders of every `nvme_path` in use exist; create them if `offload.create` is set. Raises
+    `UsageError` for a missing folder, naming the nearest that exists: without the check, files of a drive that is not
+    mounted would fill the disk of its mount point. Raises `UsageError` with the reason for a folder that cannot be
     reached: a name that is too long, a loop of links, a parent that may not be entered."""
     for key, name in _folders_in_use(config):
         if os.path.isdir(name):

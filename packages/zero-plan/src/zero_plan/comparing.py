@@ -37,7 +37,9 @@ class ComparedRow(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Return the planned number relative to the measured one, minus 1; None if nothing was measured but planned."""
+        """Return the planned number relative to the measured one, minus 1; where 0 was measured, 0 if 0 was planned,
+        else None.
+        """
         if self.measured:
             return self.planned / self.measured - 1
         return None if self.planned else 0.0

@@ -11,14 +11,14 @@ class PlanError(ValueError):
 
 
 def at_least_one(**values: int) -> None:
-    """Raise `PlanError` for the first value that is not an integer of at least 1."""
+    """Raise `PlanError`, with its name, for the first value that is not an integer of at least 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise PlanError(f"{name}: expected an integer >= 1, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raise `PlanError` unless ``value`` is one of ``allowed``."""
+    """Raise `PlanError`, for the argument ``name``, unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise PlanError(f"{name}: expected {', '.join(map(str, allowed))}, got {value!r}{nearest(str(value), allowed)}")
 

@@ -32,7 +32,7 @@ class Fit:
 
     @property
     def fits(self) -> bool | None:
-        """True when it fits; None where the capacity is not known."""
+        """Return whether the needed bytes are available; None where the capacity is not known."""
         return None if self.capacity is None else self.needed <= self.capacity
 
 

@@ -69,8 +69,9 @@ def estimate_zero1(
 ) -> Estimate:
     """Return the needs of stage 1: as `estimate_zero2`, with full 16-bit gradients on every device.
 
-    For P parameters on G devices of N nodes, f the buffer factor: offloaded 4P on the device and P * max(4G, 16) * f on
-    the host; otherwise 4P + 16P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts below 1.
+    For P parameters on G devices of N nodes, f the buffer factor, in bytes: offloaded 4P on the device and P * max(4G,
+    16) * f on the host; otherwise 4P + 16P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts
+    below 1 and for a buffer factor that is not above 0.
     """
     return _below_stage_3(1, total_params, gpus_per_node, nodes, additional_buffer_factor)
 
@@ -80,14 +81,15 @@ def estimate_zero2(
 ) -> Estimate:
     """Return the needs of stage 2, with the optimizer on the CPU or not, as DeepSpeed's estimator gives them.
 
-    For P parameters on G devices of N nodes, f the buffer factor: offloaded 2P on the device and P * max(4G, 16) * f on
-    the host; otherwise 2P + 18P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts below 1.
+    For P parameters on G devices of N nodes, f the buffer factor, in bytes: offloaded 2P on the device and P * max(4G,
+    16) * f on the host; otherwise 2P + 18P/G, and P * 4 * (G/N) * f to build the model. Raises `PlanError` for counts
+    below 1 and for a buffer factor that is not above 0.
     """
     return _below_stage_3(2, total_params, gpus_per_node, nodes, additional_buffer_factor)
 
 
 def _below_stage_3(stage: int, total_params: int, gpus_per_node: int, nodes: int, factor: float) -> Estimate:
-    """Return the estimate of stage 1 or 2; ``factor``: the buffer factor."""
+    """Return the estimate of stage 1 or 2; ``factor``: the buffer factor. Raises `PlanError` as `estimate_zero2`."""
     at_least_one(total_params=total_params, gpus_per_node=gpus_per_node, nodes=nodes)
     _check_factor(factor)
     devices = gpus_per_node * nodes
@@ -117,11 +119,11 @@ def estimate_zero3(
 ) -> Estimate:
     """Return the needs of stage 3 for each choice of offload and of `Init`, as DeepSpeed's estimator gives them.
 
-    For P parameters, l of them in the largest layer, on G devices of N nodes, f the buffer factor: with everything
-    offloaded 4l on the device and 18P/N * f on the host; with the optimizer offloaded 4l + 2P/G and 16P/N * f; without
-    offload 4l + 18P/G and l * 4 * (G/N) * f. Without `Init` every process of a node builds the full float32 model on
-    the host, which needs at least P * 4 * (G/N) * f then. Raises `PlanError` for counts below 1, or a largest layer
-    larger than the model.
+    For P parameters, l of them in the largest layer, on G devices of N nodes, f the buffer factor, in bytes: with
+    everything offloaded 4l on the device and 18P/N * f on the host; with the optimizer offloaded 4l + 2P/G and 16P/N *
+    f; without offload 4l + 18P/G and l * 4 * (G/N) * f. Without `Init` every process of a node builds the full float32
+    model on the host, which needs at least P * 4 * (G/N) * f then. Raises `PlanError` for counts below 1, a buffer
+    factor that is not above 0, or a largest layer larger than the model.
     """
     at_least_one(
         total_params=total_params, largest_layer_params=largest_layer_params, gpus_per_node=gpus_per_node, nodes=nodes

@@ -70,7 +70,9 @@ def fits(
 
 
 def judge_fit(found: Plan, machine: Machine) -> FitAnswer:
-    """Return whether a plan fits on a machine. Raises `PlanError` for a plan without ranks."""
+    """Return whether a plan fits on a machine. Raises `PlanError` for a plan without ranks, and if the machine gives no
+    ``node.devices``.
+    """
     if not found.ranks:
         raise PlanError("ranks: expected at least one, got none")
     per_node = min(int(machine.need("node.devices")), found.world_size)

@@ -158,7 +158,7 @@ class RankPlan:
 
     def needs(self) -> dict[str, int]:
         """Return the bytes that the rank needs on each tier ("device", "pinned host", "pageable host", "nvme") for the
-        steps, and for the save and the load that were planned.
+        steps, and for the save and the load that were planned. Tiers that it does not use are absent.
         """
         moments = [_peak_bytes(self.peaks)]
         kept = 0

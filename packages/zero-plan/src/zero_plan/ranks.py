@@ -10,7 +10,7 @@ from .errors import PlanError, at_least_one
 def chosen_ranks(world_size: int, ranks: Iterable[int] | None) -> tuple[int, ...]:
     """Return the ranks to plan for without duplicates, by default (``ranks`` None) the first and the last.
 
-    Raises `PlanError` for a rank that is not below ``world_size``.
+    Raises `PlanError` for a rank below 0 or not below ``world_size``, and for a ``world_size`` below 1.
     """
     at_least_one(world_size=world_size)
     chosen = tuple(dict.fromkeys((0, world_size - 1) if ranks is None else ranks))

@@ -56,7 +56,7 @@ class ScriptRank:
 
     @classmethod
     def read(cls, path: Path) -> ScriptRank:
-        """Return the one that `write` wrote."""
+        """Return the rank that `write` wrote to the file ``path``."""
         values = json.loads(path.read_text(encoding="utf-8"))
         script = {**values["script"], "arguments": tuple(values["script"]["arguments"])}
         return cls(**{**values, "script": Script(**script)})
@@ -70,7 +70,8 @@ class ScriptPlan(NamedTuple):
 
 
 def run_rank(given: ScriptRank) -> dict[str, Any]:
-    """Run the script as one rank in a new process; return the answer of `zero_plan.dry_run.__main__`: plan and lines.
+    """Run the script as one rank in a new process; return its answer as plain data: "plan" and "lines" of a
+    `ScriptPlan` or, with a manifest, "loaded".
 
     Raises `PlanError` for an error that the process answers, or if it ends without an answer.
     """

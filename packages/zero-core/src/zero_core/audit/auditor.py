@@ -18,7 +18,7 @@ class Auditor(Protocol):
         """Return a context in which the engine runs a forward pass; it may record calls of modules."""
 
     def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context in which the engine runs backward on ``loss``; it may compute gradients again."""
+        """Return a context in which the engine runs backward on ``loss``; it may repeat work, and be collective."""
 
     def before_step(self) -> None:
         """Compare, before any weight is updated. Raises `AuditError` on every rank if anything differs. Collective."""
@@ -34,7 +34,7 @@ class Auditor(Protocol):
 
 
 class Unaudited:
-    """The auditor that does nothing."""
+    """An `Auditor` that does nothing."""
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a null context."""

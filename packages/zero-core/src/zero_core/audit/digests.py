@@ -14,7 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal. Hooks on user code's accesses do not see it."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal; guards on what user code reads are not triggered."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)

@@ -30,7 +30,6 @@ class LossGraph:
         self, outputs: Iterable[tuple[Node, int]], inputs: Iterable[Node], parameters: Sequence[nn.Parameter]
     ) -> list[Node] | str:
         """Return the leaf nodes of ``parameters`` if their gradient comes from one call alone, else why it does not.
-
         ``outputs``: (node, output number) of the tensors that the call returned; ``inputs``: nodes of its arguments.
         The gradient comes from one call alone if every edge into the parameters, and into nodes that the call computed
         from them, begins inside the call, apart from the edges into its outputs, which must all begin outside."""

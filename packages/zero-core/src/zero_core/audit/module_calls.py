@@ -240,7 +240,7 @@ class ModuleCall:
 
 
 def _detached(leaf: Any) -> Any:
-    """Return a tensor as a new leaf of autograd in the same memory, as strides and alignment change results."""
+    """Return a tensor as a new leaf of autograd in the same memory (strides change results), others unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)
@@ -365,7 +365,7 @@ class NotedCalls:
             yield
 
     def _wants(self, asking: NotedModule) -> bool:
-        """Return whether to keep a call of ``asking``; without room, drop the least wanted call for a more wanted."""
+        """Return whether to keep a call of ``asking``; without room, drop the least wanted call for one more wanted."""
         kept = [noted for noted in self.modules.values() if noted.call is not None]
         if len(kept) < self._max_kept:
             return True

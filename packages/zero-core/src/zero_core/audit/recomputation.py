@@ -20,11 +20,10 @@ from .module_calls import AuditedUnit, ModuleCall, NotedCalls
 
 
 class RepeatedReductions:
-    """Repeats one unit's reductions after each backward pass of a step and compares the averages.
-
-    Between a rank's own gradient and the shard that the optimizer reads are the network and a sum. Both are repeated
-    from a copy of the gradient that was taken before the first reduction. The attribute ``differences`` lists the names
-    of the parameters whose averages differed so far."""
+    """Repeats one unit's reductions after each backward pass of a step and compares the averages. Between a rank's own
+    gradient and the shard that the optimizer reads are the network and a sum. Both are repeated from a copy of the
+    gradient that was taken before the first reduction. The attribute ``differences`` lists the names of the parameters
+    whose averages differed so far."""
 
     def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
         self.differences: list[str] = []
@@ -65,7 +64,7 @@ class RepeatedReductions:
             return averaged.clone()
 
     def _compare(self, again: torch.Tensor) -> None:
-        """Add to `differences` the parameters whose averaged gradient differs from ``again``, of its form."""
+        """Add to `differences` the parameters whose averaged gradient differs from ``again``, of the same form."""
         layout = self._gradients.unit.layout
         with self._gradients.averaged() as averaged:
             if averaged.numel() == layout.numel:

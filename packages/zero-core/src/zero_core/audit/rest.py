@@ -49,7 +49,8 @@ class AtRest:
         self._on_tier = None if states is None else RestingTier(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
-        """Yield a message for each tensor that changed without a counted write. ``now``: the present `tier_digests`."""
+        """Yield a message for each tensor whose bytes changed since, although neither torch nor its tier counted a
+        write. ``now``: the present `tier_digests`."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
@@ -143,4 +144,5 @@ def _on_device(state: TrainingState) -> Iterator[RestingTensor]:
 
 
 def _masters(unit: Unit, rank: int) -> dict[str, torch.Tensor]:
+    """Return the fragments of a unit's master that ``rank`` owns, by parameter."""
     return {fragment.entry.name: piece for fragment, piece in master_fragments(unit, range(rank, rank + 1))}

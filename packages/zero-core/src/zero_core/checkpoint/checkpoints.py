@@ -64,8 +64,8 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> None:
-        """Save as `Engine.save_checkpoint` describes, and wait for it if the launcher has ordered this rank to leave,
-        which then raises SystemExit. Raises `UsageError` in the middle of a step or without a folder."""
+        """Save as `Engine.save_checkpoint` describes; if the launcher has ordered the ranks to leave, also wait until
+        the checkpoint is complete and raise SystemExit. Raises `UsageError` inside a step or without a folder."""
         state = self._state
         state.check_open("save_checkpoint")
         state.partition.runtime.reopen("save_checkpoint")
@@ -141,9 +141,11 @@ class Checkpoints:
         self._in_memory.close()
 
     def _save(self, root: str) -> None:
+        """Save below ``root`` under the step's name, as steps do by themselves."""
         self.save(root, None, {}, save_latest=True, exclude_frozen=False)
 
     def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
+        """Load ``root/tag`` with all that this engine has; return its path and client state."""
         wanted = Wanted(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 

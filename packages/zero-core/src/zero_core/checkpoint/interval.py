@@ -52,7 +52,6 @@ class _PendingSave:
 class IntervalChooser:
     """Measures steps and saves, and decides when to save next. Times are seconds of `time.perf_counter`. ``overhead``
     and ``between_failures``: as for `choose_interval`. Attribute ``chosen``: None before the first save is complete.
-
     Call order: `is_due` before a step, `step_ended` after it; if it was due, `save_began` and `save_returned` around
     the save, then `save_completed` once all of it is on disk, or `save_failed`."""
 

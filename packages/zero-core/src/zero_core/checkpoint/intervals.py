@@ -152,6 +152,7 @@ class StateIntervals:
         return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
+        """Return this rank's shard of a unit, on the device or in its store."""
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:
@@ -182,7 +183,7 @@ class StateIntervals:
             )
 
     def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
-        """Yield the intervals of a unit's weights from their bytes ``copied``; update a master that follows."""
+        """Yield the intervals of a unit's weights from their bytes ``copied``; if it follows, update its master."""
         dtype, rank = weights.dtype, self._state.partition.rank
         if copied.nbytes and self._follows(unit):
             unit.update_master(torch.frombuffer(copied, dtype=dtype))
@@ -203,7 +204,7 @@ class StateIntervals:
             yield from self._fragment(fragment, "param", piece, stays=unit.releasable)
 
     def _masters_and_tier(self, unit: Unit) -> Iterator[Interval]:
-        """Yield the intervals of a unit's master, if it has another dtype than the weights, and tier states."""
+        """Yield the intervals of a unit's master, if its dtype is not the weights', and of states on its tier."""
         parts = self._state.partition
         if has_own_master(unit):
             ranks = parts.owned_ranks() if self._every_replica else range(parts.rank, parts.rank + 1)

@@ -149,6 +149,7 @@ def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool
 
 
 def _dtypes(state: TrainingState) -> dict[str, torch.dtype]:
+    """Return the dtype in which the weights of each parameter are kept, by name."""
     return {entry.name: unit.plan.dtype for unit in state.partition.units for entry in unit.layout.entries}
 
 

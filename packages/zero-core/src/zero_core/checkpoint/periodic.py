@@ -37,8 +37,7 @@ class Periodic(Protocol):
         ...
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
-        """Call ``save`` with a folder if one is due; ``due``: rank 0's `is_due`. Collective if so. Raises as
-        ``save``."""
+        """Call ``save`` with a folder if one is due; ``due``: rank 0's `is_due`. Collective then."""
         ...
 
 

@@ -37,7 +37,6 @@ class _Modules:
 
 class FlopsProfile:
     """Counts the first micro-batch of step ``profile_step`` (from 0), times its optimizer step, and reports after it.
-
     Operations are those that `torch.utils.flop_counter` knows: matrix products, convolutions, attention. Per-module
     times synchronise the device and include gathering the parameters."""
 

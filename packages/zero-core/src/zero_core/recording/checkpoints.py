@@ -11,6 +11,8 @@ from zero_report import RecordWriter
 
 @dataclass
 class _SaveEvent:
+    """A save: its folder and step, when it began (`time.time`), and the seconds for which it blocked training."""
+
     path: Path
     step: int
     began: float

@@ -67,7 +67,7 @@ class MemorySampler:
             self._take_sample()
 
     def after_step(self) -> None:
-        """End the step's samples, compare the peaks with the plan once, and decide when to sample next."""
+        """End the step's samples, report its peaks to the plan if there is one, and decide when to sample next."""
         self._steps += 1
         if self._samples:
             if self._planned is not None:

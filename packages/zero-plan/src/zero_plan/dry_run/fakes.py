@@ -58,7 +58,7 @@ class ValueSource(Protocol):
 
 
 class NoValues:
-    """The source without values: every read is an error."""
+    """A `ValueSource` without values: every read is an error."""
 
     def value_for(self, func: Any, args: Any, place: str) -> None:
         """Return None."""

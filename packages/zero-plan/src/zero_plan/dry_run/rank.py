@@ -132,7 +132,9 @@ def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
 
 
 def _run_step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
-    """Run one optimizer step with all its micro-batches, and set the phase of ``watch`` along the way."""
+    """Run one optimizer step, with ``micro_batch`` (see `zero_plan.plan`) for each of its micro-batches, and set the
+    phase of ``watch`` along the way.
+    """
     for _ in range(engine.gradient_accumulation_steps()):
         watch.phase = "forward"
         if isinstance(micro_batch, Mapping):

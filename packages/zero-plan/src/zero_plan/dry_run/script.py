@@ -38,9 +38,10 @@ class StepsTaken(BaseException):
 
 
 class ScriptRehearsal(Rehearsal):
-    """Supervises the engines of a script: measures the one that trains, and ends the script after `STEPS` steps of it.
+    """A `zero_core.supervision.Supervisor` of a script's engines: it measures the one that trains, and ends the script
+    after `STEPS` steps of it.
 
-    ``folder``: see `Rehearsal`. ``asked``: the script and its rank.
+    ``folder``: see `Rehearsal`. ``asked``: the script and its rank. ``recorder``: measures the engine.
 
     Attributes:
         found: the plan; None until the last step has ended.
@@ -160,8 +161,8 @@ def rehearse_script_load(given: ScriptRank) -> LoadedPlan:
 
 
 def _rehearse(given: ScriptRank) -> tuple[ScriptRehearsal, list[str]]:
-    """Run a script as one rank, until that is known which ``given`` asks for; return its rehearsal, and the lines of
-    code that read values.
+    """Run a script as one rank, until what ``given`` asks for is known or the script ends; return its rehearsal, and
+    the lines of code that read values. Raises `PlanError` for a script that fails, naming its line.
     """
     recorder = DryRunRecorder()
     guesses = Guesses(lambda: recorder.watch.computing)

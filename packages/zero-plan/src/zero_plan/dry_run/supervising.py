@@ -37,8 +37,8 @@ _LEFT_OUT = (
 
 
 class Rehearsal(Unsupervised):
-    """Supervises the engines of a dry run, so that they print, log and save nothing, and this machine's memory does not
-    limit them.
+    """A `zero_core.supervision.Supervisor` of a dry run's engines: they print, log and save nothing, and this machine's
+    memory does not limit them.
 
     ``folder``: for files without content in place of those on NVMe.
     """
@@ -47,8 +47,8 @@ class Rehearsal(Unsupervised):
         self.folder = folder
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return ``given`` without the settings of monitors, logs, records and checkpoints, and with folders below
-        ``folder`` in place of the NVMe paths.
+        """Return ``given`` without the settings of monitors, logs, records and checkpoints (but for their writer), and
+        with new folders below ``folder`` in place of the NVMe paths of optimizer states and parameters.
         """
         raw = read(given.raw if isinstance(given, Config) else given)
         plain: dict[str, Any] = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
