@@ -109,7 +109,7 @@ class Engine:
     @classmethod
     def for_path(cls, path: str | os.PathLike[str]) -> Engine:
         """Return an engine with the settings that `tune` stored for the device of `path`; defaults if it was never
-        tuned.
+        tuned. If the stored backend does not run here, "auto" takes its place.
         """
         from ._tuning import lookup
 
@@ -140,7 +140,8 @@ class Engine:
 
         `direct`: "auto" uses direct I/O where the file system reports its alignment, True requires it, False forbids
         it. `preallocate` reserves blocks before a write beyond the end, which extends the file to the end of the
-        request at once. Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError.
+        request at once. Raises MissingPathError, DirectoryPathError, AccessError, OpenError, ClosedError, and
+        ValueError for another mode or `direct`.
         """
         if mode not in _MODES:
             raise ValueError(f"expected mode 'r', 'w' or 'rw', got {mode!r}")

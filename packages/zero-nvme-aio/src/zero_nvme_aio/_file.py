@@ -71,7 +71,9 @@ class File:
         return self._native
 
     def close(self) -> None:
-        """Wait for the file's requests and close it; does not sync. May be called twice."""
+        """Wait for the file's requests and close it; does not sync. Wait for requests of accelerator tensors first,
+        which fail otherwise. May be called twice.
+        """
         if self._native is not None:
             self._native = None
             self._finalizer()

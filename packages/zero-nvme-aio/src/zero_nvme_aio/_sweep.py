@@ -191,7 +191,7 @@ def _speeds(rows: Sequence[Row], who: str) -> list[float]:
 
 
 def save_plot(rows: Sequence[Row], path: str) -> None:
-    """Write a PNG of GB/s over block size, one line per contender; needs the extra `plot`."""
+    """Write a PNG of GB/s over block size to `path`, one line per contender; ImportError without the extra `plot`."""
     importlib.import_module("matplotlib").use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     kinds = sorted({row.kind for row in rows})

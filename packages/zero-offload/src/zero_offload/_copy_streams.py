@@ -37,7 +37,8 @@ class CopyStream:
         """Start ``target.copy_(source)`` after the work queued on the current stream; return its event, or None if the
         copy is done already.
 
-        Neither tensor may be written until the event has completed.
+        Neither tensor may be written until the event has completed, and ``target`` is not valid before; `join` makes
+        work wait for it.
         """
         if self._stream is None:
             with nullcontext() if self._trace is None else self._trace.span(self._hop, "copy", nbytes_of(target)):

@@ -61,7 +61,7 @@ class ParameterWeights:
 
 
 def check_parameter(member: Member) -> None:
-    """Raise TypeError, naming the parameter, if its dtype cannot be updated on its device."""
+    """Raise TypeError, naming the parameter, unless it is float32, bfloat16 or float16, or float64 on the CPU."""
     param = member.param
     if param.dtype not in KERNEL_DTYPES or (param.dtype == torch.float64 and param.device.type != "cpu"):
         raise TypeError(

@@ -106,7 +106,9 @@ class HostBudget:
             raise BudgetError(f"this does not fit here:\n{table}\n{told}", table)
 
     def table(self) -> str:
-        """Return the needs, their sum and the limit of each resource as text, one per line."""
+        """Return the needs, their sum and the current limit of each resource as text, one per line; empty without
+        needs.
+        """
         return self._table(self._totals())
 
     def _table(self, totals: Sequence[tuple[str, str, int, Limit]]) -> str:

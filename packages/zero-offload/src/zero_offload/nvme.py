@@ -107,10 +107,11 @@ class NvmeStore:
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
 
     def put(self, name: str, shard: torch.Tensor) -> None:
-        """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype; writing starts, `flush`
-        waits for it.
+        """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing
+        starts, `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
 
-        ShardError for another size or dtype, and while the shard to be replaced is acquired.
+        ShardError for another size or dtype, and while the shard to be replaced is acquired; ValueError unless it is
+        1-D.
         """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
@@ -199,7 +200,9 @@ class NvmeStore:
         self._ring.prefetch(self._filed_shard(name)[0] for name in names if name not in self._in_host)
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` start writing the shard to its file."""
+        """End one `borrow`; with ``dirty`` start writing the shard to its file. Without, the shard must not have been
+        changed.
+        """
         if name in self._in_host:
             self._host.give_back(name, dirty=dirty)
         else:
@@ -252,7 +255,9 @@ class NvmeStore:
         self._ring.flush()
 
     def carried_bytes(self) -> int:
-        """Return the bytes that `seal` would copy now: data not written since the last seal that it carries over."""
+        """Return the bytes that `seal` would copy now: data not written since the last seal, where it can only be
+        carried over by a copy.
+        """
         with naming("shards", "seal"):
             return self._store.carried_bytes()
 

@@ -159,9 +159,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
     ) -> float | None:
         """Update every parameter that has a gradient; return the closure's loss, if any. ``grad_scale`` multiplies
-        gradients (1 / loss scale).
+        gradients (1 / loss scale). Gradients stay until `zero_grad`, unless ``delayed``; the factor of
+        `clip_grad_norm_` is used up.
 
         Weights that were changed in place since the last step (loaded, clamped) replace their masters first.
+        OffloadError after a step that failed, and after `close`.
         """
         loss = None
         if closure is not None:
@@ -244,7 +246,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain tensors on the host, for torch.save or safetensors; all of it is in memory at once.
+        """`finish`, then return the state as plain tensors on the host, for torch.save or safetensors; all of it is in
+        memory at once.
 
         torch's optimizer of the same name loads float32 states; 16-bit parameters have a ``master`` in addition.
         """
@@ -321,7 +324,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {id(param): number for number, param in enumerate(params)}
 
     def seal(self) -> Sealed | None:
-        """Make the files of the state permanent, so that a checkpoint can link to them; see `OffloadedUpdate.seal`."""
+        """`finish`, then make the files of the state permanent, so that a checkpoint can link to them; None if there
+        are no files. See `OffloadedUpdate.seal`.
+        """
         self.finish()
         return self._update.seal()
 

@@ -40,9 +40,10 @@ def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> i
 
 
 def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> None:
-    """Restore the tensors parked by `park` under the same names, and remove them from the store.
+    """Restore the tensors parked by `park` under the same names, and remove them from the store. Tensors that are not
+    parked are left alone.
 
-    ShardError names a tensor that is not parked in this store.
+    ShardError names a tensor whose memory was freed and that is not in this store.
     """
     storages = {name: storage for name, storage in _storages(tensors).items() if not storage.nbytes()}
     parked = [name for name in storages if name in store]

@@ -21,28 +21,28 @@ class _Kernels(Protocol):
         """
 
     def norm_squared(self, x: Any, n: Any, dtype: str, threads: int, /) -> float:
-        """Do what `buffers.l2_norm_squared` does."""
+        """Return the sum of squares of ``n`` elements of ``x``; see `buffers.l2_norm_squared`."""
 
     def norms_squared(self, x: Any, /, *arguments: Any) -> None:
-        """Do what `buffers.l2_norms_squared` does."""
+        """Write the sum of squares of each block of ``x``; see `buffers.l2_norms_squared`."""
 
     def count_nonfinite(self, x: Any, n: Any, dtype: str, threads: int, /) -> int:
-        """Do what `buffers.count_nonfinite` does."""
+        """Return how many of ``n`` elements of ``x`` are NaN or infinite; see `buffers.count_nonfinite`."""
 
     def scale(self, x: Any, /, *arguments: Any) -> None:
-        """Do what `buffers.scale` does."""
+        """Multiply ``x`` by a factor in place; see `buffers.scale`."""
 
     def cast(self, x: Any, /, *arguments: Any) -> None:
-        """Do what `buffers.cast` does."""
+        """Write ``x``, converted to another dtype, to an output; see `buffers.cast`."""
 
     def sum_slices(self, slices: Any, /, *arguments: Any) -> None:
-        """Do what `buffers.sum_slices` does."""
+        """Write the sum of the slices, over a divisor, to an output; see `buffers.sum_slices`."""
 
     def quantize(self, x: Any, /, *arguments: Any) -> None:
-        """Do what `blocks.quantize_blocks` does."""
+        """Encode ``x`` into a payload and scales; see `blocks.quantize_blocks`."""
 
     def dequantize(self, payload: Any, /, *arguments: Any) -> None:
-        """Do what `blocks.dequantize_blocks` does."""
+        """Decode a payload and scales into an output; see `blocks.dequantize_blocks`."""
 
 
 class _Rehearsal:

@@ -50,11 +50,13 @@ class BlockCodec:
         self._quantizer: BlockQuantizer = DeviceBlockQuantizer() if quantizer is None else quantizer
 
     def payload_nbytes(self, numel: int) -> int:
-        """Return the number of bytes in the payload of `numel` elements."""
+        """Return the number of bytes in the payload of `numel` elements: one each, for `int4` one for two,
+        rounded up.
+        """
         return (numel + 1) // 2 if self.format == "int4" else numel
 
     def scales_numel(self, numel: int) -> int:
-        """Return the number of float32 scales of `numel` elements."""
+        """Return the number of float32 scales of `numel` elements: one for each block, also an incomplete one."""
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:

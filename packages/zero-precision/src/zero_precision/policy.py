@@ -146,7 +146,9 @@ class PrecisionPolicy:
         return sum(nbytes / (world_size if stage >= sharded else 1) for nbytes, sharded in (*terms, (optimizer, 1)))
 
     def table(self) -> tuple[PolicyRow, ...]:
-        """Return the policy as rows, one per thing that has a dtype."""
+        """Return the policy as rows (thing, name of its dtype, bytes per element, lowest stage that shards it or None),
+        one per thing that has a dtype.
+        """
         master = self.master_dtype if self.has_master else None
         rows = [
             PolicyRow("parameter", dtype_name(self.param_dtype), self.param_dtype.itemsize, 3),

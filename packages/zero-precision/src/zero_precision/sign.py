@@ -34,11 +34,11 @@ class SignCodec:
         self.block = block
 
     def payload_nbytes(self, numel: int) -> int:
-        """Return the number of bytes in the payload of `numel` elements."""
+        """Return the number of bytes in the payload of `numel` elements: a bit each, rounded up."""
         return -(-numel // 8)
 
     def scales_numel(self, numel: int) -> int:
-        """Return the number of float32 scales of `numel` elements."""
+        """Return the number of float32 scales of `numel` elements: one for each block, also an incomplete one."""
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class StoreRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Return whether all of it has ended, successfully or not."""
+        """Return whether all of it has ended, successfully or not; never blocks."""
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:

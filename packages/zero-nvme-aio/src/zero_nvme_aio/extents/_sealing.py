@@ -63,7 +63,7 @@ class GenerationSync:
         write_index(self._folders.index_path(self.generation), self._sealed)
 
     def close(self) -> None:
-        """Close the files; `run` does nothing afterwards."""
+        """Close the files by which the generation was written; `run` does nothing afterwards."""
         with self._lock:
             self._done = True
             for file in self._written.values():

@@ -71,7 +71,9 @@ class Weights(Protocol):
         """
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """End one `borrow`; ``dirty``: the borrower wrote the shard, which must be kept."""
+        """End one `borrow`; ``dirty``: the borrower wrote the shard, which must be kept. The borrower does not use the
+        tensor any more.
+        """
 
 
 @runtime_checkable

@@ -272,7 +272,7 @@ class OffloadedUpdate:
 
         Kinds that are not given stay; if there are none yet, the next step makes the master from the weights, and
         moments start from their initial values. Any floating dtype is converted. ValueError names a state that does not
-        fit; nothing was changed then.
+        fit, ShardError an unknown fragment; nothing was changed then.
         """
         self._check_open()
         found = {self._fragment_named(name): state for name, state in states.items()}

@@ -24,7 +24,7 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 
 def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the addresses of the tensors' first elements."""
+    """Return the memory addresses of the tensors' first elements, valid while they keep their storage."""
     return list(map(_data_ptr, tensors))
 
 
@@ -45,7 +45,7 @@ def adjacent_runs(numbers: Iterable[int], positions: list[int], sizes: list[int]
 
 
 def gradients(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradient of each parameter, or None."""
+    """Return the gradient of each parameter, in order; None for a parameter without one."""
     return [p.grad for p in params]
 
 

@@ -65,7 +65,9 @@ class CPULamb(KernelOptimizer):
         check_range("weight_decay", group["weight_decay"], 0.0)
 
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
-        """Raise as the base class, and ``TypeError`` for a DTensor."""
+        """Raise ``TypeError`` or ``ValueError`` for a device, dtype or strides that are not supported, and
+        ``TypeError`` for a DTensor.
+        """
         super()._check_param(group, position, param)
         if hasattr(param, "to_local"):
             raise TypeError(f"{self._param_name(group, position)}: LAMB needs whole parameters, got a DTensor")

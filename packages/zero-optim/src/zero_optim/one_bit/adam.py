@@ -70,7 +70,9 @@ class OneBitOptimizer(ClosureOptimizer):
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with what `rank_state` returned on this rank; an empty ``state`` resets the error feedback."""
+        """Continue with what `rank_state` returned on this rank, copied; an empty ``state`` resets the error
+        feedback.
+        """
         self._feedback = None
         if state:
             feedback = self._feedback_average()

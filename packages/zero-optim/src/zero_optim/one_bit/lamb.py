@@ -105,7 +105,9 @@ class OneBitLamb(OneBitOptimizer):
             state["exp_avg_sq_fresh"] = state["exp_avg_sq"].clone()
 
     def _apply_frozen(self, group: dict[str, Any], p: torch.Tensor, earlier: torch.Tensor, number: int) -> None:
-        """Apply step ``number`` to ``p`` from its averaged momentum; ``earlier``: the momentum before this step."""
+        """Apply step ``number`` to ``p`` from its averaged momentum, and advance its fresh variance and its factor;
+        ``earlier``: the momentum before this step.
+        """
         state, (beta1, beta2) = self.state[p], group["betas"]
         momentum, fresh = state["exp_avg"].div_(float(state["scaling_coeff"])), state["exp_avg_sq_fresh"]
         gradient = (momentum - earlier * beta1).div_(1.0 - beta1)

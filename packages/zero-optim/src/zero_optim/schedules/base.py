@@ -60,7 +60,9 @@ class Schedule(ABC):
         """Return the learning rate of each param group at `last_batch_iteration`; computed, not written."""
 
     def get_last_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group as last written, or raise `NotSteppedError` before the first."""
+        """Return the learning rate of each param group as last written by this schedule; `NotSteppedError` before the
+        first.
+        """
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__} has not set a learning rate yet: need to call step() first")
         return self._last_lr

@@ -181,7 +181,7 @@ class OneCycle(Schedule):
         return found
 
     def _write_momentum(self, momenta: list[float]) -> None:
-        """Write the first beta of each param group that has betas."""
+        """Write (momentum, 0.99) as the betas of each param group that has some; ``momenta``: one per group."""
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             if "betas" in group:
                 group["betas"] = (momentum, BETA2)
