@@ -34,8 +34,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command with ``arguments``, by default those of this process; return the exit status: 0, 1 if there is no
-    record, 130 after Ctrl-C.
+    """Run the command with ``arguments``, by default those of this process; return the exit status.
+
+    That is 0, 1 with a message if there is no record, or 130 after Ctrl-C.
     """
     args = parser().parse_args(arguments)
     try:
@@ -48,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _live(args: argparse.Namespace) -> int:
+    """Show the run in the terminal until it ends, and return the exit status 0."""
     from .live import live
 
     live(args.record, seconds=args.every)
@@ -55,7 +57,10 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    """Write the page and print its path; with ``--watch`` rewrite it until all ranks have closed their records."""
+    """Write the page, print its path, and return the exit status 0; raises `RecordError` if there is no record.
+
+    With ``--watch`` it is rewritten until all ranks have closed their records.
+    """
     from .page.report import write_report
     from .perfetto import write_perfetto
 

@@ -24,9 +24,11 @@ _WIDTH = 48
 def live(
     record: str | Path, *, seconds: float = 2.0, rounds: int | None = None, console: Console | None = None
 ) -> None:
-    """Show a run in the terminal until it ends or until Ctrl-C; read its record again every ``seconds`` seconds.
+    """Show a run in the terminal until all its ranks have closed their records; read them again every ``seconds``
+    seconds.
 
     Waits for a record that does not exist yet. ``rounds``: how many times to read it at most; None for no limit.
+    ``console``: where to show it, by default standard output.
     """
     shown = console or Console()
     with Live(console=shown, refresh_per_second=4) as display:
@@ -45,9 +47,8 @@ def live(
 
 
 def view(run: Run) -> RenderableType:
-    """Return the terminal view of a run: verdict, step time, loss and throughput as lines of bars, main causes of
-    waiting.
-    """
+    """Return the terminal view of a run, for rich: verdict, step time, loss and throughput as lines of bars, main
+    causes of waiting."""
     found, drawn = totals(run), curves(run)
     judged = analyse(run)
     table = Table.grid(padding=(0, 2))

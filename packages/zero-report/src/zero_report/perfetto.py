@@ -15,9 +15,10 @@ _TRACKS = ("passes", "collectives", "tiers", "units")
 
 
 def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write a trace of the last attempt to ``path``: the steps whose spans all ranks kept, one process per rank. Return
-    the number of spans.
+    """Write a trace of the last attempt to ``path``, replacing the file, and return the number of its events with a
+    duration.
 
+    It has the steps whose spans all ranks kept, one process per rank; a span that was partly waited in is two events.
     Raises `RecordError` if there is no record.
     """
     run = read_run(Path(record))
@@ -34,7 +35,8 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
 
 
 def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
-    """Yield the trace events of an attempt: names of processes and threads, then spans."""
+    """Yield the trace events of an attempt: per rank the names of processes and threads, then the spans of all
+    steps."""
     for rank in attempt.ranks:
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
         for number, track in enumerate(_TRACKS):
@@ -50,8 +52,9 @@ def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
 
 
 def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
-    """Yield the event of a span, and one for the part of it that was waited; ``origin``: Unix microseconds at which the
-    rank's step began.
+    """Yield the event of a span, and one for the part of it that was waited, if any.
+
+    ``origin``: Unix microseconds at which the rank's step began.
     """
     track = 2 * (
         1 if span.kind in COLLECTIVES else 2 if span.kind in TIERS else 3 if span.kind == SpanKind.COMPUTE else 0

@@ -30,7 +30,10 @@ LARGEST_INTEGER = 2**63 - 1
 
 
 def _to_integer(value: Any) -> Any:
-    """Return an integer, or a number without a fraction, as an int; a validator that refuses anything else."""
+    """Return an integer, or a number without a fraction, as an int.
+
+    A pydantic validator: raises PydanticCustomError for anything else, booleans included, and beyond 64 bits.
+    """
     integral = isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
     if isinstance(value, bool) or not integral:
         raise PydanticCustomError("integer", "an integer")
@@ -40,7 +43,10 @@ def _to_integer(value: Any) -> Any:
 
 
 def _to_number(value: Any) -> Any:
-    """Return a real number, infinities included, as a float; a validator that refuses anything else and NaN."""
+    """Return a real number, infinities included, as a float.
+
+    A pydantic validator: raises PydanticCustomError for anything else, booleans and NaN included.
+    """
     try:
         if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
             raise PydanticCustomError("number", "a number")
@@ -50,7 +56,10 @@ def _to_number(value: Any) -> Any:
 
 
 def _to_finite(value: Any) -> Any:
-    """Return a finite real number as a float; a validator that refuses anything else."""
+    """Return a finite real number as a float.
+
+    A pydantic validator: raises PydanticCustomError for anything else.
+    """
     number = _to_number(value)
     if math.isinf(number):
         raise PydanticCustomError("number", "a finite number")
@@ -91,14 +100,14 @@ class FrozenMap(Mapping[str, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """Return plain data with lists as tuples and mappings as `FrozenMap`s, at every depth."""
+    """Return plain data with lists as tuples and mappings as `FrozenMap`s, at every depth; other values as they are."""
     if isinstance(value, Mapping):
         return FrozenMap(value)
     return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
 def thaw(value: Any) -> Any:
-    """Return frozen data as new lists and dicts, at every depth: the inverse of `freeze`."""
+    """Return frozen data as new lists and dicts, at every depth: the inverse of `freeze`. Tuples become lists."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     return [thaw(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -126,12 +135,14 @@ class Section(BaseModel):
 
     @classmethod
     def accepts_auto(cls, key: str) -> bool:
-        """Return whether the value of `key` may be "auto", which is replaced by its default or a derived value."""
+        """Return whether the value of `key`, which is no alias, may be "auto": it is replaced by its default or a
+        derived value."""
         return key in cls.model_fields and (cls.auto_keys is ALL_KEYS or key in cls.auto_keys)
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> type[Section] | None:
-        """Return the section class of the value of `key`; None if the value is no section.
+        """Return the section class of the value of `key`, which is no alias; None if the value is no section or there
+        is no such key.
 
         `siblings`: the object that contains `key`, with the keys and values as written.
         """
@@ -140,16 +151,18 @@ class Section(BaseModel):
     @classmethod
     @functools.cache
     def _child_sections(cls) -> dict[str, type[Section] | None]:
-        """Return the section class of each key's value; None for a value that is no section."""
+        """Return the section class of each key's value, by key; None for a value that is no section. Cached per
+        class."""
         return {key: _section_in(field.annotation) for key, field in cls.model_fields.items()}
 
     @classmethod
     def written_keys(cls) -> list[str]:
-        """Return every key that may be written, aliases last."""
+        """Return every key that may be written in this section, aliases last."""
         return [*cls.model_fields, *cls.aliases]
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return pydantic's JSON Schema of the section, to which "auto" and the aliases are added."""
         described = handler.resolve_ref_schema(handler(schema))
         properties = described.get("properties", {})
         for key in properties:
@@ -170,5 +183,6 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def null_is_default(value: Any) -> Any:
-    """Return an empty section for null (None), anything else as it is: a validator."""
+    """Return an empty dict, which becomes a section of defaults, for None; anything else as it is. A pydantic
+    validator."""
     return {} if value is None else value

@@ -62,10 +62,11 @@ def resolve(
 def resolve_by_rule(
     rule: str, train: int | None, micro: int | None, steps: int | None, world_size: int
 ) -> ResolvedBatch:
-    """Return the sizes at ``world_size`` ranks by the rule of `elastic.batch_size`; raise `ConfigError` if impossible.
+    """Return the sizes at ``world_size`` ranks by ``rule``, the value of `elastic.batch_size`.
 
     `keep_global_batch` keeps train and micro at any number of ranks and derives the accumulation, whatever ``steps``
-    is. `scale` keeps micro and the accumulation (default 1) and derives train.
+    is. `scale` keeps micro and the accumulation (default 1) and derives train, whatever ``train`` is. Raises
+    `ConfigError` when a size that is kept is None, or they do not divide.
     """
     needed = {MICRO: micro} if rule == SCALE else {TRAIN: train, MICRO: micro}
     missing = [name for name, size in needed.items() if size is None]
@@ -78,7 +79,11 @@ def resolve_by_rule(
 
 
 def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Problem:
-    """Return the problem of a train batch that is no multiple of ``other``, one key and its size, times the ranks."""
+    """Return the problem of a train batch that is no multiple of another size times the ranks; it names the nearest
+    multiples.
+
+    ``other``: that size by its key, one item.
+    """
     ((name, value),) = other.items()
     step = value * world_size
     expected = f"expected a multiple of {name} x world size = {value} x {world_size} = {step}"

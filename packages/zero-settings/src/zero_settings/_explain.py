@@ -24,7 +24,11 @@ _PLAIN = {
 
 
 def explain(error: ValidationError, prepared: PreparedSource) -> list[Problem]:
-    """Return one problem per path, with the names that the user wrote, in the order of the keys."""
+    """Return the problems that pydantic's error stands for, one per path, with the names that the user wrote, in the
+    order of the keys.
+
+    ``prepared``: what was validated, which knows those names.
+    """
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
         path = prepared.as_written(_path_of(detail))
@@ -51,7 +55,7 @@ def _path_of(detail: ErrorDetails) -> str:
 
 
 def _problem_of(path: str, detail: ErrorDetails) -> Problem:
-    """Return the problem that one of pydantic's errors stands for; ``path``: as the user wrote it."""
+    """Return the problem that one of pydantic's errors stands for; ``path``: the value's, as the user wrote it."""
     context: dict[str, Any] = detail.get("ctx", {})
     kind, value = detail["type"], detail["input"]
     if kind == "unknown_argument":
@@ -71,7 +75,11 @@ def _problem_of(path: str, detail: ErrorDetails) -> Problem:
 
 
 def _action_for(kind: str, value: Any, choices: list[str], nearest: str | None) -> str:
-    """Return the advice for a value of the wrong kind; empty if there is none."""
+    """Return the advice for a value of the wrong kind; empty if there is none.
+
+    ``kind``: the type of pydantic's error; ``choices``: the valid values, if they can be listed; ``nearest``: the one
+    most similar to ``value``, or None.
+    """
     if nearest is not None or not isinstance(value, str):
         return ""
     if value == "auto":
@@ -87,7 +95,8 @@ def _choices_in(expected: str) -> list[str]:
 
 
 def _nearest(value: str, choices: list[str]) -> str | None:
-    """Return the choice most similar to ``value``, upper and lower case alike; None if none is similar."""
+    """Return the choice most similar to ``value``, upper and lower case alike, in its own spelling; None if none is
+    similar."""
     by_lower = {choice.lower(): choice for choice in reversed(choices)}
     found = difflib.get_close_matches(value.lower(), by_lower, n=1, cutoff=0.5)
     return by_lower[found[0]] if found else None

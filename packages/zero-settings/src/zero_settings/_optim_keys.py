@@ -22,7 +22,11 @@ AnyClass = type[Any]
 
 
 class ClassByName(Section):
-    """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`."""
+    """A class to build, by name, with its arguments: one of `known`, or a class of `torch_module`.
+
+    `params` are checked for the class that `type` names: by its section in `known`, or by the signature of torch's
+    class.
+    """
 
     type: Text
     params: SerializeAsAny[Params] = Params()
@@ -44,11 +48,16 @@ class ClassByName(Section):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return all valid values of `type`."""
+        """Return all valid values of `type`: the names in `known`, then those of torch's classes, sorted."""
         return [*cls.known, *sorted(name for name in vars(cls.torch_module) if cls._torch_class(name) is not None)]
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
+        """Return the section of `params` for the class that `type` in `siblings` names, `TorchParams` if it is not
+        known here.
+
+        None for other keys than `params`.
+        """
         if key != "params":
             return None
         name = siblings.get("type")
@@ -56,7 +65,8 @@ class ClassByName(Section):
 
     @classmethod
     def _torch_class(cls, name: str) -> AnyClass | None:
-        """Return the public class of `torch_module` with this name below `torch_base`; None if there is none."""
+        """Return the public class of `torch_module` with this name that derives from `torch_base`; None if there is
+        none."""
         found = getattr(cls.torch_module, name, None)
         if isinstance(found, type) and issubclass(found, cls.torch_base) and found is not cls.torch_base:
             return None if name.startswith("_") else found
@@ -65,7 +75,8 @@ class ClassByName(Section):
     @field_validator("type")
     @classmethod
     def _canonical_type(cls, name: str) -> str:
-        """Return the canonical name; refuse one that is unknown."""
+        """Return the canonical name; a pydantic validator that raises PydanticCustomError for a name that is
+        unknown."""
         if cls.canonical(name) in cls.known:
             return cls.canonical(name)
         if cls._torch_class(name) is None:
@@ -76,7 +87,10 @@ class ClassByName(Section):
     @field_validator("params", mode="wrap")
     @classmethod
     def _params_for_type(cls, params: Any, handler: Any, info: ValidationInfo) -> Params:
-        """Return the arguments, checked for the class that `type` names; unchecked defaults if `type` was refused."""
+        """Return the arguments, checked for the class that `type` names; defaults if `type` itself was refused.
+
+        A pydantic validator: raises PydanticCustomError or ValidationError for arguments that do not fit.
+        """
         name = info.data.get("type")
         if name is None or isinstance(params, Params):
             return params if isinstance(params, Params) else Params()
@@ -87,7 +101,8 @@ class ClassByName(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_params(cls, data: Any) -> Any:
-        """Add empty `params` where they are missing, so that they are checked for required arguments."""
+        """Return the section's data with empty `params` where they are missing, so that they are checked for required
+        arguments."""
         return {"params": {}, **data} if isinstance(data, dict) else data
 
 
@@ -109,7 +124,8 @@ class OptimizerSection(ClassByName):
 
     @classmethod
     def canonical(cls, name: str) -> str:
-        """Return a known name in lower case, however it is written; any other name as it is."""
+        """Return the name of an optimizer in `OPTIMIZERS` in lower case, however it is written; any other name as it
+        is."""
         return name.lower() if name.lower() in OPTIMIZERS else name
 
 
@@ -179,9 +195,10 @@ class SchedulerSection(ClassByName):
 
 
 def _checked_by_signature(torch_class: type, params: Any, first_argument: str) -> Params:
-    """Return ``params`` if they fit the signature of ``torch_class``; refuse unknown and missing arguments.
+    """Return ``params`` as a section if they fit the signature of ``torch_class``; their values are not checked.
 
-    ``first_argument``: the name of the argument that is not in ``params``.
+    ``first_argument``: the name of the argument that is not in ``params``. Raises PydanticCustomError for what is no
+    dict, and for unknown and missing arguments.
     """
     if not isinstance(params, dict):
         raise PydanticCustomError("object", "an object")

@@ -18,7 +18,8 @@ class Params(Section):
     auto_keys = ALL_KEYS
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments as a new plain dict; null ones are left out, so that the class's defaults apply."""
+        """Return the arguments as a new plain dict; those that are None are left out, so that the class's defaults
+        apply."""
         return {key: value for key, value in self.model_dump().items() if value is not None}
 
 
@@ -129,7 +130,7 @@ class TorchParams(Params):
     @model_validator(mode="before")
     @classmethod
     def _frozen(cls, data: Any) -> Any:
-        """Freeze the values of the arguments, which no field validates."""
+        """Return the arguments with their values frozen (see `freeze`), since no field validates them."""
         return {key: freeze(value) for key, value in data.items()} if isinstance(data, dict) else data
 
     @classmethod

@@ -20,7 +20,10 @@ def _short_dtype_name(value: object) -> object:
 
 
 def _half_dtype_name(value: object) -> object:
-    """Return "fp16" or "bf16" for a name of these dtypes; a validator that refuses anything else."""
+    """Return "fp16" or "bf16" for any name of these dtypes, such as "bfloat16".
+
+    A pydantic validator: raises PydanticCustomError for anything else.
+    """
     name = _short_dtype_name(value)
     if name not in ("fp16", "bf16"):
         raise PydanticCustomError("dtype", "'bfloat16' or 'float16'")

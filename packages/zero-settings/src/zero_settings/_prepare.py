@@ -32,7 +32,11 @@ _CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offloa
 
 @dataclass
 class PreparedSource:
-    """The configuration under canonical keys, and how the user wrote it."""
+    """The configuration under canonical keys, and how the user wrote it.
+
+    Canonical is a key's name in `ConfigFile`, as opposed to its aliases; a canonical path has such names, with dots
+    between.
+    """
 
     data: dict[str, Any] = field(default_factory=dict)
     """The values, nested as in the file; those that were "auto" are left out, or None for a required key."""
@@ -56,9 +60,9 @@ class PreparedSource:
 
 
 def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> PreparedSource:
-    """Return the configuration under canonical keys; raise `ConfigError` with all unknown and removed keys.
+    """Return the configuration under canonical keys; raise `ConfigError` with all unknown, removed and repeated keys.
 
-    ``defaults``: canonical path -> value and reason, for keys that the user did not give.
+    ``defaults``: canonical path -> value and reason, for keys that the user did not give. ``raw`` is not changed.
     """
     prepared = PreparedSource()
     _refuse_removed(raw, prepared)
@@ -95,7 +99,10 @@ def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
 
 
 def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return the file without `REMOVED_KEYS`, and with legacy forms of `zero_optimization` in today's form."""
+    """Return the file without `REMOVED_KEYS`, and with legacy forms of `zero_optimization` in today's form.
+
+    ``raw`` is not changed; notes and problems about what was changed are added to ``prepared``.
+    """
     raw = {key: value for key, value in raw.items() if key not in REMOVED_KEYS}
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
@@ -108,7 +115,10 @@ def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]
 
 
 def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return `zero_optimization` with the deprecated `cpu_offload*` flags as `offload_*` sections; changes ``zero``."""
+    """Return `zero_optimization` with the deprecated `cpu_offload*` flags as `offload_*` sections; changes ``zero``.
+
+    Notes, and problems of flags that are no booleans or contradict the sections, are added to ``prepared``.
+    """
     pinned = zero.pop("cpu_offload_use_pin_memory", None)
     if pinned is not None and not any(zero.get(old) for old in _CPU_OFFLOAD):
         path, expected = "zero_optimization.cpu_offload_use_pin_memory", "expected cpu_offload: true with it"
@@ -135,7 +145,8 @@ def _canonical(
 ) -> dict[str, Any]:
     """Return an object of the file under canonical keys, and record its keys, "auto"s, notes and problems in ``into``.
 
-    ``path``, ``written``: the object's canonical path and the one that the user wrote; empty, or with a dot at the end.
+    ``section``: the class of the object. ``path``, ``written``: the object's canonical path and the one that the user
+    wrote; empty, or with a dot at the end.
     """
     out: dict[str, Any] = {}
     open_ended = section.model_config.get("extra") == "allow"
@@ -163,7 +174,10 @@ def _canonical(
 
 
 def _unknown_key(key: str, path: str, section: type[Section]) -> Problem:
-    """Return the problem of an unknown key of a section, with a similar key or the place of the same key elsewhere."""
+    """Return the problem of an unknown key of a section, with a similar key or the place of the same key elsewhere.
+
+    ``path``: where the user wrote it.
+    """
     if key == "max_grad_norm":
         return Problem(path, "unknown key", "", "gradient_clipping", "clipping is a key of its own, at the top")
     nearest = difflib.get_close_matches(key, section.written_keys(), n=1, cutoff=0.6)

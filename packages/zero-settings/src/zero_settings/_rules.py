@@ -16,7 +16,10 @@ _File = TypeVar("_File", bound=ConfigFile)
 
 
 def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
-    """Return one problem for every combination of keys that is contradictory, or impossible at ``world_size`` ranks."""
+    """Return one problem for every combination of keys that is contradictory, or impossible at ``world_size`` ranks.
+
+    Empty for a sound configuration. Features that are not available and virtual ranks are checked elsewhere.
+    """
     return [
         *_precision_mode_problems(config),
         *_stage_problems(config),
@@ -43,7 +46,8 @@ def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _stage_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of keys that need a ZeRO stage, another key or a directory beside them."""
+    """Return the problems of keys that need a ZeRO stage, another key or a directory beside them: master weights,
+    offload."""
     problems = []
     zero = config.zero_optimization
     for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
@@ -106,7 +110,7 @@ def _one_bit_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _dtype_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of dtypes that do not fit together."""
+    """Return the problems of dtypes that do not fit together: one at most."""
     declared = config.data_types.param_dtype
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
     if mode is not None and declared not in (None, mode):
@@ -175,9 +179,10 @@ def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
 
 
 def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, Any]:
-    """Return canonical path -> value for keys whose value follows from other keys, or from the model's hidden size.
+    """Return path -> value for keys whose value follows from other keys, or from the model's hidden size.
 
-    ``auto``: canonical paths that were "auto"; ``model_hint``: as `hidden_size` takes it.
+    Paths have the names of `ConfigFile`, not aliases. ``auto``: the paths whose value was "auto", of which bucket sizes
+    are derived; ``model_hint``: as `hidden_size` takes it.
     """
     zero = config.zero_optimization
     values: dict[str, Any] = {}
@@ -208,7 +213,7 @@ def _bucket_sizes(hidden: int) -> dict[str, int]:
 def hidden_size(hint: Any) -> int | None:
     """Return the hidden size of a model or its Hugging Face config, the largest of several; None when unknown.
 
-    A number is returned as it is.
+    A number is taken for the hidden size and returned as it is.
     """
     if isinstance(hint, int):
         return hint
@@ -224,14 +229,17 @@ def hidden_size(hint: Any) -> int | None:
 
 
 def with_values(config: _File, values: dict[str, Any]) -> _File:
-    """Return a copy of the configuration with the values at these canonical paths replaced."""
+    """Return a copy of the configuration with the values at these paths replaced, unchecked; ``config`` stays as it is.
+
+    Paths have the names of `ConfigFile`, not aliases, with a dot between sections.
+    """
     for path, value in values.items():
         config = _with_value(config, path.split("."), value)
     return config
 
 
 def _with_value(section: Any, names: list[str], value: Any) -> Any:
-    """Return a copy of the section with the value at the path ``names`` replaced."""
+    """Return a copy of the section with the value at a path inside it, given as ``names``, replaced."""
     head, *rest = names
     new = _with_value(getattr(section, head), rest, value) if rest else value
     return section.model_copy(update={head: new})
@@ -250,7 +258,8 @@ def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
 
 
 def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield the problems of `zero_hpz_partition_size`, where it is more than 1."""
+    """Yield the problems of `zero_hpz_partition_size`, the ranks that share a secondary shard, where it is more than
+    1."""
     size, per_node = config.zero_optimization.zero_hpz_partition_size, config.comm.ranks_per_node
     yield from _divisor_problems(_SECONDARY_SIZE, size, world_size)
     if per_node is not None and per_node % size and world_size % size == 0:
@@ -264,7 +273,7 @@ def _secondary_shard_problems(config: ConfigFile, world_size: int) -> Iterator[P
 
 
 def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield the problems of `mics_shard_size`, where it is not -1."""
+    """Yield the problems of `mics_shard_size`, the ranks of a replica, where it is not -1."""
     zero = config.zero_optimization
     size = zero.mics_shard_size
     if size < 1:
@@ -300,7 +309,11 @@ def virtual_ranks(config: ConfigFile) -> int:
 
 
 def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for each key that is incompatible with virtual ranks or with their number."""
+    """Yield a problem for each key that is incompatible with virtual ranks or with their number; none without virtual
+    ranks.
+
+    ``world_size``: the number of ranks, which must divide that of virtual ranks.
+    """
     ranks = virtual_ranks(config)
     if not ranks:
         return

@@ -41,7 +41,11 @@ _MOST_BYTES = 16 << 20
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or raise `ConfigError` with the place of the error."""
+    """Return the JSON object in a file as plain data.
+
+    Raises `ConfigError` with the place of the error: no readable file, more than 16 MiB, no JSON object, or a repeated
+    key.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -71,7 +75,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _repeated_keys(value: Any, path: str) -> list[Problem]:
-    """Return a problem for each key that an object repeats, at any depth; `path` ends with a dot, or is empty."""
+    """Return a problem for each key that an object repeats, at any depth; ``path``: where it is, with a dot at the end
+    or empty."""
     problems = []
     if isinstance(value, _JsonObject):
         action = "JSON keeps only the last: remove the others"
@@ -85,7 +90,10 @@ def _repeated_keys(value: Any, path: str) -> list[Problem]:
 
 
 def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """Return a mapping as a dict of plain data; `ConfigError` for a key that is no string. `path`: ends with a dot."""
+    """Return a mapping as a dict of plain data; raises `ConfigError` for a key that is no string.
+
+    ``path``: where it is, with a dot at the end, or empty, for errors.
+    """
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(Problem(path[:-1] or "config", "expected keys that are strings", f"the key {show(key)}"))
@@ -93,7 +101,10 @@ def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value as plain data; `path`: where it is, with a dot at the end, for errors."""
+    """Return a value as plain data: dicts, lists, and paths as strings; anything else as it is.
+
+    ``path``: where it is, with a dot at the end, for errors. Raises `ConfigError` for a key that is no string.
+    """
     if isinstance(value, Mapping):
         return _plain_mapping(value, path)
     if isinstance(value, (list, tuple)):

@@ -21,10 +21,12 @@ from zero_settings._base import (
 
 
 def _capitalised(value: Any) -> Any:
+    """Return a string with its first letter upper case and the others lower case; anything else as it is."""
     return value.capitalize() if isinstance(value, str) else value
 
 
 def _upper(value: Any) -> Any:
+    """Return a string in upper case; anything else as it is."""
     return value.upper() if isinstance(value, str) else value
 
 

@@ -25,14 +25,21 @@ SMALLEST_GROUP, LARGEST_GROUP = 1 << 12, 1 << 23  # elements of an offloaded upd
 
 
 def _stage(value: Any) -> Any:
-    """Return a ZeRO stage as an int; a validator that refuses anything else."""
+    """Return a ZeRO stage as an int.
+
+    A pydantic validator: raises PydanticCustomError for anything but 0, 1, 2 and 3.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("stage", "a ZeRO stage: 0, 1, 2 or 3")
     return int(value)
 
 
 def _folders(value: Any) -> Any:
-    """Return one directory or a list of them as a tuple; a validator that refuses anything else."""
+    """Return one directory or a list of them as a tuple of paths.
+
+    A pydantic validator: raises PydanticCustomError for anything else, an empty list and a path that begins with `~`.
+    Whether they exist is not checked.
+    """
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(folder, str) and folder for folder in found):
         raise PydanticCustomError("folders", "a directory, or a list of directories")

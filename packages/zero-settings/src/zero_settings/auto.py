@@ -33,10 +33,12 @@ def resolve_auto(
     """Return a copy of ``config`` (a dict, or the path of a JSON file) with every "auto" replaced by a value.
 
     ``model``: the model, its Hugging Face config, or the hidden size h; ``reduce_bucket_size`` is h², the prefetch
-    bucket int(0.9 h²), the persistence threshold 10 h (elements). ``warmup_steps`` becomes at least 1; a warmup rises
-    from 0 to ``learning_rate``; ``train_batch_size`` is micro x accumulation x world size. Offload is switched off. A
-    value that is not "auto" stays, and ``train_batch_size`` follows from the values in the file. Raises `ConfigError`
-    with every "auto" for which no argument was given.
+    bucket int(0.9 h²), the persistence threshold 10 h (elements). The other arguments are the values of the keys that
+    they name; None leaves an "auto" of that key unanswered. ``warmup_steps`` becomes at least 1; a warmup rises from 0
+    to ``learning_rate``; ``train_batch_size`` is micro x accumulation x ``world_size``. Offload is switched off.
+    ``precision`` and ``stage`` fill `fp16.enabled`, `bf16.enabled` and `zero_optimization.stage`. A value that is not
+    "auto" stays, and ``train_batch_size`` follows from the values in the file. Raises `ConfigError` with every "auto"
+    for which no argument was given, and for a file that cannot be read.
     """
     filled: dict[str, Any] = copy.deepcopy(read(config))
     answers: dict[str, tuple[Any, str]] = {
@@ -103,6 +105,7 @@ def _auto_values(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict
 
 
 def _unfilled(path: str, argument: str) -> Problem:
-    """Return the problem of an "auto" that ``argument`` of `resolve_auto` would fill, or nothing if it is empty."""
+    """Return the problem of an "auto" that nothing filled; ``argument`` of `resolve_auto` would, none if it is
+    empty."""
     action = f"pass {argument}=… to resolve_auto, or write the value" if argument else "write the value"
     return Problem(path, "expected a value that can be filled in", show(_AUTO), action=action)

@@ -20,9 +20,10 @@ what "auto" became. Exit status 1, with every problem by its path, for a file th
 
 
 def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add `config check` and `config schema` to the commands of a parser, and return the parser of `config`.
+    """Add `config check` and `config schema` to ``subparsers``, the commands of a parser, and return the parser of
+    `config`.
 
-    The parsed namespace's `run(namespace)` returns the exit status.
+    The parsed namespace's `run(namespace)` runs the chosen one and returns the exit status.
     """
     parser = subparsers.add_parser("config", help="check a configuration file, or print the schema of one")
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="command")
@@ -42,7 +43,7 @@ def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
-    """Print what a configuration resolves to, or its problems; return the exit status."""
+    """Print what a configuration resolves to, as a table or JSON, or its problems; return the exit status, 0 or 1."""
     from .config import Config
     from .errors import ConfigError
 
@@ -59,7 +60,7 @@ def _run_check(arguments: argparse.Namespace) -> int:
 
 
 def _run_schema(_arguments: argparse.Namespace) -> int:
-    """Print the JSON Schema; return the exit status."""
+    """Print the JSON Schema of a configuration file; return the exit status 0."""
     from .config import Config
 
     print(json.dumps(Config.json_schema(), indent=2))
@@ -67,7 +68,11 @@ def _run_schema(_arguments: argparse.Namespace) -> int:
 
 
 def _print_table(config: Config, file: str, *, defaults: bool) -> None:
-    """Print one row per value. If the output is not a terminal, every row is one line, however long."""
+    """Print one row per value of ``config``, read from ``file``; without ``defaults``, only values that are no
+    defaults.
+
+    If the output is not a terminal, every row is one line, however long.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -86,7 +91,7 @@ def _print_table(config: Config, file: str, *, defaults: bool) -> None:
 
 
 def _rank_count(text: str) -> int:
-    """Return a number of ranks, 1 or more, from an argument's text."""
+    """Return a number of ranks, 1 or more, from an argument's text; raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected the number of ranks, an integer >= 1, got {text!r}")
     return int(text)

@@ -35,9 +35,11 @@ _PATHS = (
 
 
 class ReportRow(NamedTuple):
-    """One value of a configuration: its path, the value, its origin, and a remark (or nothing).
+    """One value of a configuration: its path, the value as plain data, its origin, and a remark (empty where there is
+    none).
 
-    `provenance` is `user`, `default`, `dialect` (see `Config.load`), `derived`, `auto->default` or `auto->derived`.
+    `provenance` is `user` (written in the file), `default`, `dialect` (a default that `Config.load` was given),
+    `derived` (follows from other values), or `auto->default` or `auto->derived` (the file says "auto").
     """
 
     path: str
@@ -74,10 +76,13 @@ class Config(ConfigFile):
         """Read, check and resolve a configuration.
 
         Args:
-            source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`).
+            source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`). It is not
+                changed.
             world_size: the number of ranks, each with samples of its own.
             model_hint: the model, its Hugging Face config, or a hidden size; fills bucket sizes that are "auto".
-            defaults: path -> value and reason, for keys that have another default in the dialect of ``source``.
+                Without a known hidden size they keep their defaults.
+            defaults: path -> value and reason, for keys that the file leaves out and that have another default in the
+                dialect, the library for which the file was written. Paths have the names of `ConfigFile`, not aliases.
 
         Raises `ConfigError`. Checks run in phases: the file, the keys, the values, the rules between values, features
         that are not available; the error has all problems of the first phase that finds any.
@@ -104,7 +109,7 @@ class Config(ConfigFile):
 
     @property
     def raw(self) -> dict[str, Any]:
-        """Return the configuration as the user wrote it, as a new dict."""
+        """Return the configuration as it was read, before aliases, "auto" and defaults were resolved, as a new dict."""
         return copy.deepcopy(self._raw)
 
     @property
@@ -123,7 +128,8 @@ class Config(ConfigFile):
         return plain
 
     def with_absolute_paths(self) -> Config:
-        """Return a copy whose files and folders are absolute; relative ones start at the current directory."""
+        """Return a copy in which the paths of files and folders are absolute; relative ones start at the current
+        directory."""
         values = dict(leaves(self))
         given = {path: values[path] for path in _PATHS if values[path]}
         absolute = {
@@ -133,11 +139,15 @@ class Config(ConfigFile):
         return _rules.with_values(self, absolute)
 
     def provenance(self, path: str) -> str:
-        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`; `KeyError` if absent."""
+        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`; raises KeyError if there
+        is none."""
         return self._provenance[path]
 
     def report(self, *, defaults: bool = True) -> tuple[ReportRow, ...]:
-        """Return one row per value, in the order of the keys; without `defaults`, no rows whose origin is `default`."""
+        """Return one row per value, in the order of the keys; without `defaults`, no rows whose origin is `default`.
+
+        Sections are flattened: a row's path is that of a value, such as `fp16.enabled`.
+        """
         shown = (leaf for leaf in leaves(self) if defaults or self._provenance[leaf[0]] != "default")
         return tuple(self._row(path, value) for path, value in shown)
 
@@ -147,7 +157,7 @@ class Config(ConfigFile):
         return ConfigFile.model_json_schema()
 
     def _row(self, path: str, value: Any) -> ReportRow:
-        """Return the row of one value, with the notes about it."""
+        """Return the row of the value at a path, with the notes about it."""
         provenance = self._provenance[path]
         given = provenance in ("user", "dialect", "auto->derived", "auto->default")
         notes = [self._notes[place] for place in _prefixes(path) if place in self._notes and given]
@@ -158,13 +168,16 @@ class Config(ConfigFile):
 
 
 def _prefixes(path: str) -> list[str]:
-    """Return the path's sections from the top, and the path itself last."""
+    """Return the paths of the sections that a path lies in, from the top, and the path itself last."""
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) -> dict[str, int]:
-    """Return key -> value of the batch sizes that differ from the file: missing ones, and those that a rule derives."""
+    """Return key -> value of the batch sizes that differ from the file: missing ones, and those that a rule derives.
+
+    Raises `ConfigError` when the given ones contradict each other.
+    """
     given: dict[str, int | None] = {name: getattr(file, name) for name in (_batch.TRAIN, _batch.MICRO, _batch.STEPS)}
     any_auto = bool({_batch.TRAIN, _batch.MICRO} & prepared.auto)
     train, micro, steps = given.values()
@@ -178,7 +191,7 @@ def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) ->
 
 
 def _provenance(config: Config, prepared: PreparedSource, derived: dict[str, Any]) -> dict[str, str]:
-    """Return path -> origin (see `ReportRow`) of every value; ``derived``: the values that were derived, by path."""
+    """Return path -> origin (see `ReportRow`) of every value; ``derived`` has the values that were derived, by path."""
     found = {}
     for path, _ in leaves(config):
         auto = path in prepared.auto

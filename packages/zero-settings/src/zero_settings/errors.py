@@ -13,7 +13,7 @@ _MOST_CHARACTERS, _MOST_LINES = 300, 50
 class Problem:
     """One problem of a configuration: its path, what was expected, what came, a similar valid value, and advice.
 
-    ``got`` and ``action`` are empty, ``nearest`` is None where there is nothing to say.
+    ``got`` and ``action`` are empty, ``nearest`` is None where there is nothing to say. Its text is one line.
     """
 
     path: str
@@ -48,11 +48,12 @@ class ConfigError(ValueError):
         super().__init__(lines[0] if len(lines) == 1 else "\n".join((f"{len(problems)} problems:", *lines)))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[Problem, ...]]:
+        """Return what pickle needs to build the error again from its problems."""
         return type(self), self.problems
 
 
 def show(value: Any) -> str:
-    """Return a value as text of about 80 characters at most, for a message; strings are marked as such."""
+    """Return a value's `repr` as text of about 80 characters at most, for a message; strings are marked as such."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or a list of lists of lists

@@ -25,19 +25,19 @@ def is_given(value: Any) -> bool:
 
 
 def is_above(limit: float) -> Predicate:
-    """Return a predicate: a value is a number above `limit`."""
+    """Return a predicate that tells whether a value is a number above `limit`."""
     return lambda value: isinstance(value, (int, float)) and value > limit
 
 
 def is_not(*inert: Any) -> Predicate:
-    """Return a predicate: a value is none of `inert`."""
+    """Return a predicate that tells whether a value is none of `inert`, the values without effect."""
     return lambda value: value not in inert
 
 
 class Refusal(NamedTuple):
     """A key of a feature that is not available: refused where `when(value)` is true, without effect otherwise.
 
-    `instead`: what the error tells the user to do.
+    `feature`: its name for the error; `instead`: what the error tells the user to do.
     """
 
     path: str
@@ -161,7 +161,11 @@ _CODECS = {
 
 
 def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every key, sections inside flattened; `path`: of the section, with a dot at the end."""
+    """Yield (path, value) of every key in a section, those of sections inside with their path; these sections
+    themselves are no leaves.
+
+    `path`: of the section, with a dot at the end; empty at the top.
+    """
     for name, value in section:
         if isinstance(value, Section):
             yield from leaves(value, f"{path}{name}.")
@@ -187,7 +191,8 @@ def refusals(config: Section) -> list[Problem]:
 
 
 def no_effect(config: Section, path: str) -> str:
-    """Return the reason why the value at `path` has no effect, or not the one written; empty if it has its effect."""
+    """Return why the value at `path` has no effect, or not the one written, as text for the report; empty if it has its
+    effect."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
     if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:
@@ -235,6 +240,6 @@ def _has_bf16_moments_on_device(config: Section) -> bool:
 
 
 def _offload_devices(config: Section) -> set[Any]:
-    """Return the values of `device` of all offload sections."""
+    """Return the values of `device` of the three offload sections, such as "nvme"."""
     paths = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer", "offload.activations")
     return {lookup(config, f"{path}.device") for path in paths}

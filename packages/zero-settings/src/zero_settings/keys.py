@@ -131,7 +131,8 @@ class ConfigFile(Section):
 def known_keys(section: str, *, aliases: bool = True) -> list[str]:
     """Return the keys that may be written in a section of the file, such as ``"fp16"``, or with ``""`` at its top.
 
-    ``aliases``: include their other names. Raises KeyError if there is no such section.
+    ``section`` is a key at the top; sections inside others have no name here. ``aliases``: include their other names.
+    Raises KeyError if there is no such section.
     """
     kind = ConfigFile.section_of(section, {}) if section else ConfigFile
     if kind is None:

@@ -27,13 +27,14 @@ def precision_policy(config: ConfigFile) -> PrecisionPolicy:
 
     fp16 and bf16 keep float32 masters, states and accumulation unless `*_master_weights_and_grads` says otherwise;
     without them all is float32, or float64 with `data_types.param_dtype: "fp64"`. Where no key names a dtype, a float64
-    parameter of the model stays float64 (`PartitionOptions.keeps_float64`).
+    parameter of the model stays float64 (`PartitionOptions.keeps_float64`). A `Config` is checked already; for a
+    `ConfigFile` raises `PrecisionError` for dtypes that do not fit together.
     """
     return build_policy(config)
 
 
 def build_policy(config: ConfigFile) -> PrecisionPolicy:
-    """Return the policy as `precision_policy`; raise `PrecisionError` for dtypes that do not fit together."""
+    """Return the policy as `precision_policy` does; raise `PrecisionError` for dtypes that do not fit together."""
     types = config.data_types
     overrides: dict[str, Any] = {}
     if types.grad_accum_dtype is not None:
@@ -62,9 +63,11 @@ def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
 
 
 def loss_scale(config: ConfigFile) -> LossScale:
-    """Return the loss scale: dynamic for float16 unless `fp16.loss_scale` is a constant, none for other dtypes.
+    """Return the loss scale: dynamic for float16 unless `fp16.loss_scale` is a constant, `NoLossScale` for other
+    dtypes.
 
-    float16 under torch_autocast needs one too, and takes its settings from the fp16 section.
+    float16 under torch_autocast needs one too, and takes its settings from the fp16 section. Raises `PrecisionError`
+    for settings that do not fit together.
     """
     fp16 = config.fp16
     if not (fp16.enabled or (config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16")):
@@ -90,7 +93,10 @@ def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
 
 
 def _module_class(index: int, name: str) -> type[nn.Module]:
-    """Return the module class with this full name; ``index``: its place in the list, for the `ConfigError`."""
+    """Return the module class with this full name, importing its module.
+
+    ``index``: its place in the list, for the `ConfigError` that is raised when there is none.
+    """
     path = f"torch_autocast.lower_precision_safe_modules[{index}]"
     expected, action = "expected the full name of a module class", 'for example "torch.nn.Linear"'
     try:

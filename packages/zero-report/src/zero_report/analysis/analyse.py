@@ -22,7 +22,8 @@ class Analysis:
 
 
 def analyse(run: Run) -> Analysis:
-    """Analyse the last attempt of a run: find the causes of its waits, add up transfers and units, and judge it."""
+    """Analyse a sample of the last attempt's steps: find the causes of waits, add up transfers and units, and judge the
+    run."""
     causes, links, units = CauseSums(), LinkSums(), AllUnits()
     for step in chosen_steps(run.last):
         blocks = {r: block for r, record in run.last.ranks.items() if (block := record.block(step)) is not None}

@@ -1,4 +1,7 @@
-"""Lost time by cause: the share of the step that each cause took, and the longest single waits."""
+"""Lost time by cause: the share of the step that each cause took, and the longest single waits.
+
+A cause and a loss are those of `waiting.py`: a loss is time that a rank waited, its cause what it waited for.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,8 @@ class Causes:
 def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
     """Return the steps to analyse: at most ``most``, evenly spread over the ended steps whose spans all ranks kept.
 
-    Steps 1 and 2 are warm-up; they are chosen only if there are no others.
+    Fewer if their spans would be more than about 300,000. Steps 1 and 2 are warm-up; they are chosen only if there are
+    no others. Empty if no step has ended.
     """
     steps = attempt.steps()
     if steps and any(record.is_open(steps[-1]) for record in attempt.ranks.values()):
@@ -104,7 +108,7 @@ class CauseSums:
                 heapq.heapreplace(self._longest, (loss.us, -self._losses_added, loss))
 
     def result(self) -> Causes:
-        """Return the causes of all steps so far."""
+        """Return the time lost in all steps so far, by cause."""
         by_rank = [_share(*key, by, self._total, self._names[key]) for key, by in self._lost.items()]
         return Causes(
             self._steps,
@@ -136,7 +140,11 @@ def _shares_by_kind(
 
 
 def _share(kind: CauseKind, rank: int, by: dict[int, float], total: dict[int, float], names: dict[str, float]) -> Share:
-    """Return the share of one cause; ``by``: seconds lost by each rank, ``total``: seconds of the steps by rank."""
+    """Return the share of one kind of cause by one rank, or -1 for all.
+
+    ``by``: seconds lost by each rank, ``total``: seconds of the steps by rank, ``names``: seconds by what was waited
+    for.
+    """
     loser = max(by, key=lambda r: by[r] / (total[r] or 1))
     return Share(kind, rank, by[loser] / (total[loser] or 1), loser, sum(by.values()), dict(names))
 
@@ -147,11 +155,12 @@ def _waited_for(loss: Loss) -> str:
 
 
 def _largest_first(shares: Sequence[Share]) -> list[Share]:
+    """Return the shares sorted by the share of the step that was lost, the largest first."""
     return sorted(shares, key=lambda share: -share.share)
 
 
 def cause_text(cause: Cause) -> str:
-    """Return a cause in words."""
+    """Return a cause in words, such as "the data loader of rank 3"."""
     if cause.kind == "data":
         return f"the data loader of rank {cause.rank}"
     if cause.kind == "tier":

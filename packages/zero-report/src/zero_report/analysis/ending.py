@@ -37,8 +37,9 @@ class End:
 
 
 def describe_end(run: Run) -> End:
-    """Return how the run's last attempt ended: from the launcher's report if there is one, else from the ranks'
-    records; or that it goes on.
+    """Return how the run's last attempt ended, or that it goes on.
+
+    The launcher's report counts if there is one, else the ranks' records, and the time since they last wrote.
     """
     attempt = run.last
     if run.failure is None:
@@ -53,7 +54,10 @@ def describe_end(run: Run) -> End:
 
 
 def describe_attempt_end(attempt: Attempt, *, over: bool = True) -> End:
-    """Return how one attempt ended, from its ranks' records alone; ``over``: it certainly has ended."""
+    """Return how one attempt ended, from its ranks' records alone.
+
+    ``over``: it certainly has ended; otherwise ranks that wrote a few seconds ago count as alive.
+    """
     notes = [(note, rank) for rank, record in attempt.ranks.items() for note in record.notes]
     failures = sorted(
         (bool(note.get("follows")), float(note["at"]), rank, str(note.get("text", "")))
@@ -73,9 +77,8 @@ def describe_attempt_end(attempt: Attempt, *, over: bool = True) -> End:
 
 
 def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return the end for ranks that have not closed their records: stopped if one has not written for a while, else
-    hanging or going on.
-    """
+    """Return the end for ranks that have not closed their records: stopped if one has not written for 5 s, else hanging
+    or going on."""
     if time.time() - min(record.last_written_at() for record in unfinished) >= _ALIVE_SECONDS:
         return _describe_stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
@@ -116,12 +119,16 @@ def _hang_sentence(attempt: Attempt, ended: Sequence[RankRecord]) -> str:
 
 
 def _is_hanging(block: Block, usual: float) -> bool:
-    """Return whether a step has lasted so long that it hangs; ``usual``: seconds of a median step, 0 if not known."""
+    """Return whether a step has lasted more than ten times ``usual``, and more than 10 s, and so hangs.
+
+    ``usual``: seconds of a median step; 0 if it is not known, and then no step hangs.
+    """
     return bool(usual) and block.us / 1e6 > _HANG_FACTOR * max(1.0, usual)
 
 
 def _duration_text(block: Block, usual: float) -> str:
-    """Return how long a step lasted, in seconds and as a multiple of ``usual``, the median step."""
+    """Return how long a step lasted as text, in seconds and as a multiple of ``usual``, the seconds of a median
+    step."""
     return f"{block.us / 1e6:.0f} s, {block.us / 1e6 / usual:,.0f} times the usual,"
 
 
@@ -174,13 +181,13 @@ def _last_call(record: RankRecord) -> str:
 
 
 def _median_step_seconds(record: RankRecord) -> float:
-    """Return the median seconds of a step over the table's rows; 0 if there are none."""
+    """Return the median over the table's rows of their seconds per step; 0 if there are none."""
     table = record.table
     return float(np.median(table["seconds"] / table["steps"])) if len(table["first"]) else 0.0
 
 
 def _last_place(record: RankRecord) -> str:
-    """Return the step that a rank was in, or had ended, when it last wrote, as "in step 3" or "after step 2"."""
+    """Return where a rank was when it last wrote: "in step 3", "after step 2" or "before a step was over"."""
     block = record.open_block()
     if block is not None:
         return f"in step {block.step}"

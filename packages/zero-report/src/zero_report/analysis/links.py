@@ -14,9 +14,11 @@ _DRIVE = "drive, "
 
 @dataclass
 class Link:
-    """One kind of transfer over all ranks. ``busy``: seconds in which a rank had one under way, summed over ranks;
-    ``waited``: seconds in which it only waited; ``peak``: bytes per second of one rank; ``source``: where the peak is
-    from; ``folder``: of a drive's files, as configured, else empty.
+    """One kind of transfer over all ranks, of ``nbytes`` bytes in all.
+
+    ``busy``: seconds in which a rank had one under way, summed over ranks; ``waited``: seconds in which it only waited;
+    ``peak``: bytes per second of one rank, 0 if not known; ``source``: where the peak is from; ``folder``: of a drive's
+    files, as configured, else empty.
     """
 
     name: str
@@ -50,12 +52,12 @@ class LinkSums:
         self._links: dict[str, Link] = {}
 
     def add(self, blocks: Mapping[int, Block]) -> None:
-        """Add the transfers of one step; ``blocks`` by rank."""
+        """Add the transfers of one step; ``blocks``: the step's spans by rank."""
         for block in blocks.values():
             _add_transfers(self._links, block)
 
     def result(self, notes: Iterable[Mapping[str, Any]], folder: str) -> list[Link]:
-        """Return the links, the busiest first. ``folder``: of the drives' files, as text.
+        """Return the links, the busiest first. ``notes``: of all ranks; ``folder``: of the drives' files, as text.
 
         The peak is that of a note (``"note": "peak"`` with ``link`` and ``bytes_per_second``), else that of the fastest
         rank and step.
@@ -71,7 +73,7 @@ class LinkSums:
 
 
 def _add_transfers(links: dict[str, Link], block: Block) -> None:
-    """Add one rank's transfers in one step to ``links``."""
+    """Add the transfers in ``block``, one rank's step, to ``links`` by name; new links are added."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for span in block.spans:
         if (span.nbytes or span.waited) and (span.kind in COLLECTIVES or span.kind in TIERS):
@@ -89,7 +91,8 @@ def _add_transfers(links: dict[str, Link], block: Block) -> None:
 
 
 def link_name(kind: int, name: str) -> str:
-    """Return the link of a transfer: for tiers the text before the colon, for collectives their phase."""
+    """Return the name of a transfer's link: for tiers the text before the colon of the span's ``name``, for collectives
+    their kind."""
     return name.partition(":")[0] if kind in TIERS else SpanKind(kind).name.lower()
 
 

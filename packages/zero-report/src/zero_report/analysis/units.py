@@ -53,7 +53,7 @@ class AllUnits:
         self._found: dict[str, UnitSums] = {}
 
     def add(self, blocks: Mapping[int, Block]) -> None:
-        """Add the spans of one step; ``blocks`` by rank."""
+        """Add the spans of one step; ``blocks``: the step's spans by rank."""
         for block in blocks.values():
             for span in block.spans:
                 if span.kind == SpanKind.COMPUTE:
@@ -67,7 +67,7 @@ class AllUnits:
                     unit.waited += span.waited / 1e6
 
     def result(self) -> list[UnitSums]:
-        """Return the totals."""
+        """Return the totals, in the order in which the units first appeared."""
         return list(self._found.values())
 
     def _sums_of(self, name: str) -> UnitSums:

@@ -31,7 +31,10 @@ class Verdict:
 
 
 def judge_run(run: Run, causes: Causes, links: list[Link]) -> Verdict:
-    """Return the verdict about a run: its largest cause of lost time, and how it ended."""
+    """Return the verdict about a run: its largest cause of lost time, and how it ended.
+
+    ``causes`` and ``links`` are the analysis of its last attempt. A cause below 5 % of the step is not named.
+    """
     end = describe_end(run)
     ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
@@ -56,7 +59,8 @@ def _skipped_sentence(run: Run) -> str:
 
 
 def _data_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
-    """Return the verdict on waits for data; ``share``: of the kind "data", over all ranks."""
+    """Return the verdict on waits for data; ``share``: of the kind "data", over all ranks; ``causes``: all, to name a
+    rank."""
     one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for their data, between passes: {_percent(share.share)} of the step."
@@ -65,7 +69,7 @@ def _data_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
 
 
 def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
-    """Return the verdict on ranks that wait for a slower rank."""
+    """Return the verdict on ranks that wait for a slower rank; ``share``: of the kind "rank", over all ranks."""
     one = _main_rank(share, causes)
     if one is None:
         return f"The ranks wait for one another, and no single rank is slow: {_percent(share.share)} of the step."
@@ -79,7 +83,10 @@ def _rank_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
 
 
 def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
-    """Return the verdict on waits for tiers, with the link most waited for, its transfers and its speed."""
+    """Return the verdict on waits for tiers, with the link most waited for, its transfers and its speed.
+
+    ``share``: of the kind "tier", over all ranks.
+    """
     one = _main_rank(share, causes)
     chosen = one or share
     by_link: dict[str, float] = {}
@@ -102,7 +109,10 @@ def _tier_sentence(share: Share, causes: Causes, links: list[Link]) -> str:
 
 
 def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:
-    """Return the verdict on waits for messages under way, with the speed of the link most waited for."""
+    """Return the verdict on waits for messages under way, with the speed of the link most waited for.
+
+    ``share``: of the kind "link", over all ranks.
+    """
     worst = max(share.names, key=lambda name: share.names[name])
     found = max(links, key=lambda link: link.waited, default=None)
     speed = ""
@@ -112,7 +122,7 @@ def _link_sentence(share: Share, _causes: Causes, links: list[Link]) -> str:
 
 
 def _save_sentence(share: Share, causes: Causes, _links: list[Link]) -> str:
-    """Return the verdict on checkpoints that block the run."""
+    """Return the verdict on checkpoints that block the run; ``share``: of the kind "save", over all ranks."""
     return f"Checkpoints block the run: {_percent(share.share)} of the steps looked at."
 
 
@@ -127,7 +137,9 @@ _SENTENCES = {
 
 
 def _main_rank(share: Share, causes: Causes) -> Share | None:
-    """Return the share of the one rank that causes at least 60 % of the seconds that were lost by one kind of cause;
+    """Return the share of the one rank that causes at least 60 % of the seconds in ``share``, of one kind over all
+    ranks.
+
     None if no rank does.
     """
     candidates = causes.of_kind(share.kind)
@@ -135,16 +147,17 @@ def _main_rank(share: Share, causes: Causes) -> Share | None:
 
 
 def _range_text(things: list[str]) -> str:
-    """Return the first and the last of ``things`` as text; empty if there are none."""
+    """Return the first and the last of ``things``, which are sorted, as text; empty if there are none."""
     if not things or things == [""]:
         return ""
     return things[0] if len(things) == 1 else f"{things[0]} to {things[-1]}"
 
 
 def _natural_key(text: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts layers.10 behind layers.9."""
+    """Return a sort key that puts layers.10 behind layers.9; parts between periods are compared one by one."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in text.split(".")]
 
 
 def _percent(share: float) -> str:
+    """Return a share, 0 to 1, as a whole percentage."""
     return f"{100 * share:.0f} %"

@@ -50,10 +50,10 @@ class _Idle(NamedTuple):
 
 
 class _RankStep:
-    """One rank in one step: when it started its collectives and when it waited, in microseconds since ``origin`` (Unix
-    seconds).
+    """One rank in one step: when it started its collectives and when it waited, in microseconds since ``origin``.
 
-    A collective's key is (kind, name, how many of this kind and name came before); it is the same on all ranks.
+    ``block`` has the step's spans; ``origin`` is in Unix seconds, the same for all ranks. A collective's key is (kind,
+    name, how many of this kind and name came before); it is the same on all ranks.
 
     Attributes:
         starts: start of each collective, by key. keys: key of each collective's span. idle: waits, by begin.
@@ -83,7 +83,9 @@ class _RankStep:
 
     def activities(self, begin: float, end: float) -> Iterator[tuple[float, float, Span | None]]:
         """Yield the rank's activities from ``begin`` to ``end`` as (begin, end, span that it waited in), in order and
-        without gaps; the span is None while the rank computed.
+        without gaps.
+
+        Times are in microseconds since the origin; the span is None while the rank computed.
         """
         at = begin
         for item in self.idle[max(0, bisect_right(self._begins, begin) - 1) :]:
@@ -100,7 +102,8 @@ class _RankStep:
             yield at, end, None
 
     def phase_at(self, moment: float) -> str:
-        """Return the phase of the step at a time: "forward", "backward", "update" or "between passes"."""
+        """Return the phase of the step at ``moment``, microseconds since the origin: "forward", "backward", "update" or
+        "between passes"."""
         inside = moment - self.offset
         for span in self._phases:
             if span.begin <= inside <= span.end:
@@ -109,13 +112,16 @@ class _RankStep:
 
 
 def losses(step: int, blocks: Mapping[int, Block]) -> Iterator[Loss]:
-    """Yield the losses of all ranks in one step, which add up to the time they waited; ``blocks``: spans by rank."""
+    """Yield the losses of all ranks in one step, which add up to the time they waited; none without spans.
+
+    ``blocks``: the step's spans by rank. A wait of several causes is several losses.
+    """
     if blocks:
         yield from _StepWaits(step, blocks).losses()
 
 
 class _StepWaits:
-    """The waits of all ranks in one step.
+    """The waits of all ranks in one step; ``blocks``: the step's spans by rank, at least one.
 
     Attributes:
         last: start and rank of each collective's last rank, by the collective's key.
@@ -140,9 +146,10 @@ class _StepWaits:
     def _causes_of_wait(
         self, rank: int, span: Span, begin: float, end: float, depth: int
     ) -> Iterator[tuple[Cause, float]]:
-        """Yield the causes, with microseconds, of the wait of ``rank`` in ``span`` from ``begin`` to ``end``.
+        """Yield the causes, with microseconds, of the wait of ``rank`` in ``span`` from ``begin`` to ``end`` (see
+        [Note: tracing a wait]).
 
-        ``depth``: how many more collectives may be traced.
+        Times are in microseconds since the step's origin. ``depth``: how many more collectives may be traced.
         """
         if span.kind == SpanKind.DATA:
             yield Cause("data", rank, span.name), end - begin
@@ -160,8 +167,9 @@ class _StepWaits:
                 yield Cause("link", -1, SpanKind(span.kind).name.lower()), end - max(begin, until)
 
     def _causes_in_rank(self, rank: int, begin: float, end: float, depth: int) -> Iterator[tuple[Cause, float]]:
-        """Yield the causes, with microseconds, for which ``rank`` kept others waiting from ``begin`` to ``end``: its
-        own waits, traced further, and its computation.
+        """Yield the causes, with microseconds, for which ``rank`` kept others waiting from ``begin`` to ``end``.
+
+        They are its own waits, each traced further while ``depth`` is not 0, and its computation.
         """
         rank_step = self.ranks[rank]
         for piece_begin, piece_end, span in rank_step.activities(begin, end):

@@ -27,10 +27,10 @@ _PER_STEP = (
 
 
 def comparison(run: Run, other: Run, other_sentence: str) -> dict[str, Any]:
-    """Return the page's data about ``other`` beside ``run``: differences of the configurations, figures of both, and
-    the curves of ``other``.
+    """Return the page's data about ``other`` beside ``run``, by name.
 
-    ``other_sentence``: the sentence of its verdict.
+    It has differences of the configurations, figures of both runs (``here`` and ``there``), and the curves of
+    ``other``. ``other_sentence``: the sentence of its verdict.
     """
     here, there = totals(run), totals(other)
     figures = [{"name": name, "unit": unit, "here": here[key], "there": there[key]} for name, key, unit in _FIGURES]
@@ -62,8 +62,10 @@ def comparison(run: Run, other: Run, other_sentence: str) -> dict[str, Any]:
 
 
 def _differences(run: Run, other: Run) -> list[list[Any]]:
-    """Return [path, value in run, value in other] of every differing setting, version and fact about the machine; None
-    if it is absent.
+    """Return [path, value in run, value in other] of every differing setting, version and fact about the machine,
+    sorted.
+
+    A value is None if it is absent. The runs' last attempts are compared.
     """
     here = {str(row[0]): row for row in configuration_rows(run.last)}
     there = {str(row[0]): row for row in configuration_rows(other.last)}
@@ -81,5 +83,5 @@ def _differences(run: Run, other: Run) -> list[list[Any]]:
 
 
 def _per_step(sums: dict[str, Any], key: str) -> float:
-    """Return a total of the run divided by its steps; 0 without steps."""
+    """Return a total of `figures.totals`, by its name ``key``, divided by the run's steps; 0 without steps."""
     return float(sums[key] / sums["steps"]) if sums["steps"] else 0.0

@@ -32,11 +32,13 @@ def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
 
 
 def curves(run: Run) -> dict[str, Any]:
-    """Return the curves by name, with one number per point; a point covers ``per_point`` steps. Only an empty ``step``
-    if no step is in the tables.
+    """Return the curves by name, with one number per point; a point covers ``per_point`` steps. At most about 1,200
+    points.
 
     Loss and process memory are means over ranks, with a band (``_low``, ``_high``); seconds, tokens and memory by owner
     are means over ranks; learning rate, gradient norm, loss scale, samples and skipped steps are the first rank's.
+    Seconds, samples, tokens and skipped steps are per step; memory is in bytes. A point without data is NaN. Only an
+    empty ``step`` if no step is in the tables.
     """
     found = [(record, table) for record, table in tables(run) if len(table["first"])]
     if not found:
@@ -76,7 +78,7 @@ class _Bins:
     def mean(self, columns: list[tuple[dict[str, Array], Array]]) -> Array:
         """Return the mean of each bin over all rows of all tables, weighted by steps; NaN for an empty bin.
 
-        ``columns``: pairs of a table and one value per row of it.
+        ``columns``: pairs of a table and one value per row of it; NaN is left out.
         """
         total, weight = np.zeros(self._count), np.zeros(self._count)
         for table, values in columns:
@@ -89,7 +91,10 @@ class _Bins:
             return np.asarray(total / weight)
 
     def by_rank(self, columns: list[tuple[int, dict[str, Array], Array]]) -> Array:
-        """Return the means of the bins, one row per rank; ``columns``: (rank, table, values), see `mean`."""
+        """Return the means of the bins, one row per rank, in the order in which ranks first appear.
+
+        ``columns``: (rank, table, values), see `mean`; at least one.
+        """
         ranks: dict[int, list[tuple[dict[str, Array], Array]]] = {}
         for rank, table, values in columns:
             ranks.setdefault(rank, []).append((table, values))
@@ -97,7 +102,10 @@ class _Bins:
 
 
 def _band(by_rank: Array) -> tuple[Array, Array, Array]:
-    """Return the mean, the lower and the upper end of the band over ranks, for each bin; NaN for an empty bin."""
+    """Return the mean, the lower and the upper end of the band over ranks, for each bin; NaN for an empty bin.
+
+    ``by_rank``: one row per rank. With eight ranks or more, the band leaves out the lowest and the highest 5 %.
+    """
     ends = (5, 95) if len(by_rank) >= _BAND else (0, 100)
     known = ~np.isnan(by_rank).all(axis=0)
     out = tuple(np.full(by_rank.shape[1], np.nan) for _ in range(3))

@@ -22,7 +22,10 @@ _EXACT = 1 << 53  # integers below are exact in JavaScript
 
 
 def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None = None) -> dict[str, Any]:
-    """Return the page's data about ``run``, compared with ``other`` if given, as plain data for JSON without NaN."""
+    """Return the page's data about ``run`` and its analysis, as plain data for JSON without NaN.
+
+    ``other``: another run with its analysis, to compare it with; None for no comparison.
+    """
     facts = run.last.facts
     verdict = analysis.verdict
     data = {

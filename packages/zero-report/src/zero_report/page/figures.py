@@ -24,7 +24,8 @@ def totals(run: Run) -> dict[str, Any]:
     """Return totals and peaks of the whole run, over all attempts without repeated steps, by name.
 
     ``steps``, ``seconds``, ``samples`` and ``skipped`` are the first rank's; ``rank_seconds``, phases, waits and bytes
-    are sums over ranks; memory is the highest of any rank.
+    are sums over ranks; memory is the highest of any rank. ``phases``, ``waits`` and ``memory`` are dicts, of seconds
+    or bytes by name; ``loss`` is the last one, None if there is none. Rates are per second, 0 without time.
     """
     found = [table for _, table in tables(run)]
 
@@ -71,8 +72,10 @@ def _last_loss(attempt: Attempt) -> float | None:
 
 
 def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
-    """Return the columns of the table of the attempt's ranks: seconds per step by phase and wait, peak memory in bytes,
-    host, and ``blamed``, the share of the step that ranks lost because of this one.
+    """Return the columns of the table of the attempt's ranks, by name, one value per rank in the order of ``rank``.
+
+    They are seconds per step by phase and wait, peak memory in bytes, host, ``closed``, and ``blamed``, the share of
+    the step that ranks lost because of this one.
     """
     ranks = sorted(attempt.ranks)
     blamed = dict.fromkeys(ranks, 0.0)
@@ -100,7 +103,8 @@ def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
 
 
 def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per kind of cause: its share, its seconds, and up to three ranks that caused most of it."""
+    """Return one row per kind of cause, the largest first: its share of the step, its seconds, and texts about up to
+    three ranks that caused most of it."""
     rows = []
     for share in analysis.causes.by_kind[:_CAUSES]:
         rows.append(
@@ -110,7 +114,8 @@ def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
-    """Return texts about the up to three ranks that caused most of this kind: rank, what was waited for, share."""
+    """Return texts about the up to three ranks that caused most of this kind: rank, what was waited for, share of the
+    step."""
     found = []
     for own in analysis.causes.of_kind(share.kind)[:3]:
         thing = max(own.names, key=lambda name: own.names[name])
@@ -167,8 +172,9 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def event_rows(run: Run) -> list[dict[str, Any]]:
-    """Return the last events of the run (warnings, failures, restarts), by time; the same event of several ranks is one
-    row.
+    """Return the last 400 events of the run (warnings, failures, restarts), by time.
+
+    The same event of several ranks is one row, with its ranks. Checkpoints, plans and peaks have tables of their own.
     """
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for _, record, note in _all_notes(run):
@@ -186,7 +192,10 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _restart_rows(run: Run) -> list[dict[str, Any]]:
-    """Return two events for each restart: how the attempt before it ended, and at which step the new one resumed."""
+    """Return two events for each restart: how the attempt before it ended, and at which step the new one resumed.
+
+    The second is absent for an attempt that recorded no step.
+    """
     rows = []
     for before, attempt in pairwise(run.attempts):
         first, began = attempt.first.table["first"], attempt.first.table["began"]
@@ -210,7 +219,10 @@ def _last_step(attempt: Attempt) -> int:
 
 
 def flight_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per rank with its last collectives, from the launcher's report of a failure; none without it."""
+    """Return one row per rank with its last collectives, from the launcher's report of a failure; none without it.
+
+    ``waits``: the collective in which the rank waited, or None; ``last``: lines of text.
+    """
     found = run.failure.get("flight") if run.failure is not None else None
     rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
     return [
@@ -220,8 +232,9 @@ def flight_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per unit, parameter or message, the most waited for first: seconds, bytes and messages per rank
-    and step, and the main cause of its waits.
+    """Return one row per unit, parameter or message, the most waited for first, at most 400.
+
+    Seconds, bytes and messages are means per rank and analysed step; ``cause`` is the main cause of its waits, as text.
     """
     scale = len(analysis.causes.steps) * analysis.causes.ranks or 1
     rows = sorted(analysis.units, key=lambda unit: -(unit.waited + 1e-6 * unit.computed))[:_UNITS]
@@ -243,8 +256,9 @@ def unit_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_cause(seconds: dict[str, float]) -> str:
-    """Return the main cause of a unit's waits with its share of them, as text; ``seconds``: by cause. Empty without
-    waits.
+    """Return the main cause of a unit's waits with its share of them, as text; empty without waits.
+
+    ``seconds``: lost by each cause in words.
     """
     if not seconds:
         return ""
@@ -259,7 +273,7 @@ def configuration_rows(attempt: Attempt) -> list[list[Any]]:
 
 
 def plan_bytes(run: Run) -> float | None:
-    """Return the planned peak of one rank's device, in bytes; None if the run had no plan."""
+    """Return the planned peak of one rank's device, in bytes, of the newest plan; None if the run had no plan."""
     found = [note.get("bytes") for _, _, note in _all_notes(run) if note["note"] == "plan"]
     return float(found[-1]) if found and found[-1] is not None else None
 

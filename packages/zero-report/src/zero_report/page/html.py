@@ -17,16 +17,16 @@ _SCRIPTS = ("format", "theme", "data", "chart", "curves", "strip", "memory", "ra
 
 @cache
 def asset_text(name: str) -> str:
-    """Return the text of a file of this package; cached."""
+    """Return the text of a file of this package, by its path below the package; cached."""
     return (files("zero_report") / name).read_text(encoding="utf-8")
 
 
 def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
-    """Return the HTML of the page for ``data``; ``refresh``: seconds after which the browser reloads it, None for
-    never.
+    """Return the HTML of the page for ``data``, what `page_data` returned.
 
-    The data is compressed and in base64, so nothing in it can end a script or open a tag; the scripts set text, never
-    HTML. The page's content security policy allows its own scripts, by their hashes, and no request.
+    ``refresh``: seconds after which the browser reloads it, None for never. The data is compressed and in base64, so
+    nothing in it can end a script or open a tag; the scripts set text, never HTML. The page's content security policy
+    allows its own scripts, by their hashes, and no request. Raises ValueError for NaN in the data.
     """
     scripts = [asset_text("vendor/uplot/uPlot.iife.min.js")]
     own = "\n".join(asset_text(f"page/assets/{name}.js") for name in _SCRIPTS)

@@ -21,7 +21,10 @@ class Report:
     sentence: str
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to ``path`` and return the path. A reader finds either the old file or the new one."""
+        """Write the page to ``path``, whose folder is made if it is missing, and return the path.
+
+        A reader finds either the old file or the new one. Raises OSError.
+        """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}.new")
@@ -30,6 +33,7 @@ class Report:
         return target
 
     def _repr_html_(self) -> str:
+        """Return what a notebook shows: the page in a frame that may run its scripts and nothing else."""
         return (
             f'<iframe srcdoc="{escape(self.html)}" style="width: 100%; height: 48rem; border: 0" '
             'sandbox="allow-scripts" title="report"></iframe>'
@@ -45,7 +49,7 @@ def make_report(
     """Return the page of the record in the folder ``record``.
 
     ``compare``: the folder of another run's record, shown beside this one. ``refresh``: seconds after which a browser
-    reloads the page. Raises `RecordError` if there is no record.
+    reloads the page. Raises `RecordError` if either record does not exist or is newer than this package reads.
     """
     run = read_run(Path(record))
     analysis = analyse(run)
@@ -63,7 +67,7 @@ def write_report(
 ) -> Path:
     """Write the page of a record to ``path``, by default `report.html` in the record; return that path.
 
-    ``compare``, ``refresh``: see `make_report`. Raises `RecordError` if there is no record.
+    ``compare``, ``refresh``: see `make_report`. Raises `RecordError` as it does.
     """
     target = Path(record) / "report.html" if path is None else Path(path)
     return make_report(record, compare=compare, refresh=refresh).save(target)

@@ -16,7 +16,12 @@ _THINNEST = 1500  # if there are too many spans, those shorter than 1/1500 of th
 
 
 def steps_data(attempt: Attempt, causes: Causes) -> dict[str, Any]:
-    """Return the data of the shown steps and ranks; times in microseconds from the first start of a rank's step."""
+    """Return the data of the shown steps and ranks, by name; times in microseconds from the first start of a rank's
+    step.
+
+    ``ranks``: the shown ones, of ``of`` in all; ``names``: those of spans, which refer to them by index; ``steps``: see
+    `_step_data`; ``owners``: in the order of the memory's numbers.
+    """
     ranks = shown_ranks(attempt, causes)
     chosen = _chosen_steps(attempt, len(ranks))
     names: dict[str, int] = {}
@@ -32,8 +37,9 @@ def steps_data(attempt: Attempt, causes: Causes) -> dict[str, Any]:
 
 
 def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
-    """Return the ranks to show: all, or with more than 64 the first one, those that cause or lose most time, and the
-    fastest and slowest two.
+    """Return the ranks to show, sorted: all, or with more than 64 at most 20.
+
+    These are the first one, those that cause or lose most time, and the fastest and slowest two.
     """
     if len(attempt.ranks) <= _RANKS:
         return sorted(attempt.ranks)
@@ -48,8 +54,10 @@ def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
 
 
 def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
-    """Return the steps to show, in order: the first, the last and the slowest that all ranks kept, others evenly spread
-    between, the last two with memory, and the newest step of any rank. ``ranks``: how many ranks are shown.
+    """Return the steps to show, in order; ``ranks``: how many ranks are shown.
+
+    They are the first, the last and the slowest that all ranks kept, others evenly spread between, the last two with
+    memory, and the newest step of any rank.
     """
     common = attempt.steps()
     newest = {step for record in attempt.ranks.values() for step in record.steps[-1:]}
@@ -70,7 +78,9 @@ def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
 def _step_data(step: int, blocks: dict[int, Block], names: dict[str, int], room: int) -> dict[str, Any]:
     """Return the data of one step: per rank at most ``room`` spans, the longest, as flat lists of six integers.
 
-    ``blocks``: by rank. ``names``: index of each span's name; new names are added.
+    The six are kind, index into ``names``, begin, duration and waited microseconds, bytes. ``blocks``: the spans by
+    rank. ``names``: index of each span's name, to which new names are added. ``left_out`` counts the spans that are not
+    shown.
     """
     origin = min(block.began for block in blocks.values())
     ranks: list[dict[str, Any]] = []

@@ -11,7 +11,8 @@ from .report import Report
 
 
 class PageTable(NamedTuple):
-    """A table of texts with its title, the names of its columns, and a sentence below it."""
+    """A table of texts: its title, the names of its columns, one text per column in each row, and a sentence below
+    it."""
 
     title: str
     columns: Sequence[str]
@@ -20,7 +21,7 @@ class PageTable(NamedTuple):
 
 
 def table_page(title: str, tables: Iterable[PageTable], *, sentence: str = "") -> Report:
-    """Return a page of ``tables``, without scripts; ``sentence``: stands above them.
+    """Return a page of ``tables`` with a title, without scripts; ``sentence`` stands above them.
 
     Columns of numbers are aligned right, except the first. Texts are escaped, so nothing in them is markup.
     """
@@ -39,7 +40,7 @@ def table_page(title: str, tables: Iterable[PageTable], *, sentence: str = "") -
 
 
 def _style() -> str:
-    """Return the report's style; without its script, the system chooses the theme."""
+    """Return the report's style as CSS; without the report's script, the system chooses between light and dark."""
     style = asset_text("page/assets/page.css")
     dark = style.partition(':root[data-theme="dark"] {')[2].partition("}")[0]
     return f"{style}@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
@@ -62,7 +63,7 @@ def _section(table: PageTable) -> str:
 
 
 def _row(cells: Sequence[str], numeric: Sequence[bool], tag: str) -> str:
-    """Return a row of a table as HTML; ``tag``: of its cells."""
+    """Return a row of a table as HTML; ``numeric``: which columns hold numbers; ``tag``: of its cells, `th` or `td`."""
     found = [
         f'<{tag} class="{"number" if number else "name"}">{escape(cell)}</{tag}>'
         for cell, number in zip(cells, numeric, strict=True)

@@ -21,7 +21,8 @@ _SPAN_FORMAT = "%d,%d,%.0f,%.0f,%.0f,%.0f"
 class StepBlock(NamedTuple):
     """The spans of one step of a rank; times in seconds of the writer's clock.
 
-    ``spans``: a flat list, `SPAN_FIELDS` items for each span. ``left_out``: number of spans beyond the bound.
+    ``seconds``: the step's duration so far. ``spans``: a flat list, `SPAN_FIELDS` items for each span. ``left_out``:
+    number of spans beyond the bound. ``memory``: pairs of time and bytes by owner, or None.
     """
 
     step: int
@@ -33,12 +34,13 @@ class StepBlock(NamedTuple):
 
     @property
     def end(self) -> float:
-        """End of the step so far."""
+        """End of the step so far, in seconds of the writer's clock."""
         return self.began + self.seconds
 
     def encode(self, unix: float, tail: str = "") -> bytes:
-        """Return the block as a line of the timeline. ``unix``: Unix seconds at 0 of the writer's clock. ``tail``: more
-        JSON fields, each with a comma before it.
+        """Return the block as a line of the timeline.
+
+        ``unix``: Unix seconds at 0 of the writer's clock. ``tail``: more JSON fields, each with a comma before it.
         """
         began = self.began
         names: dict[str, int] = {}
@@ -62,7 +64,7 @@ def _names_json(names: tuple[str, ...]) -> str:
 
 
 class OpenBlock(NamedTuple):
-    """A step that has not ended, and the spans under way in it."""
+    """A step that has not ended, and the spans under way in it, as (kind, name, begin, bytes)."""
 
     block: StepBlock
     under_way: UnderWay

@@ -13,7 +13,8 @@ from .schema import COLUMN_NAMES, RECENT_STEPS
 
 
 class Appended:
-    """A file of lines to append to. Its last line may be provisional: the next call overwrites it."""
+    """A file of lines to append to, emptied at the start. Its last line may be provisional: the next call overwrites
+    it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +28,11 @@ class Appended:
         return self._final
 
     def append(self, lines: bytes, provisional: bytes = b"") -> None:
-        """Write ``lines`` over a provisional line, if there is one, and ``provisional`` behind them."""
+        """Write ``lines`` over a provisional line, if there is one, and ``provisional`` behind them; either may be
+        empty.
+
+        Both end with a newline. A provisional line that is not written again is cut off.
+        """
         data = lines + provisional
         if data:
             _write_all_at(self._descriptor, data, self._final)
@@ -51,7 +56,10 @@ class Appended:
 
 
 class Table:
-    """The table of a rank in at most ``max_bytes``: neighbouring rows are merged when the file would grow larger."""
+    """The table of a rank in at most ``max_bytes``: neighbouring rows are merged when the file would grow larger.
+
+    Its first line, the names of the columns, is written at once.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = Appended(path)
@@ -65,8 +73,11 @@ class Table:
         self._file.append(self._head)
 
     def add(self, steps: Sequence[EndedStep], unix: float) -> None:
-        """Add rows for ended steps, each of as many steps as the table's rows; `flush` writes them. ``unix``: Unix
-        seconds at 0 of the steps' clock.
+        """Add rows for ended steps, which follow those before; a row covers as many steps as the others, so the last
+        row is filled up first.
+
+        Merges rows where the file would become too large. `flush` writes them. ``unix``: Unix seconds at 0 of the
+        steps' clock.
         """
         if not steps:
             return
@@ -84,7 +95,10 @@ class Table:
         self._rows += rows
 
     def flush(self) -> None:
-        """Write the rows that were added since the last call; the last row, which may still grow, is provisional."""
+        """Write the rows that were added since the last call; the last row, which may still grow, is provisional.
+
+        Merges rows when the lines turn out too long for the bound. Does nothing without rows.
+        """
         if not self._rows:
             return
         self._write()
@@ -108,7 +122,8 @@ class Table:
         self._written, self._rows_merged = len(self._rows) - 1, False
 
     def _merge_pairs(self) -> None:
-        """Merge neighbouring rows, so that a row covers twice as many steps; the next `flush` rewrites the file."""
+        """Merge neighbouring rows, so that a row covers up to twice as many steps; the next `flush` rewrites the
+        file."""
         self._stride *= 2
         merged: list[Row] = []
         for row in self._rows:
@@ -120,8 +135,10 @@ class Table:
 
 
 class Timeline:
-    """The timeline of a rank in at most ``max_bytes``: when it is full, only older steps that are multiples of a
-    growing power of two stay.
+    """The timeline of a rank in at most ``max_bytes``, but for the newest step.
+
+    When it is full, only older steps that are multiples of a growing power of two stay, the stride, and the last
+    `RECENT_STEPS`.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -133,10 +150,10 @@ class Timeline:
         self._coarser = False
 
     def indices_to_keep(self, first: int, count: int) -> list[int]:
-        """Return which of ``count`` ended steps, the first of them ``first``, to append, as indices from 0: the last
-        `RECENT_STEPS`, and multiples of the stride before them.
+        """Return which of ``count`` ended steps, the first of them ``first``, to append, as indices from 0.
 
-        Doubles the stride until older steps have room; the next `append` thins the file's own steps to it.
+        They are the last `RECENT_STEPS`, and multiples of the stride before them. Doubles the stride until older steps
+        have room; the next `append` thins the file's own steps to it.
         """
         old = max(0, count - RECENT_STEPS)
         each = self._bytes / len(self._blocks) if self._blocks else 0.0
@@ -146,8 +163,10 @@ class Timeline:
         return [*range(-first % self._stride, old, self._stride), *range(old, count)]
 
     def append(self, lines: Sequence[tuple[int, bytes]], under_way: bytes) -> None:
-        """Write pairs of step and line for ended steps, and ``under_way``, the provisional line of the step that has
-        not ended.
+        """Write ``lines``, pairs of step and line for ended steps, and ``under_way``, the line of the step that has not
+        ended.
+
+        The latter is provisional, or empty for none. Drops older steps when the file is full.
         """
         self._blocks += lines
         self._bytes += sum(len(line) for _, line in lines)
@@ -163,6 +182,8 @@ class Timeline:
     def _thin(self) -> None:
         """Drop older steps until half of the room is free or none is left, then recent ones beyond the bound; rewrite
         the file.
+
+        The newest step always stays.
         """
         old, recent = self._blocks[:-RECENT_STEPS], self._blocks[-RECENT_STEPS:]
         while True:
@@ -186,7 +207,10 @@ class Notes:
         self._left_out = 0
 
     def add(self, note: dict[str, Any]) -> None:
-        """Write one note now; if there is no room, write the number of notes that were left out."""
+        """Write one note now; if there is no room, count it, and write the number of notes that were left out instead.
+
+        The first note is always written.
+        """
         line = encode(note)
         if self._file.final_bytes + len(line) > self._max_bytes and self._file.final_bytes:
             self._left_out += 1
@@ -195,13 +219,13 @@ class Notes:
             self._file.append(line)
 
     def close(self, last: dict[str, Any]) -> None:
-        """Write the last note, even beyond the bound, and close the file."""
+        """Write the last note, even beyond the bound, with the number that was left out, and close the file."""
         self._file.append(encode({**last, "left_out": self._left_out}))
         self._file.close()
 
 
 def _write_all_at(descriptor: int, data: bytes, at: int) -> None:
-    """Write all of ``data`` at the offset ``at``."""
+    """Write all of ``data`` at byte ``at`` of an open file; raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, at)

@@ -13,12 +13,12 @@ _JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=Fa
 
 
 def encode(value: Any) -> bytes:
-    """Return ``value`` as one line with checksum and newline. Infinities and NaN become null."""
+    """Return ``value``, plain data, as one line with checksum and newline. Infinities and NaN become null."""
     return encode_text(json_text(value))
 
 
 def json_text(value: Any) -> str:
-    """Return ``value`` as JSON without spaces. Infinities and NaN become null."""
+    """Return ``value``, plain data, as JSON without spaces. Infinities and NaN become null."""
     try:
         return _JSON.encode(value)
     except ValueError:
@@ -40,7 +40,8 @@ class Lines(NamedTuple):
 
 
 def read(path: Path) -> Lines:
-    """Read the file ``path`` and check its lines. Raises OSError if it cannot be read."""
+    """Read the file ``path``, and return the JSON of its undamaged lines with the extent of the damage. Raises OSError
+    if it cannot be read."""
     data = path.read_bytes()
     bodies: list[bytes] = []
     damaged = lines = 0
@@ -64,7 +65,8 @@ def _split_lines(data: bytes) -> Iterator[bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a copy of ``value`` with None in place of infinities and NaN, at any depth."""
+    """Return a copy of ``value`` with None in place of infinities and NaN, at any depth; keys become strings, tuples
+    lists."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

@@ -28,10 +28,11 @@ class RunPlan:
     """A plan's figures for one rank. `zero-plan estimate --json`, `zero-plan model --json` and `zero-plan run --json`
     print plans.
 
-    ``device_bytes``: the peak on its device; ``state_bytes``: its weights, masters and moments in memory;
-    ``sent_bytes``: sent in a step, without control messages, None if the plan does not say; ``bounds``: the lower bound
-    of a step's time (``least_seconds``) and the resource that sets it (``binding``), empty if they are not known;
-    ``rates``: bytes per second of one rank, by resource; ``setup``: the settings that the run must share.
+    ``path``: the plan's file; ``device_bytes``: the peak on its device; ``state_bytes``: its weights, masters and
+    moments in memory; ``sent_bytes``: sent in a step, without control messages, None if the plan does not say;
+    ``bounds``: the lower bound of a step's time (``least_seconds``) and the resource that sets it (``binding``), empty
+    if they are not known; ``rates``: bytes per second of one rank, by resource; ``setup``: the settings that the run
+    must share, by name (``stage``, ``world_size``, ``accumulation``).
     """
 
     path: str
@@ -44,8 +45,9 @@ class RunPlan:
 
     @classmethod
     def load(cls, path: str, rank: int) -> RunPlan:
-        """Return what the plan in the file ``path`` says of ``rank``; of the planned rank with the nearest number if it
-        was not planned. Raises `PlanFileError`.
+        """Return what the plan in the file ``path`` says of ``rank``, or of the planned rank with the nearest number.
+
+        Raises `PlanFileError` if it cannot be read or is no plan.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -60,7 +62,11 @@ class RunPlan:
 
 
 def _estimated_plan(path: str, data: Mapping[str, Any]) -> RunPlan:
-    """Return the plan that `zero-plan estimate` printed."""
+    """Return the plan in ``data``, which `zero-plan estimate` or `model` printed into the file ``path``; the same for
+    every rank.
+
+    Raises KeyError, ValueError or TypeError if it is no such plan.
+    """
     rows = [(str(row["kind"]), str(row["tier"]), int(row["nbytes"])) for row in data["memory"]]
     setup, per_node = data["setup"], int(data["setup"]["ranks_per_node"] or data["setup"]["world_size"])
     return RunPlan(
@@ -75,7 +81,12 @@ def _estimated_plan(path: str, data: Mapping[str, Any]) -> RunPlan:
 
 
 def _dry_run_plan(path: str, data: Mapping[str, Any], rank: int) -> RunPlan:
-    """Return the plan of a dry run; with ``--machine`` it has times."""
+    """Return the plan in ``data``, which `zero-plan run` printed into the file ``path``, for the planned rank nearest
+    to ``rank``.
+
+    Made with ``--machine`` it has times and rates. Raises KeyError, IndexError, ValueError or TypeError if it is no
+    such plan.
+    """
     plan = min(data["ranks"], key=lambda planned: abs(int(planned["rank"]) - rank))
     setup = {name: int(plan[name]) for name in ("stage", "accumulation")}
     held = _HELD if setup["stage"] >= 3 else (*_HELD, "gathered parameters")
@@ -93,16 +104,21 @@ def _dry_run_plan(path: str, data: Mapping[str, Any], rank: int) -> RunPlan:
 
 
 def _rates(bounds: Any, per_node: int) -> dict[str, float]:
-    """Return the rates of one rank by resource; the ``per_node`` ranks of a node share its drives."""
+    """Return the bytes per second of one rank by resource, from a plan's ``bounds``; the ``per_node`` ranks of a node
+    share its drives.
+
+    Resources without a rate are left out.
+    """
     shared = {"disk read": per_node, "disk write": per_node}
     known = [(str(row["resource"]), row["rate"]) for row in bounds if row["rate"] is not None]
     return {resource: float(rate) / shared.get(resource, 1) for resource, rate in known}
 
 
 class PlannedRun:
-    """Records a plan at the start, warns if it is of another run, and of departures from it by more than 5 %.
+    """Records a plan at the start, and warns if it is of another run, or the run departs from it by more than 5 %.
 
-    ``actual``: the run's settings, by the names in ``plan.setup``. ``warn``: gets each warning as text.
+    ``writer``: gets the plan as notes. ``actual``: the run's settings, by the names in ``plan.setup``. ``warn``: gets
+    each warning as text.
     """
 
     def __init__(
@@ -123,10 +139,11 @@ class PlannedRun:
         self._is_of_this_run = not apart
 
     def after_step(self, number: int, owners: Mapping[str, int], sent: int, device: int | None) -> None:
-        """Compare the run with its plan after step ``number`` of this start, if that is `COMPARED_STEP`.
+        """Compare the run with its plan after step ``number``, counted from 1 at this start, and warn of departures.
 
-        ``owners``: the step's peak bytes by owner. ``sent``: bytes sent since the start, without control messages.
-        ``device``: the most bytes seen on an accelerator in the step, None on the host.
+        Only `COMPARED_STEP` is compared, and only if the plan is of this run. ``owners``: the step's peak bytes by
+        owner. ``sent``: bytes sent since the start, without control messages. ``device``: the most bytes seen on an
+        accelerator in the step, None on the host.
         """
         before, self._sent_before = self._sent_before, sent
         if number != COMPARED_STEP or not self._is_of_this_run:
@@ -140,7 +157,10 @@ class PlannedRun:
             self._check("the peak on the device is", "", device, self._plan.device_bytes)
 
     def _check(self, what: str, where: str, found: int, planned: int) -> None:
-        """Warn if ``found`` bytes depart from those that were planned."""
+        """Warn if ``found`` bytes depart by more than 5 % from those that were planned; never where 0 were planned.
+
+        ``what`` and ``where`` are the words before and behind the bytes.
+        """
         if planned and abs(found - planned) > _TOLERANCE * planned:
             self._warn(
                 f"{what} {found:,} bytes{f' {where}' if where else ''}, {abs(found / planned - 1):.0%} "

@@ -26,7 +26,11 @@ class RecordError(Exception):
 
 
 class Span(NamedTuple):
-    """One span of a step; times in microseconds from the start of the rank's step. ``kind``: a `SpanKind`."""
+    """One span of a step: a run of time in which a rank did one thing.
+
+    Times are in microseconds, ``begin`` from the start of the rank's step; in the last ``waited`` of them the rank only
+    waited. ``kind``: a `SpanKind`; ``name``: the unit, parameter or message that it is for; ``nbytes``: bytes moved.
+    """
 
     kind: int
     name: str
@@ -64,8 +68,8 @@ class Block:
 class RankRecord:
     """The record of one rank in one attempt.
 
-    ``head``: the first note. ``table``: columns by name, one number per row, NaN if it is missing. ``notes``: the other
-    notes, in the order of writing.
+    ``head``: the first note. ``table``: columns by name, one number per row, NaN if it is missing; see
+    `schema.COLUMNS`. ``notes``: the other notes, in the order of writing.
     """
 
     rank: int
@@ -76,16 +80,16 @@ class RankRecord:
 
     @property
     def closed(self) -> bool:
-        """Return whether the rank closed its record, at the end of a run that was not killed."""
+        """Return whether the rank closed its record, as it does at the end of a run unless it is killed."""
         return any(note["note"] == "closed" for note in self.notes)
 
     @property
     def steps(self) -> list[int]:
-        """The steps whose spans were kept, in order."""
+        """The steps whose spans were kept, ascending; the last one may not have ended."""
         return sorted(self._bodies)
 
     def block(self, step: int) -> Block | None:
-        """Return the spans of a step; None if they were not kept."""
+        """Return the spans of a step, parsed at every call; None if they were not kept."""
         body = self._bodies.get(step)
         return None if body is None else _parse_block(json.loads(body))
 
@@ -94,11 +98,11 @@ class RankRecord:
         return self.block(max(self._bodies)) if self._bodies else None
 
     def has_memory(self, step: int) -> bool:
-        """Return whether the rank recorded its memory in a step."""
+        """Return whether the rank recorded its memory in a step; False if the step was not kept."""
         return b'"memory":[[' in self._bodies.get(step, b"")
 
     def is_open(self, step: int) -> bool:
-        """Return whether a step had not ended when the rank last wrote."""
+        """Return whether a step had not ended when the rank last wrote; False if the step was not kept."""
         return b'"open":true' in self._bodies.get(step, b"")[-64:]
 
     def open_block(self) -> Block | None:
@@ -140,7 +144,7 @@ class Attempt:
         return facts if isinstance(facts, dict) else {}
 
     def steps(self) -> list[int]:
-        """Return the steps whose spans every rank kept, in order."""
+        """Return the steps whose spans every rank of the record kept, ascending."""
         common = set.intersection(*(set(record.steps) for record in self.ranks.values()))
         return sorted(common)
 
@@ -165,7 +169,7 @@ class Run:
 
     @cached_property
     def replayed(self) -> int:
-        """The number of steps that a later attempt repeated."""
+        """The number of steps that a later attempt repeated, by the tables of each attempt's first rank."""
         tables = [attempt.first.table for attempt in self.attempts]
         firsts = [int(table["first"][0]) for table in tables if len(table["first"])]
         ends = [int(table["first"][-1] + table["steps"][-1]) for table in tables if len(table["first"])]
@@ -173,9 +177,11 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the record in the folder ``path``; `Run.problems` names damaged and missing files and lines.
+    """Read the record in the folder ``path``; `Run.problems` names damaged and missing files and lines, which are left
+    out.
 
-    Raises `RecordError` if there is none, or if its schema is newer than this package.
+    A report of a failure from before the last attempt is left out too. Raises `RecordError` if there is no record, or
+    if its schema is newer than this package.
     """
     root = Path(path)
     problems: list[str] = []
@@ -195,7 +201,10 @@ def read_run(path: str | Path) -> Run:
 
 
 def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return the content of `failure.json`; None if it does not exist or cannot be read, which adds to ``problems``."""
+    """Return the content of `failure.json`; None if it does not exist, is no object or cannot be read.
+
+    Only the last adds a sentence to ``problems``.
+    """
     if not path.exists():
         return None
     try:
@@ -207,7 +216,11 @@ def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
-    """Return the attempt in a folder, None without files of ranks; missing ranks are added to ``problems``."""
+    """Return the attempt in a folder; None if it has no files of ranks.
+
+    A sentence for damaged files, and one for ranks that wrote nothing, is added to ``problems``. Raises `RecordError`
+    for a newer schema.
+    """
     found = {int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.match(path.name))}
     ranks = {rank: _read_rank(folder, rank, problems) for rank in sorted(found)}
     if not ranks:
@@ -221,7 +234,10 @@ def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
 
 
 def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
-    """Return the record of a rank from its three files. Raises `RecordError` for a newer schema."""
+    """Return the record of a rank from its three files in an attempt's folder; damage is added to ``problems``.
+
+    Raises `RecordError` for a newer schema.
+    """
     notes = [note for body in _read_lines(folder / rank_file(rank, "notes"), problems) if (note := _parse_note(body))]
     head = notes.pop(0) if notes and notes[0]["note"] == "head" else {}
     if head.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
@@ -236,7 +252,10 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
-    """Return the JSON of a file's undamaged lines; damage, or a file that cannot be read, is added to ``problems``."""
+    """Return the JSON of a file's undamaged lines; none if it cannot be read.
+
+    A sentence about damage, or about a file that cannot be read, is added to ``problems``.
+    """
     try:
         found = lines.read(path)
     except OSError as error:
@@ -252,15 +271,18 @@ def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
 
 
 def _parse_note(body: bytes) -> dict[str, Any] | None:
-    """Return a note; None unless it has a kind and a time."""
+    """Return the note in the JSON of a line; None unless it is an object with a kind and a time."""
     value = json.loads(body)
     whole = isinstance(value, dict) and isinstance(value.get("note"), str) and isinstance(value.get("at"), (int, float))
     return value if whole else None
 
 
 def _parse_table(bodies: list[bytes]) -> dict[str, Array]:
-    """Return the columns of a table by name, with NaN for missing ones. If the line with the names is damaged, they are
-    taken to be those of this version.
+    """Return the columns of a table by name, with NaN for missing ones; ``bodies``: the JSON of its lines, of which the
+    first is removed.
+
+    If the line with the names is damaged, they are taken to be those of this version. Rows with another number of
+    values are left out.
     """
     names = list(COLUMN_NAMES)
     if bodies and bodies[0].startswith(b'["'):
@@ -272,6 +294,7 @@ def _parse_table(bodies: list[bytes]) -> dict[str, Array]:
 
 
 def _parse_block(value: dict[str, Any]) -> Block:
+    """Return the spans of a step from the object of a line of the timeline."""
     names, flat = value["names"], value["spans"]
     return Block(
         step=value["step"],
@@ -286,7 +309,7 @@ def _parse_block(value: dict[str, Any]) -> Block:
 
 
 def _parse_spans(names: list[str], flat: list[int]) -> Iterator[Span]:
-    """Yield the spans of a block; ``flat``: six integers for each, see `schema.py`."""
+    """Yield the spans of a block; ``flat``: six integers for each, of which the second is an index into ``names``."""
     for at in range(0, len(flat), 6):
         kind, name, begin, duration, waited, nbytes = flat[at : at + 6]
         yield Span(kind, names[name], begin, duration, waited, nbytes)

@@ -40,7 +40,10 @@ _NOT_FINITE = re.compile(r"-?(?:nan|inf)")
 
 
 def merge_steps(steps: Sequence[EndedStep], parts: Sequence[slice], unix: float) -> list[Row]:
-    """Return one row for each part of consecutive steps. ``unix``: Unix seconds at 0 of the steps' clock."""
+    """Return one row for each of ``parts``, slices of consecutive ``steps``, with the steps' columns merged.
+
+    ``unix``: Unix seconds at 0 of the steps' clock.
+    """
     numbers, begins, seconds, *_, counted, values = zip(*steps, strict=True)
     rows: list[Row] = [{} for _ in parts]
     _add_columns(rows, parts, counted)
@@ -52,7 +55,11 @@ def merge_steps(steps: Sequence[EndedStep], parts: Sequence[slice], unix: float)
 
 
 def _add_columns(rows: Sequence[Row], parts: Sequence[slice], steps: Sequence[Row]) -> None:
-    """Add the columns of ``steps``, merged by their rules, to ``rows``, one for each part of the steps."""
+    """Add the columns of ``steps`` to ``rows``, one for each of ``parts``, slices of the steps, merged by the columns'
+    rules.
+
+    A column that no step of a part has stays absent from its row.
+    """
     widths = list(map(len, steps))
     try:
         shared = {name: list(map(itemgetter(name), steps)) for name in steps[widths.index(min(widths))]}
@@ -71,7 +78,10 @@ def _add_columns(rows: Sequence[Row], parts: Sequence[slice], steps: Sequence[Ro
 
 
 def merge_into(row: Row, later: Row) -> None:
-    """Merge ``later`` into ``row``, in place, by the columns' rules; its steps follow those of ``row``."""
+    """Merge ``later`` into ``row``, in place, by the columns' rules; its steps follow those of ``row``.
+
+    A column that ``row`` lacks is taken over.
+    """
     weight, more = row["steps"], later["steps"]
     for name, value in later.items():
         rule = _MERGE_RULE[name]
@@ -96,8 +106,10 @@ def encode_row(row: Row) -> bytes:
 
 @cache
 def _row_format(names: tuple[str, ...]) -> tuple[str, Callable[[Row], Any]]:
-    """Return the %-format of rows with columns ``names``, and a function that returns a row's values for it. Integers
-    are exact, times of day to the microsecond, other numbers to ten digits.
+    """Return the %-format of rows with columns ``names``, and a function that returns a row's values for it; cached.
+
+    Columns of the table that are not in ``names`` are null. Integers are exact, times of day to the microsecond, other
+    numbers to ten digits.
     """
     shown = (_FORMATS.get(name, "%.10g") if name in names else "null" for name in COLUMN_NAMES)
     return f"[{','.join(shown)}]", itemgetter(*(name for name in COLUMN_NAMES if name in names))

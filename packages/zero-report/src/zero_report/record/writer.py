@@ -59,8 +59,9 @@ _SENT_COLUMNS = ("sent_bytes", "across_bytes", "collectives")
 
 
 def next_attempt(path: str | os.PathLike[str]) -> int:
-    """Return the number for a new attempt in the record at ``path``: 0, or one more than the last. Let one rank call it
-    and send the number to the others.
+    """Return the number for a new attempt in the record at ``path``: 0, or one more than the last.
+
+    Nothing is created. Let one rank call it and send the number to the others.
     """
     found = [int(folder.name[8:]) for folder in Path(path).glob("attempt-[0-9]*") if folder.name[8:].isdigit()]
     return max(found, default=-1) + 1
@@ -69,15 +70,17 @@ def next_attempt(path: str | os.PathLike[str]) -> int:
 class RecordWriter:
     """Writes one rank's record in the folder ``path``; see `schema.py` for the format.
 
-    ``facts``: plain data for the head (configuration, versions, machine). ``max_bytes``: of the whole record, all ranks
-    together; a rank gets an equal share, at least 128 KiB and at most 32 MiB. ``first_step``: the number of the first
-    step. ``clock``: returns the time in seconds; all times that are passed in are its. ``under_way``: returns the spans
-    that have begun and not ended; called on the writer's thread. ``background``: start that thread; without it, `flush`
+    ``attempt``: the number of this start of the run. ``facts``: plain data for the head (configuration, versions,
+    machine). ``max_bytes``: of the whole record, all ranks together; a rank gets an equal share, at least 128 KiB and
+    at most 32 MiB. ``first_step``: the number of the first step, which begins now. ``clock``: returns the time in
+    seconds; all times that are passed in are its. ``under_way``: returns the spans that have begun and not ended, as
+    (kind, name, begin, bytes); called on the writer's thread. ``background``: start that thread; without it, `flush`
     writes.
 
     `span`, `memory` and `end_step` may each be called by one thread only. The writer's own thread writes to the files
     every half second, also within a step; `note` writes at once. So a process that is killed loses at most the last
-    half second.
+    half second. The record is closed by `close`, or at the end of the process. Raises OSError if the files cannot be
+    made.
     """
 
     def __init__(
@@ -129,10 +132,12 @@ class RecordWriter:
         return self._step
 
     def span(self, kind: SpanKind, name: str, begin: float, end: float, waited: float = 0.0, nbytes: int = 0) -> None:
-        """Add a span from ``begin`` to ``end`` to the current step; in its last ``waited`` seconds the rank only
-        waited.
+        """Add a span to the current step, from ``begin`` to ``end`` on the writer's clock; in its last ``waited``
+        seconds the rank only waited.
 
-        Also adds to the table's columns of phases, waits and bytes of tiers. `sent` counts the bytes of collectives.
+        ``name``: the unit, parameter or message that it is for; ``nbytes``: bytes that it moved. Also adds to the
+        table's columns of phases, waits and bytes of tiers; `sent` counts the bytes of collectives. A step keeps
+        `SPANS_PER_STEP` spans; more are only counted.
         """
         spans = self._spans
         if len(spans) < _ITEMS_PER_STEP:
@@ -150,7 +155,8 @@ class RecordWriter:
             sums[column] = sums.get(column, 0.0) + nbytes
 
     def sent(self, nbytes: int, across: int = 0) -> None:
-        """Count a collective in which this rank sends ``nbytes`` bytes, ``across`` of them to other nodes."""
+        """Count a collective of the current step in which this rank sends ``nbytes`` bytes, ``across`` of them to other
+        nodes."""
         sums = self._sums
         sums["collectives"] = sums.get("collectives", 0) + 1
         sums["sent_bytes"] = sums.get("sent_bytes", 0) + nbytes
@@ -158,14 +164,20 @@ class RecordWriter:
             sums["across_bytes"] = sums.get("across_bytes", 0) + across
 
     def count(self, column: str, amount: float) -> None:
-        """Add ``amount`` to a column of the current step's row. Raises ValueError unless it is a column of sums."""
+        """Add ``amount`` to a column of the current step's row.
+
+        Raises ValueError unless it is a column of the table whose rows are merged by their sum.
+        """
         sums = self._sums
         if column not in sums and column not in _SUMS:
             raise ValueError(f"count: expected a column of the table that is a sum, got {column!r}; see COLUMNS")
         sums[column] = sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
-        """Record the memory held now: bytes by owner (see `schema.OWNERS`), of the process, and of the accelerator."""
+        """Record the memory held now, in bytes: by owner (see `schema.OWNERS`), of the process, and of the accelerator.
+
+        May be called several times a step; the step's row has the largest of each.
+        """
         now = dict(owners)
         if self._memory is None:
             self._memory = []
@@ -179,9 +191,10 @@ class RecordWriter:
             self._peaks[column] = max(self._peaks.get(column, 0.0), nbytes)
 
     def end_step(self, **values: float | None) -> None:
-        """End the current step and begin the next one now. ``values``: further columns of the ended step's row, none
-        that `span`, `sent`, `count` or `memory` fill; None for a missing number. Raises ValueError for a name that is
-        not a column of the table.
+        """End the current step and begin the next one now.
+
+        ``values``: further columns of the ended step's row, none that `span`, `sent`, `count` or `memory` fill; None
+        for a missing number. Raises ValueError, and ends nothing, for a name that is not a column of the table.
         """
         if not _COLUMNS.issuperset(values):
             unknown = sorted(values.keys() - _COLUMNS)
@@ -203,9 +216,8 @@ class RecordWriter:
             self._lock.release()
 
     def restart(self, step: int) -> None:
-        """Begin ``step`` now and drop everything since the last step's end, except the counts of `sent`, which move to
-        this step.
-        """
+        """Begin step ``step`` now and drop everything since the last step's end, except the counts of `sent`, which
+        move to it."""
         with self._lock:
             self._step, self._began = step, self._clock()
             sent = {name: amount for name, amount in self._sums.items() if name in _SENT_COLUMNS}
@@ -213,21 +225,27 @@ class RecordWriter:
             self._sums = sent
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write an event (a warning, a checkpoint, a retry) to the file now; ``facts``: plain data. Does nothing once
-        the record is closed.
+        """Write an event of this kind (a warning, a checkpoint, a retry) to the file now, with time and current step.
+
+        ``facts``: plain data. Does nothing once the record is closed.
         """
         with self._file_lock:
             if not self._closed:
                 self._notes.add({"note": kind, "at": self._unix + self._clock(), "step": self._step, **facts})
 
     def flush(self) -> None:
-        """Write everything that is not in the files yet, including the current step so far."""
+        """Write everything that is not in the files yet, including the current step so far; does nothing once the
+        record is closed."""
         with self._file_lock:
             if not self._closed:
                 self._write_handed_over(self._under_way())
 
     def close(self) -> None:
-        """Write the rest, mark the record as closed and close its files. Does nothing in a forked process."""
+        """Write the rest, mark the record as closed and close its files. Does nothing the second time or in a forked
+        process.
+
+        The current step is written only if it has computed.
+        """
         if self._closed or os.getpid() != self._process:
             return
         self._wake.set()
@@ -248,8 +266,9 @@ class RecordWriter:
             self._peaks = {}
 
     def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
-        """Write the ended steps, and the current one with the spans ``running`` under way; when ``closing``, the
-        current one only if it has computed. The caller holds the lock of the files.
+        """Write the ended steps, and the current one with the spans ``running`` under way.
+
+        When ``closing``, the current one only if it has computed. The caller holds the lock of the files.
         """
         with self._lock:
             finished, self._finished = self._finished, []
