@@ -65,7 +65,7 @@ class RankSampler(Sampler[int]):
 
     def advance(self, per_rank: int, min_left: int) -> None:
         """Record that every rank has drawn ``per_rank`` more samples; begin the next epoch if fewer than ``min_left``
-        per rank are left."""
+        are left for each."""
         self._position += per_rank * self.ranks
         if math.ceil((self.size - self._position) / self.ranks) < min_left:
             self.set_epoch(self.epoch + 1)

@@ -226,8 +226,8 @@ class Engine(nn.Module):
 
         ``client_state``: plain data, which `load_checkpoint` returns. With ``checkpoint.writer.decoupled`` the call
         returns before the files are written; a failed save then raises from a later `step`, `save_checkpoint`,
-        `load_checkpoint` or `destroy`. Collective. Raises on every rank: `zero_ckpt.CheckpointError`, inside an
-        accumulation `UsageError`."""
+        `load_checkpoint` or `destroy`. ``exclude_frozen_parameters``: leave frozen ones out. Collective. Raises on
+        every rank: `zero_ckpt.CheckpointError`, inside an accumulation `UsageError`."""
         self._parts.checkpoints.save(
             save_dir, tag, client_state or {}, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )

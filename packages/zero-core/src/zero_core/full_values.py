@@ -34,7 +34,7 @@ class FullValues:
 
     @contextmanager
     def gathered(self, parameters: Any, modifier_rank: int | None) -> Iterator[None]:
-        """Gather ``parameters`` in full for the block (see `zero_partition.gathered`)."""
+        """Gather ``parameters``, one or several, in full for the block; keep the changes of ``modifier_rank``."""
         with gathered(self._state.partition, parameters, modifier_rank):
             yield
 

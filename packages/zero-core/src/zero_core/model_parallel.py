@@ -114,8 +114,7 @@ class ModelPart:
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective over all
-    ranks.
+    """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective.
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists. Raises `UsageError` on every rank if they are

@@ -1,6 +1,4 @@
-"""Write the metrics of a run to CSV files, TensorBoard, Weights & Biases or Comet.
-
-A client library is imported on rank 0 only, if its section of the configuration is enabled."""
+"""Write metrics to CSV files, TensorBoard, Weights & Biases or Comet, whose clients are imported on rank 0 alone."""
 
 from __future__ import annotations
 

@@ -134,6 +134,7 @@ def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer
 
 
 def _state_dtype(half_states: bool) -> dict[str, Any]:
+    """Return the argument of the CPU optimizers for moments in bfloat16, if ``half_states``; else none."""
     return {"state_dtype": "bfloat16"} if half_states else {}
 
 

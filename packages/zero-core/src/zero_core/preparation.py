@@ -29,7 +29,9 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> RankLoader[Any]:
-        """Return the loader that `Engine.data_loader` describes; ``sampler``: the user's own. Raises `UsageError`."""
+        """Return a loader of this rank's samples of ``dataset``, shuffled for the route "train". ``batch_size``,
+        ``collate_fn``: by default the engine's. ``sampler``: the user's. Raises `UsageError` for another route or data
+        set."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state
@@ -59,7 +61,8 @@ def compile_module(
     schedule: Any,
     compiled_autograd_enabled: bool,
 ) -> None:
-    """Compile the module as `Engine.compile` describes, with its errors; set ``state.compiled`` to the names."""
+    """Compile the module by torch.compile and set ``state.compiled`` to the names of the compiled modules. Raises
+    `UsageError` for a ``schedule``, for compiled autograd, and for CUDA graphs where weights are released."""
     state.check_open("compile")
     options = dict(compile_kwargs or {})
     if schedule is not None:

@@ -159,4 +159,5 @@ def shard_alignment(config: Config) -> int:
 
 
 def _codec(name: BlockFormat) -> Codec:
+    """Return the block codec of the 8-bit or 4-bit format ``name``."""
     return BlockCodec(name, block=_BLOCK[name], quantizer=kernels.block_quantizer())

@@ -59,6 +59,7 @@ class TierFiles:
             sealed.make_durable()
 
     def _remembered(self, sealed: Sealed | None) -> Sealed | None:
+        """Return ``sealed``, kept for `make_durable` if it is not None."""
         self._sealed += [sealed] if sealed is not None else []
         return sealed
 

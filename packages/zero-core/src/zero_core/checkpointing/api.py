@@ -50,7 +50,7 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """Return ``function(*args, **kwargs)``, and run it again in backward; see `Checkpointing.checkpoint`."""
+    """Return ``function(*args, **kwargs)``, run again in backward; ``use_reentrant``: by torch's older variant."""
     return _current().checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
 
 

@@ -1,6 +1,4 @@
-"""Measurements of a run: times, floating-point operations, bytes sent, memory, and metrics for monitors.
-
-Read `instruments.py` first; every other file is one instrument."""
+"""Measure a run: times, operations, bytes, memory, metrics. Read `instruments.py` first; each other file has one."""
 
 from __future__ import annotations
 
