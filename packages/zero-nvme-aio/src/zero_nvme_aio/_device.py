@@ -24,8 +24,9 @@ SLOTS = 4
 
 
 class DeviceRequest(Request):
-    """A `Request` for a tensor on an accelerator, carried out by the thread of that device's ring of staging buffers.
-    The tensor is kept alive until the request has ended.
+    """A `Request` for a tensor of ``nbytes`` on an accelerator, carried out by the thread of that device's ring of
+    staging buffers, whose result ``future`` has. Setting ``cancelled`` ends it early. The tensor is kept alive until
+    the request has ended.
     """
 
     __slots__ = ("_cancelled", "_future", "_nbytes")

@@ -46,7 +46,8 @@ class AlignedBuffer(_native.Mapping):
 
 
 class BufferPool:
-    """A fixed number of AlignedBuffers of `nbytes` each, allocated once and reused; safe for several threads.
+    """A fixed number (`count`) of AlignedBuffers of `nbytes` each, allocated once and reused; safe for several threads.
+    `huge_pages`, `lock` and AioError as in `AlignedBuffer`.
 
     `take` blocks until one is free, `give_back` makes it free again; `with pool.borrow() as buffer` does both.
     """
@@ -112,7 +113,9 @@ class BufferPool:
 
 
 class _Borrowed:
-    """Takes a buffer from a pool for the length of a `with` block."""
+    """Takes a buffer from a pool for the length of a `with` block, within `timeout` seconds (None: however long it
+    takes).
+    """
 
     def __init__(self, pool: BufferPool, timeout: float | None) -> None:
         self._pool = pool

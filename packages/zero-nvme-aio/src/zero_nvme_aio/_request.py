@@ -18,10 +18,12 @@ NATIVE_CODES = (_native.END_OF_FILE, _native.CANCELLED)
 
 
 class Request:
-    """One transfer under way. It keeps its buffers alive until the kernel is done with them, also when it is dropped.
+    """One transfer under way, made by an engine. It keeps its buffers alive until the kernel is done with them, also
+    when it is dropped.
 
     May be waited for from several threads and awaited from several asyncio tasks; giving up a wait (timeout, Ctrl-C, a
-    cancelled task) leaves the transfer running.
+    cancelled task) leaves the transfer running. `kind` ("read" or "write") and `path` are for messages; `lent`: tensors
+    whose storage must not change meanwhile.
     """
 
     __slots__ = ("__weakref__", "_engine", "_kind", "_lent", "_native", "_path")

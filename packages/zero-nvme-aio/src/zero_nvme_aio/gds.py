@@ -37,8 +37,8 @@ _POLL_SECONDS = 0.0005
 
 
 class GdsRequest:
-    """A transfer by kvikio; used like `Request`. kvikio starts all of it at once, so `cancel` stops nothing. It keeps
-    its buffers alive until `wait` or `settle`.
+    """A transfer of `nbytes` by kvikio; used like `Request`. kvikio starts all of it at once, as `futures`, so `cancel`
+    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`.
     """
 
     checksum: str | None = None

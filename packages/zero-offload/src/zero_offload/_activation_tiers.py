@@ -82,8 +82,9 @@ class ActivationTier(Protocol):
 
 
 class HostActivations:
-    """An `ActivationTier` in host memory, pinned unless the device is the CPU; copies run on a stream beside compute.
-    Freed blocks are reused for tensors of equal size, and count in `memory` until `close`.
+    """An `ActivationTier` in host memory, pinned unless the ``device`` of the tensors is the CPU; copies run on a
+    stream beside compute, and ``trace``, if not None, records them. Freed blocks are reused for tensors of equal size,
+    and count in `memory` until `close`.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None) -> None:
@@ -135,12 +136,13 @@ class HostActivations:
 
 
 class FiledActivations:
-    """An `ActivationTier` in files under ``paths``. Buffers being written hold at most ``in_flight_bytes``, or one
-    tensor if that is larger; `save` waits for room.
+    """An `ActivationTier` in files under ``paths`` for tensors of ``device``. Buffers being written hold at most
+    ``in_flight_bytes``, or one tensor if that is larger; `save` waits for room.
 
     `memory` counts as ``host`` the buffers being written, not those being read, and as ``nvme`` the bytes in files,
-    places free for reuse included. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `open_extents`.
-    The constructor opens the files (OffloadError if it cannot), `close` removes them.
+    places free for reuse included. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `open_extents`;
+    ``trace``, if not None, records the transfers. The constructor opens the files (OffloadError if it cannot), `close`
+    removes them.
     """
 
     def __init__(

@@ -78,7 +78,8 @@ class _Slot:
 
 
 class BufferRing:
-    """``buffer_count`` buffers, each grown to the largest pack it carried, at least ``buffer_bytes`` from the start.
+    """``buffer_count`` buffers in front of ``store``, each grown to the largest pack it carried, at least
+    ``buffer_bytes`` from the start.
 
     A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit; packs are
     known by their names. With ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an

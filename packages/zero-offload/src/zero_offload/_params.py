@@ -101,8 +101,8 @@ def flat_gradient(member: Member) -> torch.Tensor | None:
 
 
 class GradientHooks:
-    """Passes each parameter's gradient to ``take(name, gradient)``, 1-D, as soon as autograd has finished it, then sets
-    ``p.grad`` to None. Parameters without elements have no hook.
+    """Passes the gradient of each of ``members``' parameters to ``take(name, gradient)``, 1-D, as soon as autograd has
+    finished it, then sets ``p.grad`` to None. Parameters without elements have no hook.
     """
 
     def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], None]) -> None:

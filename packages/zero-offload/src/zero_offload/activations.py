@@ -21,8 +21,8 @@ __all__ = ["offload_activations"]
 class _Saved:
     """A tensor that was moved to the tier; autograd holds this object in its place.
 
-    ``number``: its place in the order of saving. ``place``: the tier's. ``started``: the tier's handle while it is on
-    its way back. ``restored``: the tensor, once back, while it lives.
+    ``number``: its place in the order of saving. ``form``: its shape, strides, dtype and device. ``place``: the tier's.
+    ``started``: the tier's handle while it is on its way back. ``restored``: the tensor, once back, while it lives.
     """
 
     def __init__(self, number: int, form: TensorForm, place: Any) -> None:
@@ -40,12 +40,13 @@ class offload_activations:
     ``keep``: the model, whose parameters and buffers stay where they are, or a function that returns True for a tensor
     that stays. ``tier="host"`` needs an accelerator to be of use: on the CPU everything is on the host already and
     nothing moves. ``tier="nvme"`` writes files under ``path`` (one folder, or several to stripe over); buffers being
-    written hold at most ``in_flight_bytes`` of host memory. Tensors below ``min_bytes`` stay. When backward uses a
-    saved tensor, the next ``prefetch`` ones start on their way back. ``checksums``, ``verify``, ``prefix``, ``engine``
-    and ``trace`` are those of `NvmeStore`.
+    written hold at most ``in_flight_bytes`` of host memory. ``device``: of the tensors, by default the current
+    accelerator, else the CPU; others stay, and so do those below ``min_bytes``. When backward uses a saved tensor, the
+    next ``prefetch`` ones start on their way back. ``checksums``, ``verify``, ``prefix``, ``engine`` and ``trace`` are
+    those of `NvmeStore`.
 
-    Enter it anew for every forward pass; backward runs outside or inside of it. The files are removed by `close` and at
-    garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
+    Enter it again for every forward pass; backward runs outside or inside of it. The files are removed by `close` and
+    at garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
     subclasses name the tensor, the file and the offset.
     """
 

@@ -22,7 +22,7 @@ class BudgetError(OffloadError, MemoryError):
 
 
 class ShardError(OffloadError):
-    """A named tensor could not be read from its tier or written to it.
+    """A named tensor could not be read from its tier or written to it; ``message`` says why.
 
     ``tensor``: the name. ``path``: the file, ``offset_bytes``: the position in it; None where no file is involved.
     """

@@ -34,9 +34,9 @@ class ReduceNorms(Protocol):
 class Lamb(ClosureOptimizer):
     """LAMB (arXiv 1904.00962, algorithm 2) on any device, for parameters or fragments of sharded ones.
 
-    A step computes all update directions, then the norms of full parameters, then applies the directions. The trust
-    ratio (norm of the weight over that of the direction) is 1 where either norm is 0, then limited to ``min_coeff`` ...
-    ``max_coeff``.
+    ``params`` and ``lr`` are those of torch's optimizers. A step computes all update directions, then the norms of full
+    parameters, then applies the directions. The trust ratio (norm of the weight over that of the direction) is 1 where
+    either norm is 0, then limited to ``min_coeff`` ... ``max_coeff``.
 
     Attributes:
         reduce_norms: adds up squared norms over fragments; by default every tensor counts as a full parameter.

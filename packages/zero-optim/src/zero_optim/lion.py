@@ -10,7 +10,8 @@ from .base import ClosureOptimizer
 
 
 class Lion(ClosureOptimizer):
-    """Lion (arXiv 2302.06675, algorithm 2): steps by the sign of gradient and moment interpolated, decoupled decay.
+    """Lion (arXiv 2302.06675, algorithm 2): steps of length ``lr`` by the sign of gradient and moment interpolated,
+    with decoupled ``weight_decay``.
 
     ``params``: parameters or param groups, as torch optimizers take them. ``betas``: the weights of the moment in the
     step, and of its own update.

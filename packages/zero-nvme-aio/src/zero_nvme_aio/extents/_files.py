@@ -18,7 +18,9 @@ __all__ = ["GenerationFiles", "StoreFolders"]
 
 
 class StoreFolders:
-    """Names of a store's files: `<prefix>.g<generation>.s<stripe>.extents` per path, the index beside stripe 0."""
+    """Names of a store's files: `<prefix>.g<generation>.s<stripe>.extents` in each of `paths`, the index beside stripe
+    0.
+    """
 
     def __init__(self, paths: Sequence[str], prefix: str) -> None:
         self.paths = paths
@@ -83,8 +85,8 @@ class StoreFolders:
 
 
 class GenerationFiles:
-    """Open files of one generation by stripe; a stripe without data has no file. New files are writable; after
-    `open_sealed` or `reopen_sealed` files are opened for reading.
+    """Open files of one generation of the store in `folders`, by stripe, opened by `engine`; a stripe without data has
+    no file. New files are writable; after `open_sealed` or `reopen_sealed` files are opened for reading.
     """
 
     def __init__(self, engine: Engine, folders: StoreFolders, generation: int) -> None:

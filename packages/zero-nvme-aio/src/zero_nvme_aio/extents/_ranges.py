@@ -19,8 +19,8 @@ class WrittenRange:
     """Bytes [begin, begin + nbytes) of `name`, written in one go at `file_offset` of the file of one generation and
     stripe.
 
-    `request`: the write that carried them, while or after it was under way in this process; None if the range was
-    loaded or carried over.
+    `checksum`: recorded earlier, empty if it is not known yet. `request`: the write that carried them, while or after
+    it was under way in this process; None if the range was loaded or carried over.
     """
 
     __slots__ = ("_checksum", "_partial", "begin", "file_offset", "generation", "name", "nbytes", "request", "stripe")

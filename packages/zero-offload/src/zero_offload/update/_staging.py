@@ -64,9 +64,10 @@ class StagedSlices:
     Call order: `begin` a step; for each of its slices `start` (ideally while the previous one computes),
     `staged_spans`, `finish`; then `end`, or `abort`.
 
-    Tensors on an accelerator pass through two alternating staging buffers in host memory (``staging`` bytes in all,
-    from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory are used in
-    place. Shards are borrowed from ``weights`` from the first slice that needs them to the last.
+    Tensors on an accelerator (``device``) pass through two alternating staging buffers in host memory (``staging``
+    bytes in all, from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory are
+    used in place. Shards are borrowed from ``weights`` from the first slice that needs them to the last. ``trace``, if
+    not None, records the copies.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def host_bytes(slices: Sequence[Slice]) -> int:
 
 
 class HostTier:
-    """A `Tier` in one block of host memory of exactly the size of its content.
+    """A `Tier` in one block of host memory of exactly the size of its content, the states of ``slices``.
 
     ``on_device``: the block counts as device memory, because its content is not offloaded and the device is the CPU.
     """
@@ -168,12 +168,12 @@ class NvmeOptions(NamedTuple):
 
 
 class NvmeTier:
-    """A `Tier` in files: one extent (a named range of bytes) ``<fragment>/<kind>`` for each fragment and kind, and a
-    ring of buffers in host memory.
+    """A `Tier` in files: one extent (a named range of bytes) ``<fragment>/<kind>`` for each fragment and kind in
+    ``slices``, and a ring of buffers in host memory.
 
-    While a slice is computed the next ones are read (with ``pipeline_read``) and the ones before it are written (with
-    ``pipeline_write``). The order reverses from pass to pass, so that a pass begins with the slices that the previous
-    one left in the buffers.
+    While a slice is computed the next ones are read (with ``options.pipeline_read``) and the ones before it are written
+    (with ``options.pipeline_write``). The order reverses from pass to pass, so that a pass begins with the slices that
+    the previous one left in the buffers. ``trace``, if not None, records the transfers.
 
     The constructor opens the files and allocates the buffers; OffloadError if the folders cannot be used or another
     process uses them. `close` removes the files.

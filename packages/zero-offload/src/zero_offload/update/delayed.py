@@ -33,10 +33,12 @@ class DelayedUpdate:
     earlier than it is applied. The trajectory differs from that of the optimizer without delay; it is bit-identical to
     that of the same kernels fed with these gradients.
 
-    Arguments and methods are those of `OffloadedUpdate` with gradients in host memory. It holds two sets of gradients
-    and a copy of all weights in host memory. `step` waits for the previous step, writes its weights, and returns while
-    its own runs; `finish`, and every method that reads or writes states, waits for that one too. The method that waits
-    for a failed step raises its error.
+    Arguments and methods are those of `OffloadedUpdate` with gradients in host memory: ``shards`` are updated by
+    ``optimizer`` with the options that ``groups`` returns at every step, ``weights`` lends what forward reads,
+    ``tier_options`` says where states are, ``budget`` collects the needs, ``trace`` records transfers. It holds two
+    sets of gradients and a copy of all weights in host memory. `step` waits for the previous step, writes its weights,
+    and returns while its own runs; `finish`, and every method that reads or writes states, waits for that one too. The
+    method that waits for a failed step raises its error.
     """
 
     def __init__(

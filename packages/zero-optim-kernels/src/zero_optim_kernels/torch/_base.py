@@ -53,11 +53,12 @@ class KernelOptimizer(Optimizer):
     """Base of the optimizers over CPU parameters of dtype float32, bfloat16 or float64 (or DTensors with such shards).
 
     Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or
-    ``ValueError`` names one that is not, before anything is written. ``threads=0`` uses ``torch.get_num_threads()``.
+    ``ValueError`` names one that is not, before anything is written. ``params`` and ``defaults`` are those of torch's
+    class, the other arguments those of `CPUAdam`.
 
-    ``positions``: for each parameter the global index of its first element over all processes, a multiple of 256.
-    With an entry for every parameter, stochastic rounding gives the same bits however parameters are sharded. When
-    empty, parameters count as adjacent.
+    ``positions``: for each parameter the global index of its first element over all processes, a multiple of 256. With
+    an entry for every parameter, stochastic rounding gives the same bits however parameters are sharded. When empty,
+    parameters count as adjacent.
     """
 
     moments: tuple[Moment, ...] = ()
@@ -104,9 +105,7 @@ class KernelOptimizer(Optimizer):
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does, or raise ``TypeError`` or ``ValueError`` for options or parameters not
-        supported.
-        """
+        """Add a group as torch does; ``TypeError`` or ``ValueError`` for options or parameters not supported."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:

@@ -16,8 +16,8 @@ __all__ = ["CPUAdagrad"]
 
 
 class CPUAdagrad(KernelOptimizer):
-    """Adagrad (JMLR 12, 2011, figure 1) with `torch.optim.Adagrad`'s options; the storage options are those of
-    `CPUAdam`.
+    """Adagrad (JMLR 12, 2011, figure 1) with `torch.optim.Adagrad`'s options; the storage options (``state_dtype``,
+    ``bf16_weights``, ``seed``, ``threads``) are those of `CPUAdam`.
     """
 
     elementwise = True

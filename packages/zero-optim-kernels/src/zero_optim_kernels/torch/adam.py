@@ -16,11 +16,12 @@ __all__ = ["CPUAdam", "CPUAdamW"]
 
 
 class CPUAdam(KernelOptimizer):
-    """Adam (arXiv 1412.6980, algorithm 1) with `torch.optim.Adam`'s options except ``amsgrad``.
+    """Adam (arXiv 1412.6980, algorithm 1) with `torch.optim.Adam`'s options except ``amsgrad``;
+    ``decoupled_weight_decay`` makes it AdamW.
 
-    ``state_dtype``: ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter). ``bf16_weights`` says
-    how bfloat16 parameters are updated: with ``"stochastic"`` rounding, or ``"exact"`` with 16 more bits in the state.
-    ``seed``: of the rounding.
+    How state is stored: ``state_dtype`` is ``"float32"``, ``"bfloat16"`` or ``"int8"`` (2.03 bytes per parameter).
+    ``bf16_weights`` says how bfloat16 parameters are updated: with ``"stochastic"`` rounding, or ``"exact"`` with 16
+    more bits in the state. ``seed``: of the rounding. ``threads``: of a step; 0 uses ``torch.get_num_threads()``.
     """
 
     elementwise = True
@@ -97,8 +98,8 @@ class CPUAdam(KernelOptimizer):
 
 
 class CPUAdamW(CPUAdam):
-    """AdamW (arXiv 1711.05101, algorithm 2) with `torch.optim.AdamW`'s options except ``amsgrad``; see `CPUAdam` for
-    the others.
+    """AdamW (arXiv 1711.05101, algorithm 2) with `torch.optim.AdamW`'s options except ``amsgrad``; the storage options
+    (``state_dtype``, ``bf16_weights``, ``seed``, ``threads``) are those of `CPUAdam`.
     """
 
     def __init__(

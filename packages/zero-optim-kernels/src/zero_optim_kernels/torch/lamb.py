@@ -20,8 +20,9 @@ _SCRATCH = 1 << 24  # elements of update directions in memory at once; more for 
 
 
 class CPULamb(KernelOptimizer):
-    """LAMB (arXiv 1904.00962, algorithm 2, with the identity as scaling function); the storage options are those of
-    `CPUAdam`.
+    """LAMB (arXiv 1904.00962, algorithm 2, with the identity as scaling function). ``betas``, ``eps`` and
+    ``bias_correction`` are Adam's; ``weight_decay`` times the weights is part of the direction; with ``maximize`` it
+    ascends. The storage options (``state_dtype``, ``bf16_weights``, ``seed``, ``threads``) are those of `CPUAdam`.
 
     The trust ratio is per parameter. DTensors raise ``TypeError``: the norms of sharded parameters need a reduction
     over ranks, which a caller of `lamb_step` and `lamb_apply` can do in between.

@@ -16,7 +16,11 @@ __all__ = ["CPULion"]
 
 
 class CPULion(KernelOptimizer):
-    """Lion (arXiv 2302.06675, algorithm 2); the storage options are those of `CPUAdam`."""
+    """Lion (arXiv 2302.06675, algorithm 2). ``betas``: the weights of the moment in the step, and of its own update;
+    ``weight_decay`` is decoupled; with ``maximize`` it ascends.
+
+    The storage options (``state_dtype``, ``bf16_weights``, ``seed``, ``threads``) are those of `CPUAdam`.
+    """
 
     elementwise = True
     moments = (Moment("exp_avg", second=False),)

@@ -18,7 +18,9 @@ _MOMENTUM = (Moment("momentum_buffer", second=False),)
 
 
 class CPUSGD(KernelOptimizer):
-    """Stochastic gradient descent with `torch.optim.SGD`'s options; the storage options are those of `CPUAdam`."""
+    """Stochastic gradient descent with `torch.optim.SGD`'s options; the storage options (``state_dtype``,
+    ``bf16_weights``, ``seed``, ``threads``) are those of `CPUAdam`.
+    """
 
     elementwise = True
 

@@ -14,7 +14,8 @@ class LRRangeTest(Schedule):
 
     At iteration i: `min_lr * (1 + step_rate * interval)` with `interval = (i + 1) / step_size`, rounded down when
     `lr_range_test_staircase`. `lr_range_test_min_lr`: one rate, or one per param group. `lr_range_test_step_size`:
-    iterations per interval.
+    iterations per interval. `lr_range_test_step_rate`: by what fraction of the minimum the rate rises per interval.
+    `last_batch_iteration`: where to continue, as in `Schedule`.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ BETA2 = 0.99
 class Cycle:
     """A triangle wave: from 0 to 1 over `first` iterations, back to 0 over `second` (None: as many).
 
-    A side with a stair count other than 0 rises or falls in so many steps. Raises ValueError by the argument's name in
-    the configuration.
+    A side whose stair count (`first_stairs`, `second_stairs`; None: as the first) is not 0 rises or falls in so many
+    steps. Raises ValueError by the argument's name in the configuration.
     """
 
     def __init__(self, first: float, second: float | None, first_stairs: int, second_stairs: int | None) -> None:
@@ -94,12 +95,14 @@ class OneCycle(Schedule):
     """Cycle the learning rate up and down once, momentum the other way, then decay both (Smith 2018, arXiv 1803.09820).
 
     Iteration i is in the cycle while `i < first + second`: rates are `min + (max - min) * h` with h the height of the
-    triangle at `i + 1`, in stairs where a stair count is not 0. After it, with
-    `d = (i - first - second + 1) / decay_step_size`, rates are `min / (1 + decay_lr_rate * d)`; they stay at `min` when
-    `decay_step_size` or `decay_lr_rate` is 0. With `cycle_momentum`, `betas` are
-    `(max_mom - (max_mom - min_mom) * h, 0.99)` in the cycle, `(max_mom * (1 + decay_mom_rate * d), 0.99)` after it;
-    param groups without `betas` are left alone.
-    `get_last_lr` raises until the first `step`. Bounds are one number or one per param group; sizes are in iterations.
+    triangle at `i + 1`, in stairs where a stair count is not 0. After it, with `d = (i - first - second + 1) /
+    decay_step_size`, rates are `min / (1 + decay_lr_rate * d)`; they stay at `min` when `decay_step_size` or
+    `decay_lr_rate` is 0. With `cycle_momentum`, `betas` are `(max_mom - (max_mom - min_mom) * h, 0.99)` in the cycle,
+    `(max_mom * (1 + decay_mom_rate * d), 0.99)` after it; param groups without `betas` are left alone.
+
+    Arguments are these names with `cycle_` before them; `cycle_first_step_size` and `cycle_second_step_size` (None: as
+    the first) are first and second, in iterations. Bounds are one number or one per param group.
+    `last_batch_iteration`: where to continue, as in `Schedule`. `get_last_lr` raises until the first `step`.
     """
 
     def __init__(

@@ -35,9 +35,10 @@ class Ramp:
 class WarmupLR(Schedule):
     """Rise from `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` iterations, then stay.
 
-    At iteration i: `min + (max - min) * gamma` with gamma `log(i + 1) / log(n)` ("log") or `i / n` ("linear") below
-    `n = max(2, warmup_num_steps)` and 1 from there on; before the first `step` the rate is `min`. Both bounds are one
-    rate or one per param group; a `warmup_max_lr` of None is the rate that each group has now.
+    At iteration i: `min + (max - min) * gamma` with gamma, by `warmup_type`, `log(i + 1) / log(n)` ("log") or `i / n`
+    ("linear") below `n = max(2, warmup_num_steps)` and 1 from there on; before the first `step` the rate is `min`. Both
+    bounds are one rate or one per param group; a `warmup_max_lr` of None is the rate that each group has now.
+    `last_batch_iteration`: where to continue, as in `Schedule`.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class WarmupLR(Schedule):
 class WarmupDecayLR(WarmupLR):
     """Rise as `WarmupLR` does, then fall linearly to `warmup_min_lr` at iteration `total_num_steps`.
 
-    After the warm-up of n iterations gamma is `max(0, (total - i) / max(1, total - n))`.
+    After the warm-up of n iterations gamma is `max(0, (total - i) / max(1, total - n))`. The other arguments are those
+    of `WarmupLR`. A total below the warm-up is logged as a warning.
     """
 
     def __init__(
@@ -101,10 +103,10 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """Scale the rate that each param group has now: up over `warmup_num_steps` iterations, then down as a cosine.
 
-    At iteration i the ratio is `warmup_min_ratio + (1 - warmup_min_ratio) * gamma` below
-    `n = max(2, warmup_num_steps)`,
-    gamma as in `WarmupLR`. From there it is `cos_min_ratio + (1 - cos_min_ratio) * (1 + cos(pi * t)) / 2` with
-    `t = min(1, (i - n + 1) / max(1, total_num_steps - n))`. Before the first `step` the rate is 0.
+    At iteration i the ratio is `warmup_min_ratio + (1 - warmup_min_ratio) * gamma` below `n = max(2,
+    warmup_num_steps)`, gamma by `warmup_type` as in `WarmupLR`. From there it is `cos_min_ratio + (1 - cos_min_ratio) *
+    (1 + cos(pi * t)) / 2` with `t = min(1, (i - n + 1) / max(1, total_num_steps - n))`. Before the first `step` the
+    rate is 0. `last_batch_iteration`: where to continue, as in `Schedule`.
     """
 
     def __init__(
