@@ -22,8 +22,8 @@ _Entries = defaultdict[Any, Any]
 class FragmentStates(_Entries):
     """A ``defaultdict(dict)`` by fragment tensor; its pickles and copies are plain ``defaultdict``s.
 
-    ``name_of``: returns the name of a parameter of the model, "" for any other tensor. All methods raise
-    `PartitionError` for a key that is a parameter of the model.
+    ``entries``: the states at first. ``name_of``: returns the name of a parameter of the model, "" for any other
+    tensor. All methods raise `PartitionError` for a key that is a parameter of the model.
     """
 
     def __init__(self, entries: dict[Any, Any], name_of: Callable[[nn.Parameter], str]) -> None:
@@ -33,12 +33,13 @@ class FragmentStates(_Entries):
         self.update(entries)
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` once, before user code first looks at the states, until `unwatch`."""
+        """Call ``read`` once, before user code next looks at the states, until `unwatch`. Changes this object's
+        class."""
         self._read = read
         self.__class__ = WatchedFragmentStates
 
     def unwatch(self) -> None:
-        """Stop calling ``read``: the optimizer's step looks at the states."""
+        """Stop calling the function given to `watch`, as the engine itself looks at the states now."""
         self.__class__ = FragmentStates
 
     def __missing__(self, key: Any) -> Any:
@@ -84,7 +85,7 @@ class FragmentStates(_Entries):
         return self
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """Return a plain ``defaultdict`` of the same entries."""
+        """Return a plain ``defaultdict`` of the same entries, whose states are not copied."""
         return defaultdict(dict, dict.items(self))
 
     def __copy__(self) -> Any:
@@ -94,7 +95,7 @@ class FragmentStates(_Entries):
         return defaultdict, (dict,), None, None, iter(dict.items(self))
 
     def _check(self, key: object) -> None:
-        """Raise `PartitionError` if ``key`` is a parameter of the model."""
+        """Raise `PartitionError` if ``key`` is a parameter of the model; other keys pass."""
         if isinstance(key, nn.Parameter):
             refuse_parameter(self._name_of(key))
 
@@ -163,7 +164,7 @@ class WatchedFragmentStates(FragmentStates):
         return super().copy()
 
     def _note_read(self) -> None:
-        """Call the function given to `watch`, the first time only."""
+        """Call the function given to `watch`, if it was not called yet."""
         if self._read is not None:
             read, self._read = self._read, None
             read()
@@ -172,7 +173,8 @@ class WatchedFragmentStates(FragmentStates):
 class StateElsewhere(dict[str, Any]):
     """The state of a parameter that other ranks update entirely, so that a loop over parameters runs here as there.
 
-    Each kind is an empty tensor like ``tensor``, but "step" is what ``step`` returns. Pickles are plain dicts.
+    Each kind is an empty tensor like ``tensor``, but "step" is what ``step`` returns; what code assigns is kept.
+    Pickles are plain dicts.
     """
 
     def __init__(self, tensor: torch.Tensor, step: Callable[[], Any]) -> None:
@@ -180,13 +182,16 @@ class StateElsewhere(dict[str, Any]):
         self._tensor, self._step = tensor, step
 
     def __missing__(self, kind: str) -> Any:
+        """Return the value of any kind that was not assigned."""
         return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
     def __delitem__(self, kind: str) -> None:
+        """Remove a kind; nothing if it was not assigned."""
         super().pop(kind, None)
 
     def pop(self, kind: str, *default: Any) -> Any:
-        """Remove and return a kind, as from a dict that has every kind."""
+        """Remove and return a kind; if it was not assigned, ``default`` if that is given, else a value as of a
+        look-up."""
         value = default[0] if default else self[kind]
         return super().pop(kind, value)
 
@@ -195,7 +200,8 @@ class StateElsewhere(dict[str, Any]):
 
 
 def refuse_parameter(name: str) -> None:
-    """Raise `PartitionError` for a look-up by the parameter ``name`` of the model; do nothing if ``name`` is empty."""
+    """Raise `PartitionError` for a look-up in the optimizer's states by the model's parameter ``name``; do nothing if
+    ``name`` is empty."""
     if name:
         raise PartitionError(
             f"optimizer.state was asked for parameter '{name}': it has the states of this rank's fragments, by the "

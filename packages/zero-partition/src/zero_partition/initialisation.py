@@ -126,8 +126,8 @@ class Init:
             known.clear()
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters of a module that was built outside `Init`, with their present values; inside the open
-        context. Collective. Nothing on a single rank without ``new_shard``."""
+        """Shard the parameters of a module that was built outside `Init`, with their present values, whether the
+        context is open or not. Collective. Nothing on a single rank without ``new_shard``."""
         if self._shards:
             self._shard_all(dict(module.named_parameters()))
 

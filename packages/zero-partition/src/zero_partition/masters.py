@@ -15,8 +15,8 @@ _CHUNK = 1 << 15  # elements; torch shares the work on larger tensors among thre
 def follow_weights(master: torch.Tensor, weights: torch.Tensor) -> None:
     """Copy ``weights`` into the elements of ``master`` that do not round to them; the others keep their extra digits.
 
-    Both are 1-D and of the same length. On the host they are compared in chunks that fit into its caches, and chunks
-    without a difference are not written.
+    Both are 1-D and of the same length; ``master`` has the higher precision. On the host they are compared in chunks
+    that fit into its caches, and chunks without a difference are not written.
     """
     on_host = master.device.type == "cpu"
     size = _CHUNK if on_host else max(1, master.numel())
@@ -38,6 +38,7 @@ def copy_fragments(
     """Copy a rank's ``fragments`` of full ``values`` into its ``shard``, and into ``master`` as `follow_weights` does.
 
     ``names``: the unit's parameters in order. ``values``: by parameter number; fragments of others are left alone.
+    ``master``: of the shard's length; the shard itself, or None, if there is no separate one.
     """
     for fragment in fragments:
         number = names.index(fragment.entry.name)
@@ -65,7 +66,8 @@ class TierMasters:
         self._stale = False
 
     def has_masters(self) -> bool:
-        """Return whether the tier keeps masters apart from the weights, of a higher precision."""
+        """Return whether the tier keeps masters of a fragment of this shard apart from the weights, in a higher
+        precision."""
         return any("master" in self._states.kinds(f.entry.name) for f in self._fragments)
 
     def store_masters(self, full: torch.Tensor, dtype: torch.dtype) -> None:
@@ -85,7 +87,8 @@ class TierMasters:
         self._states.write(masters)
 
     def note_weights_changed(self) -> None:
-        """Tell the tier that the weights were changed, so that it updates its masters before it uses them."""
+        """Tell the tier that the weights were changed, so that it updates its masters before it uses them, and be
+        `stale`."""
         self._states.weights_changed(self._name)
         self._stale = True
 
@@ -96,7 +99,8 @@ class TierMasters:
         return self._stale
 
     def follow_now(self, shard: torch.Tensor) -> None:
-        """Update masters that are out of date now from the weights in ``shard``, as a step of the tier would do."""
+        """Update masters that are out of date from the weights in ``shard`` (1-D, this rank's), as a step of the tier
+        would do."""
         for fragment in self._fragments:
             if "master" in self._states.held(fragment.entry.name)[1]:
                 continue  # a step has done it

@@ -43,9 +43,10 @@ class ShardedOptimizer:
     elementwise optimizer gets this rank's fragment of each parameter; one that needs full parameters (Muon, Adafactor)
     gets the full parameters that are assigned to this rank.
 
-    ``clip``: maximal global norm, 0 for off. ``skip_non_finite``: skip the step instead of raising if the norm is not
-    finite and there is no loss scale. ``norm``, ``squares``: compute sums of squares for the norm, the latter under
-    virtual ranks. ``parts``: the relation of this rank's model to the full one under tensor parallelism.
+    ``clip``: maximal global norm, 0 for off. ``loss_scale``: the scale in the gradients, None for none.
+    ``skip_non_finite``: skip the step instead of raising if the norm is not finite and there is no loss scale.
+    ``norm``, ``squares``: compute sums of squares for the norm, the latter under virtual ranks. ``parts``: the relation
+    of this rank's model to the full one under tensor parallelism, None without.
 
     Raises `PartitionError`, naming the cause, for foreign or duplicate parameters and for an optimizer that would
     compute something else on shards than on the full model.
@@ -117,25 +118,30 @@ class ShardedOptimizer:
         return self.inner.state
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """Return the state of a fragment that the wrapped optimizer itself holds; empty if a tier keeps the states."""
+        """Return the state of a fragment that the wrapped optimizer itself holds; empty without one, or if a tier keeps
+        them."""
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the wrapped optimizer itself holds; None removes it."""
+        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it."""
         self._states.replace_state(owned, state)
         self._guard.forget()
 
     def number_devices(self) -> dict[str, torch.device]:
-        """Return the device for numbers in the states (``step``), by the name of the parameter; see `number_device`."""
+        """Return, by name of each parameter with a fragment here, the device for numbers in its state (``step``); see
+        `number_device`."""
         listed = zip(self.inner.param_groups, self._listed, strict=True)
         return {p.name: number_device(group, p.owned) for group, all_ in listed for p in all_ if p.owned is not None}
 
     def step(self) -> StepResult:
-        """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them. Collective.
+        """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them; return the
+        norm and whether the step was taken. Collective.
 
         The step is skipped if the norm is not finite and there is a loss scale or ``skip_non_finite``. Else raises
         `NonFiniteGradientError` on every rank then, naming the first parameter; on an accelerator the next step may be
-        the one that raises (see [Note: norms on accelerators]).
+        the one that raises (see [Note: norms on accelerators]). Raises `PartitionError` for what ranks or user code
+        have changed in ways that cannot be stepped with, before any weight changes. The gradients are forgotten
+        afterwards.
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
@@ -181,10 +187,8 @@ class ShardedOptimizer:
         self._gradients.learn_deferred()
 
     def _update_weights(self, agreed: AgreedGradients, factor: Factor) -> Exception | None:
-        """Update the weights with gradients times ``factor`` and publish them; return an exception of a post-hook.
-
-        A pre-hook that raises on any rank ends the step on all ranks, before anything is written.
-        """
+        """Update the weights with gradients times ``factor`` and publish them; return an exception of a post-hook, else
+        None. A pre-hook that raises on any rank ends the step on all ranks, before anything is written. Collective."""
         runtime = self._partition.runtime
         raised: list[Exception | None] = []
         self._partition.readers.wait()
@@ -218,16 +222,15 @@ class ShardedOptimizer:
             return self.inner.synchronise()
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the unscaled gradients since the last step. Collective.
-
-        If ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of the norm of
-        their average.
-        """
+        """Return the global norm of the unscaled gradients since the last step; inf or NaN if it is not finite.
+        Collective. If ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of
+        the norm of their average."""
         square = self._gradients.agree().square
         return math.nan if square is None else norm_of(square, self.loss_scale.scale)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the reduced gradients by ``factor`` in place, for clipping outside the step."""
+        """Multiply the reduced gradients by ``factor`` in place, for clipping outside the step; the same on every
+        rank."""
         for gradients in self._partition.runtime.gradients.values():
             if gradients.is_reduced:
                 with gradients.averaged(dirty=True) as averaged:
@@ -235,7 +238,8 @@ class ShardedOptimizer:
         self._partition.runtime.user_gradients.refresh()
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
-        """Run the wrapped optimizer's step, ``begin`` before its arithmetic; return an exception of a post-hook."""
+        """Run the wrapped optimizer's step, calling ``begin`` before its arithmetic; return an exception of a post-hook
+        or None."""
         self._stepping = True
         try:
             return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))
@@ -243,7 +247,8 @@ class ShardedOptimizer:
             self._stepping = False
 
     def _updated_elsewhere(self, touched: Touched) -> Iterator[nn.Parameter]:
-        """Yield the tensors of parameters that have a gradient but no fragment on this rank."""
+        """Yield the tensors of ``touched`` parameters, those with a gradient on any rank, that have no fragment on this
+        rank."""
         for parameter in chain.from_iterable(self._listed):
             if parameter.owned is None and (place := self._places.get(parameter.name)) is not None:
                 index, number = place
@@ -266,10 +271,8 @@ class ShardedOptimizer:
         )
 
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
-        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused.
-
-        ``own_hook``: handle of this class's own step pre-hook.
-        """
+        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused; return
+        the guard. ``own_hook``: handle of this class's own step pre-hook."""
         partition, runtime = self._partition, self._partition.runtime
         listed = list(chain.from_iterable(self._listed))
 
@@ -305,7 +308,7 @@ class ShardedOptimizer:
 
     def _exchange_parameters(self, optimizer: Optimizer) -> None:
         """Replace the model's parameters in the param groups by this rank's fragments, with their share of states that
-        the optimizer has already."""
+        the optimizer has already; an empty tensor stands for a parameter without a fragment here."""
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         seen: set[int] = set()
@@ -333,9 +336,8 @@ class ShardedOptimizer:
         self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
     ) -> tuple[str, OwnedFragment | None]:
         """Return the name of a parameter of the param groups, and this rank's fragment of it; None for no fragment.
-
-        ``seen``: ids of the parameters before it. Raises `PartitionError` for duplicate and foreign parameters.
-        """
+        ``group``, ``position``: its place. ``seen``: ids of the parameters before it, to which it is added. Raises
+        `PartitionError` for duplicate and foreign parameters."""
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
             raise PartitionError(

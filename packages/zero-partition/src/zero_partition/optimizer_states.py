@@ -49,11 +49,12 @@ class OptimizerStates:
     """Replaces ``state``, and hooks into `state_dict` and `load_state_dict`, of an optimizer whose groups hold this
     rank's fragments.
 
-    ``listed``: by group, the parameters as the user listed them. ``name_of``: returns the name of a parameter of the
-    model, "" for anything else. ``await_readers``: waits until states may be used. ``tell``: publishes why this rank
-    fails, for ranks that wait for it. `load_state_dict` accepts the `state_dict` of this optimizer on this rank, and
-    that of plain torch for the full parameters in the same order (as at stage 0), of which every rank keeps its part.
-    Anything else is refused by name. Weights and masters are not touched. Nothing communicates.
+    ``listed``: by group, the parameters as the user listed them. ``tier``: keeps the states, None if the optimizer
+    does. ``name_of``: returns the name of a parameter of the model, "" for anything else. ``await_readers``: waits
+    until states may be used. ``tell``: publishes why this rank fails, for ranks that wait for it. `load_state_dict`
+    accepts the `state_dict` of this optimizer on this rank, and that of plain torch for the full parameters in the same
+    order (as at stage 0), of which every rank keeps its part. Anything else is refused by name. Weights and masters are
+    not touched. Nothing communicates.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class OptimizerStates:
         If a tier keeps the states, the mapping reads and writes them there, and those of the dict move to the tier;
         fragments without any start again from nothing. Called at construction, after `load_state_dict` and before each
         step, as user code may have set another dict. Raises `PartitionError` if that dict has an entry for one of the
-        model's own parameters.
+        model's own parameters, or is a mapping on the tier that the optimizer had earlier.
         """
         entries = self._optimizer.state
         if isinstance(entries, TierStates) and entries is not self._on_tier:
@@ -110,15 +111,16 @@ class OptimizerStates:
         self._optimizer.state = self._on_tier = states  # type: ignore[assignment]
 
     def restore_plain_state(self) -> None:
-        """Make ``optimizer.state`` a plain dict again, with the states that the optimizer itself holds; those on a
-        tier are left out."""
+        """Make ``optimizer.state`` a plain dict again, with the states that the optimizer itself holds; it is empty if
+        a tier keeps them."""
         if isinstance(self._optimizer.state, FragmentStates):
             self._optimizer.state = FragmentStates.copy(self._optimizer.state)
         elif isinstance(self._optimizer.state, TierStates):
             self._optimizer.state = defaultdict(dict)
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """Return the state of a fragment that the optimizer itself holds; empty if a tier keeps the states."""
+        """Return the state of a fragment that the optimizer itself holds; empty without one, or if a tier keeps the
+        states."""
         if self._tier is not None:
             return {}
         states = self._optimizer.state
@@ -126,7 +128,7 @@ class OptimizerStates:
         return _plain_state(kept) if kept else {}
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the optimizer itself holds; None removes it."""
+        """Set the state of a fragment that the optimizer itself holds; None removes it, if there is one."""
         states: Any = self._optimizer.state
         if state is not None:
             states[owned.tensor] = state
@@ -134,7 +136,7 @@ class OptimizerStates:
             del states[owned.tensor]
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before code reads states that the optimizer holds, until `unwatch`."""
+        """Call ``read`` once, before code next reads states that the optimizer holds, until `unwatch`."""
         self._read = read
         if self._held is not None:
             self._held.watch(read)
@@ -146,7 +148,7 @@ class OptimizerStates:
             self._held.unwatch()
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add an entry for every listed parameter, if any has one, in the order of the param groups; return `entries`.
+        """Add an entry for every trained parameter, if any has one, in the order of the param groups; return `entries`.
 
         Parameters that other ranks update get a `StateElsewhere`, so that all ranks see the same keys.
         """
@@ -163,21 +165,24 @@ class OptimizerStates:
         return self.entries()
 
     def _step_of_any(self) -> Any:
-        """Return a copy of ``step`` of any state on this rank; 0 if none has one."""
+        """Return a copy of ``step`` of any state on this rank, usually a tensor; 0 if none has one."""
         counted = (kept["step"] for _, kept in self.entries() if isinstance(kept, dict) and "step" in kept)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Return (tensor, state) for each fragment whose state the optimizer itself holds."""
+        """Return (tensor, state by kind) for each fragment whose state the optimizer itself holds; empty if a tier
+        does."""
         return () if self._held is None else dict.items(self._held)
 
     def _unwatch_for_state_dict(self, _optimizer: Optimizer) -> None:
-        """Stop watching while torch builds a state dict; `_complete_state_dict` watches again."""
+        """Stop watching reads while torch builds a state dict; `_complete_state_dict` watches again. A pre-hook of
+        `state_dict`."""
         if self._held is not None:
             self._held.unwatch()
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
-        """Replace the tier's states by those in ``entries``; fragments without an entry start again from nothing."""
+        """Replace the tier's states by those in ``entries`` (by tensor, a state by kind); fragments without an entry
+        start again from nothing."""
         fresh: dict[str, dict[str, Any]] = {}
         anew: list[str] = []
         for owned in self._fragments():
@@ -202,7 +207,7 @@ class OptimizerStates:
         return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
     def _complete_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Return ``state_dict`` with the ranges of its fragments and the tier's moments.
+        """Return ``state_dict`` with the ranges of its fragments and the tier's moments: a post-hook of `state_dict`.
 
         Entries of parameters that other ranks update are removed, as torch's optimizers would miss ``step`` in them.
         8-bit moments are left out, as torch's format has no room for their scales.
@@ -229,7 +234,8 @@ class OptimizerStates:
     def _shard_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict | None:
         """Return ``state_dict`` with this rank's part of full states; None if its states are of fragments already.
 
-        Raises `PartitionError` if it does not fit the optimizer.
+        A pre-hook of `load_state_dict`. Raises `PartitionError` if it does not fit the optimizer; nothing is changed
+        then.
         """
         saved = [list(group["params"]) for group in state_dict["param_groups"]]
         states = {number: _plain_state(state) for number, state in state_dict["state"].items()}
@@ -251,12 +257,14 @@ class OptimizerStates:
         return {**state_dict, "state": sharded}
 
     def _ranges(self) -> dict[str, list[int]]:
-        """Return, by parameter name, the range [first, end) of its elements that this rank updates."""
+        """Return, by parameter name, the range [first, end) of its elements that this rank updates, as a list of
+        both."""
         fragments = [owned.fragment for owned in self._fragments()]
         return {f.entry.name: [f.param_offset, f.param_offset + f.length] for f in fragments}
 
     def _check_fragments(self, saved: dict[str, list[int]] | None) -> None:
-        """Raise `PartitionError` if the ranges in a state dict are not this rank's; None, for full states, passes."""
+        """Raise `PartitionError` if the ranges in a state dict (as of `_ranges`) are not this rank's; None, for full
+        states, passes."""
         here = self._ranges()
         if saved is None or saved == here:
             return
@@ -269,7 +277,8 @@ class OptimizerStates:
         )
 
     def _refuse_left_out(self, states: Mapping[Any, Any]) -> None:
-        """Raise `PartitionError` for an empty state dict if the tier has 8-bit moments, which it would reset."""
+        """Raise `PartitionError` if ``states``, by number of the parameter, are empty and the tier has 8-bit moments,
+        which are left out of state dicts and would be reset."""
         if self._tier is None or states:
             return
         for owned in self._fragments():
@@ -282,10 +291,10 @@ class OptimizerStates:
 
 
 def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned: OwnedFragment) -> dict[str, Any]:
-    """Return the part of a full parameter's optimizer state that belongs to a fragment.
+    """Return the part of ``state``, a full parameter's optimizer state by kind, that belongs to the fragment ``owned``.
 
-    Tensors of the parameter's ``shape`` are sliced, others copied. Raises `PartitionError` for a tensor of another
-    shape unless the fragment is the full parameter.
+    Tensors of the parameter's ``shape`` are sliced, also in lists and tuples, others copied. ``name``: the parameter's.
+    Raises `PartitionError` for a tensor of another shape unless the fragment is the full parameter.
     """
     start, end = owned.fragment.param_offset, owned.fragment.param_offset + owned.fragment.length
     whole = owned.fragment.length == shape.numel()
@@ -307,14 +316,17 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
 
 
 def number_device(group: Mapping[str, Any], owned: OwnedFragment) -> torch.device:
-    """Return the device on which an optimizer keeps numbers of a fragment's state, ``step`` for example: the fragment's
-    where ``group`` says fused or capturable, as in torch's `load_state_dict`, else the CPU."""
+    """Return the device on which an optimizer keeps numbers of a fragment's state, ``step`` for example.
+
+    It is the fragment's where the param group ``group`` says fused or capturable, as in torch's `load_state_dict`, else
+    the CPU.
+    """
     return owned.tensor.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def moved_state(state: dict[str, Any], group: Mapping[str, Any], owned: OwnedFragment) -> dict[str, Any]:
-    """Return a fragment's state with its tensors on the fragment's device, and numbers where `number_device` says; on
-    the CPU they stay where they are."""
+    """Return a fragment's state with its tensors on the fragment's device, and numbers (0-D) where `number_device`
+    says; ``state`` itself for a fragment on the CPU."""
     if owned.tensor.device.type == "cpu":
         return state
     numbers = number_device(group, owned)
@@ -333,13 +345,16 @@ def _plain_state(state: Any) -> Any:
 
 
 def _described(elements: list[int] | None) -> str:
-    """Return a range [first, end) in words, for errors."""
+    """Return a range [first, end) of elements in words, for errors; "nothing" for None."""
     return "nothing" if elements is None else f"elements {elements[0]} to {elements[1] - 1}"
 
 
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
-    """Return whether the tensors in ``state`` have the shape of this rank's fragment; states of a full parameter may
-    have other shapes, of the optimizer's choice."""
+    """Return whether the tensors in ``state`` have the shape of this rank's fragment.
+
+    States of a full parameter may have other shapes, of the optimizer's choice, but not as many elements in another
+    shape.
+    """
     shape = parameter.held_shape
     return not any(
         isinstance(value, torch.Tensor)
@@ -351,4 +366,5 @@ def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
 
 
 def _group_sizes(groups: Sequence[Sequence[Any]]) -> list[int]:
+    """Return the number of parameters of each group."""
     return [len(group) for group in groups]

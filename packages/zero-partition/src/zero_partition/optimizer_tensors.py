@@ -62,22 +62,25 @@ class WatchedStates(Protocol):
     """The states that an optimizer itself holds, by tensor of its param groups; `OptimizerStates` is one."""
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before code reads states, until `unwatch`."""
+        """Call ``read`` before code reads states for the first time, until `unwatch`."""
 
     def unwatch(self) -> None:
         """Stop calling the function that `watch` was given."""
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add entries for parameters whose states other ranks hold; return `entries`."""
+        """Add entries for parameters whose states other ranks hold, so that all ranks have the same keys; return
+        `entries`."""
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
-        """Return (tensor, state) for each tensor whose state the optimizer itself holds."""
+        """Return (tensor, state by kind) for each tensor whose state the optimizer itself holds."""
 
 
 class OptimizerTensors:
-    """Guards the tensors of ``optimizer``'s param groups and states, and in step hooks the ``model``'s parameters.
+    """A `TensorGuard` of the tensors of ``optimizer``'s param groups and states, and in step hooks of the model's
+    parameters.
 
-    ``named``: each tensor with its parameter's name and full shape. ``own_hook``: handle of a step pre-hook that the
+    ``named``: each tensor with its parameter's name and full shape. ``states``: the states that the optimizer holds.
+    ``model``: refuses uses of the model's parameters in step hooks. ``own_hook``: handle of a step pre-hook that the
     engine has registered; the others are the user's. ``values_here``: the tensors hold the values that the optimizer
     updates, at least in its step; ``stay``: between steps too. ``split``: other ranks may hold other parts of the
     parameters. ``has_gradient``: returns whether the engine holds a gradient of the parameter of a name.
@@ -124,7 +127,8 @@ class OptimizerTensors:
         return self._phase is not Phase.STEP
 
     def check_states(self) -> None:
-        """Raise `PartitionError` if user code has set a state to that of another parameter, or to one of full shape."""
+        """Raise `PartitionError` if user code has set a state to that of another parameter, or to one of full shape
+        where this rank has a part; nothing before code has read states."""
         if not self._states_seen:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -158,8 +162,8 @@ class OptimizerTensors:
     def step(self, begin: Callable[[], None], updated_elsewhere: Sequence[nn.Parameter] = ()) -> Exception | None:
         """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks.
 
-        Return the exception of a post-hook, after which the update is complete; any other is raised. Call it inside
-        `unguarded`. ``updated_elsewhere``: empty tensors whose parameters other ranks update; hooks find empty
+        Return the exception of a post-hook, after which the update is complete, or None; any other is raised. Call it
+        inside `unguarded`. ``updated_elsewhere``: empty tensors whose parameters other ranks update; hooks find empty
         gradients in them.
         """
         self._updated, self._depth, self._elsewhere = False, 0, updated_elsewhere
@@ -210,7 +214,8 @@ class OptimizerTensors:
         self._depth += 1
 
     def _note_updated(self, *_: Any) -> None:
-        """Record that the arithmetic is done, and guard the tensors for the user's post-hooks; the first post-hook."""
+        """Record that the arithmetic is done, and guard the tensors for the user's post-hooks, if any; the first
+        post-hook."""
         self._updated = True
         self._depth -= 1
         if self._depth == 0 and self._phase is Phase.STEP and self.is_hooked_after:
@@ -219,7 +224,8 @@ class OptimizerTensors:
             self._guard(Phase.HOOKS)
 
     def remove(self) -> None:
-        """Make the tensors plain parameters for good, remembering their names, and remove the hooks."""
+        """Make the tensors plain parameters for good, remembering their names for `left_by_an_engine`, and remove the
+        hooks."""
         self._unguard()
         for hook in self._own_hooks:
             hook.remove()
@@ -228,9 +234,10 @@ class OptimizerTensors:
             tensor.__dict__[RELEASED] = tensor.__dict__.pop(REFERENCE).name
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raise `PartitionError` if ``func`` would not do to a guarded tensor what it would do to the full parameter.
+        """Raise `PartitionError` if torch function ``func`` would not do to a guarded tensor what it would do to the
+        full parameter, or would have no effect.
 
-        Called before torch function ``func`` runs; ``reference``: of one of its guarded arguments.
+        Called before ``func`` runs with ``args`` and ``keywords``; ``reference``: of a guarded tensor among them.
         """
         name, attribute, call = reference.name, attribute_of(func), name_of(func)
         if attribute == "grad" and call == "__get__":
@@ -283,11 +290,14 @@ class OptimizerTensors:
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
     def _check_gradient_read(self, name: str) -> None:
-        """Refuse a read of ``.grad`` while the engine holds the gradient, except by torch's own optimizer code."""
+        """Raise `PartitionError` for a read of ``.grad`` of parameter ``name``'s tensor while the engine holds the
+        gradient, except by torch's own optimizer code and in step hooks."""
         if not self._in_hooks and self._has_gradient(name) and _reader() != _OPTIMIZER:  # zero_grad, after the engine's
             self._refuse_gradient(name, "read")
 
     def _refuse_gradient(self, name: str, how: str) -> NoReturn:
+        """Raise `PartitionError` for a use of ``.grad`` of the tensor of parameter ``name``; ``how``: "read" or
+        "written"."""
         where = ""
         if self._phase is Phase.HOOKS:
             where = " in a step hook. Where a tier updates the weights, step hooks have no gradients. Do it before "
@@ -301,6 +311,8 @@ class OptimizerTensors:
         )
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
+        """Raise `PartitionError` for a write to the tensor of parameter ``name``; ``how``: the torch function's
+        name."""
         hooks = ", or do it in optimizer.register_step_post_hook" if self._values_here else ""
         raise PartitionError(
             f"{how} would write a tensor of optimizer.param_groups that belongs to parameter '{name}': this rank's "
@@ -310,14 +322,19 @@ class OptimizerTensors:
 
     @staticmethod
     def _writes(call: str, attribute: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-        """Return whether a torch function writes a guarded tensor of the param groups (not of a state)."""
+        """Return whether torch function ``call`` writes a guarded tensor of the param groups, or a view of one (not a
+        state).
+
+        ``attribute``: the one that it uses, "" for none. ``args``, ``keywords``: the call's.
+        """
         if call == "__set__":
             return attribute == "data" and isinstance(args[0], FragmentTensor)
         references = map(guard_of, written_by(call, args, keywords))
         return any(reference is not None and reference.is_updated for reference in references)
 
     def _unguard(self, *_: Any) -> None:
-        """Make tensors with values, and states, plain tensors, for the optimizer's arithmetic."""
+        """Make tensors with values, and states, plain tensors, for the optimizer's arithmetic. Arguments are
+        ignored."""
         self._phase = Phase.STEP
         self._model.end()
         if self._values_here:
@@ -342,7 +359,8 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """Guard states of the same size as their tensor, from the first time that code reads states."""
+        """Guard states of the same size as their tensor, from the first time that code reads states; nothing unless
+        other ranks may hold other parts of the parameters."""
         if not self.split:
             return
         self._states_seen = True
@@ -357,13 +375,14 @@ class OptimizerTensors:
                         value.__dict__[REFERENCE] = dataclasses.replace(reference, is_updated=False)
 
     def _state_values(self) -> Iterator[Any]:
-        """Yield every value in the states that the optimizer itself holds."""
+        """Yield every value, tensor or not, in the states that the optimizer itself holds."""
         for _, kept in self._states.entries():
             yield from tree_leaves(dict(kept) if isinstance(kept, dict) else kept)
 
 
 def _check_state(reference: FragmentReference, tensor: torch.Tensor, kind: str, value: Any) -> None:
-    """Raise `PartitionError` if ``value`` is another parameter's state, or of full shape while ``tensor`` is a part."""
+    """Raise `PartitionError` if ``value``, state ``kind`` of ``tensor``, is another parameter's state, or of full shape
+    while ``tensor`` is a part. ``reference``: of ``tensor``."""
     for one in tree_leaves(value):
         check_same_parameter(reference.name, kind, one)
         if type(one) is torch.Tensor and one.dim() and one.shape == reference.shape and tensor.numel() != one.numel():
@@ -386,17 +405,18 @@ def _plain(kind: type) -> type:
 
 
 def _unguarded(_kind: type) -> type:
-    """Return the class of every state unguarded."""
+    """Return the class of every state unguarded: that of plain tensors."""
     return torch.Tensor
 
 
 def _guarded(kind: type) -> type:
-    """Return the class that a tensor of the param groups of class ``kind`` has guarded."""
+    """Return the class that a tensor of the param groups of class ``kind`` has guarded; ``kind`` itself for a fake
+    tensor."""
     return FragmentTensor if kind is nn.Parameter else kind  # torch's fake tensors have a class of their own
 
 
 def _reader() -> str:
-    """Return the name of the module that reads a gradient: the first caller outside this package."""
+    """Return the name of the module of the code that reads a gradient: the first caller outside this package."""
     frame: FrameType = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back

@@ -52,26 +52,31 @@ class StepHookWatch:
         return self._updated is not None
 
     def begin(self, *, updated: bool) -> None:
-        """Start refusing uses, as the user's hooks run; ``updated``: they are post-hooks, after the arithmetic."""
+        """Start refusing uses, as the user's hooks run; ``updated``: they are post-hooks, after the optimizer's
+        arithmetic."""
         self._updated = updated
         exchange_classes(self._parameters, _hooked_class)
 
     def end(self) -> None:
-        """Stop refusing uses and give the parameters their own classes back."""
+        """Stop refusing uses and give the parameters their own classes back; nothing if `begin` was not called."""
         if self.is_on:
             self._updated = None
             exchange_classes(self._parameters, _outside_class)
 
     def gradient_used(self, parameter: nn.Parameter) -> None:
-        """Raise `PartitionError` for a use of ``parameter.grad`` while the optimizer's tensor has the gradient."""
+        """Raise `PartitionError` for a use of ``parameter.grad`` by user code while the optimizer's tensor has the
+        gradient; nothing for a parameter without one."""
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
         if gradients is not None and gradients.touched[number] and is_user_access():
             self._refuse(parameter, "p.grad", "the optimizer has the gradient")
 
     def values_used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:
-        """Raise `PartitionError` if ``call`` would read old weights of ``parameter``, or write weights that would be
-        overwritten (``writes``)."""
+        """Raise `PartitionError` if ``call`` (a torch function's name) would read old weights of ``parameter``, or
+        write weights that would be overwritten (``writes``).
+
+        Nothing for a frozen parameter, nor after the arithmetic where forward reads the optimizer's own memory.
+        """
         unit, _ = self._places[id(parameter)]
         if not unit.plan.trainable or (self._updated and unit.master is unit.flat):
             return
@@ -90,14 +95,14 @@ class StepHookWatch:
 
 @functools.cache
 def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that a parameter of class ``kind`` has outside step hooks."""
+    """Return the class that a parameter of class ``kind`` has outside step hooks; a released one stays released."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
 @functools.cache
 def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return a subclass of ``kind`` whose torch functions are checked by `StepHookWatch`; ``kind`` itself if it has a
-    ``__torch_function__`` already."""
+    ``__torch_function__`` already, as that of released parameters, which makes these checks too."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {
@@ -116,7 +121,10 @@ def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Check the uses of parameters by torch function ``func``, then run it: ``__torch_function__`` in step hooks."""
+    """Check the uses of parameters by torch function ``func``, then run it: ``__torch_function__`` in step hooks.
+
+    Raises `PartitionError` for a use that the parameter's owner refuses.
+    """
     keywords, attribute, call = kwargs or {}, attribute_of(func), name_of(func)
     report_gradient_access(func, args)
     if _uses_values(attribute, call):
@@ -129,7 +137,10 @@ def _call(
 
 
 def _uses_values(attribute: str, call: str) -> bool:
-    """Return whether a torch function reads or writes values, not only facts such as the shape."""
+    """Return whether a torch function reads or writes values, not only facts such as the shape.
+
+    ``call``: its name. ``attribute``: the tensor attribute that it uses, "" for none.
+    """
     if call in ("__get__", "__set__"):
         return attribute in VIEWS or attribute == "data"
     return call not in FACTS and call not in SHAPES

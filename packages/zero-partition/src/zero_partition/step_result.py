@@ -28,7 +28,7 @@ class StepResult:
 
     @property
     def taken(self) -> bool:
-        """Return whether the weights were updated, not the step skipped."""
+        """Return whether the weights were updated, not the step skipped; waits for the device while only that knows."""
         return math.isfinite(self._value)
 
     @property
@@ -39,9 +39,11 @@ class StepResult:
 
     @property
     def _value(self) -> float:
+        """The sum of squares; waits for the device while only that knows it."""
         return self.square.read() if isinstance(self.square, DeviceSquare) else self.square
 
 
 def norm_of(square: float, scale: float) -> float:
-    """Return the norm without ``scale`` of gradients whose squares have the sum ``square``."""
+    """Return the norm, without the loss ``scale``, of gradients whose squares have the sum ``square``; NaN if that is
+    NaN."""
     return math.sqrt(square) / scale if square >= 0 else math.nan

@@ -30,7 +30,10 @@ class StateTier(Protocol):
         """Number of writes to masters or moments by anything but a step."""
 
     def borrow_gradient(self, shard: str, /) -> tuple[torch.Tensor, bool]:
-        """Return host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far."""
+        """Return host memory to reduce into (1-D, the shard's elements), and whether it holds the sum so far.
+
+        The memory is the caller's until `give_back_gradient`; without a sum it has any values.
+        """
 
     def give_back_gradient(self, shard: str, /) -> None:
         """End `borrow_gradient`: the memory holds the shard's gradient now."""
@@ -42,7 +45,10 @@ class StateTier(Protocol):
         """Return whether the shard has got a gradient since `clear_gradients`."""
 
     def gradient(self, shard: str, /, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
-        """Return a context with the shard's gradient in host memory; ``dirty``: the caller will change it."""
+        """Return a context that gives the shard's gradient in host memory (1-D); ``dirty``: the caller will change it.
+
+        Only if `has_gradient`.
+        """
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
@@ -50,7 +56,7 @@ class StateTier(Protocol):
     def step(self, *, grad_scale: float = 1.0, absent: Collection[str] = ()) -> None:
         """Update masters, moments and weights of all shards that have a gradient; may return before it is done.
 
-        ``grad_scale``: factor for the gradients. ``absent``: fragments to leave out.
+        ``grad_scale``: factor for the gradients. ``absent``: names of fragments to leave out. `finish` waits.
         """
 
     def finish(self) -> bool:
@@ -63,7 +69,8 @@ class StateTier(Protocol):
         """
 
     def kinds(self, fragment: str, /) -> tuple[str, ...]:
-        """Return the kinds of values kept for a fragment: ``master`` unless it is updated in place, and its moments."""
+        """Return the kinds of values that the tier keeps for a fragment once it has stepped: ``master`` unless the
+        weights themselves are updated, its moments, and ``<moment>_scale`` of 8-bit ones."""
 
     def held(self, fragment: str, /) -> tuple[int, dict[str, torch.dtype]]:
         """Return the number of steps that a fragment has taken, and by kind the dtype of the values kept for it now.
@@ -81,22 +88,26 @@ class StateTier(Protocol):
         """
 
     def write(self, states: Mapping[str, Mapping[str, Any]], /) -> None:
-        """Replace the given kinds of values, and ``step``, of the given fragments; other kinds stay."""
+        """Replace values: by fragment and kind, 1-D tensors, and ``step`` as a number; other kinds and fragments stay.
+
+        A master that is given counts as equal to the present weights.
+        """
 
     def restart(self, fragments: Collection[str], /) -> None:
         """Drop the moments and the step count of the given fragments; masters stay."""
 
     def reset(self) -> None:
-        """Drop the moments and the step counts of all fragments, as if there had been no step."""
+        """Drop the masters, the moments and the step counts of all fragments, as if there had been no step: the next
+        one begins from the weights."""
 
     def flush(self) -> None:
         """Wait until everything that was written has reached its tier."""
 
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes held, by kind."""
+        """Return the bytes that the tier holds now, in memory or in files, by what holds them."""
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything; the tier cannot be used afterwards."""
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,14 @@ class TierStates(MutableMapping[Any, Any]):
         self._others: defaultdict[Any, Any] = defaultdict(dict)
 
     def __getitem__(self, key: Any) -> Any:
+        """Return the state of a tensor on the tier, or the value that was stored under any other key."""
         return self._states[key] if self._on_tier(key) else self._others[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        """Replace the state of a tensor on the tier by a copy of ``value``; keep any other key as in a dict.
+
+        Nothing for a parameter that other ranks update. Raises `PartitionError` for another tensor's state itself.
+        """
         if self._on_tier(key):
             state = self._states[key]
             if isinstance(value, (TierState, StateElsewhere)) and value is not state:
@@ -98,6 +103,7 @@ class TierStates(MutableMapping[Any, Any]):
             self._others[key] = value
 
     def __delitem__(self, key: Any) -> None:
+        """Drop the moments and step count of a tensor; raises KeyError if it has none."""
         if not self._on_tier(key):
             del self._others[key]
         elif key not in self:
@@ -107,6 +113,8 @@ class TierStates(MutableMapping[Any, Any]):
             self._deleted.add(key)
 
     def __contains__(self, key: object) -> bool:
+        """Return whether a tensor's fragment has moments; for a parameter that other ranks update, whether any fragment
+        here has."""
         if not self._on_tier(key):
             return key in self._others
         state = self._states[key]  # type: ignore[index]
@@ -135,18 +143,19 @@ class TierStates(MutableMapping[Any, Any]):
         return value
 
     def copy(self) -> defaultdict[Any, Any]:
-        """Return the present states as plain dicts of copies."""
+        """Return the present states as plain dicts of copies, read from the tier."""
         return defaultdict(dict, {k: v.copy() if isinstance(v, TierState) else v for k, v in self.items()})
 
     __copy__ = copy
 
     def _step_of_any(self) -> Any:
-        """Return a copy of ``step`` of any state on this rank; 0 if none has one."""
+        """Return a copy of ``step`` of any state on this rank, a 0-D tensor; 0 if none has one."""
         counted = (state[_STEP] for state in self._by_name.values() if _STEP in state)
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def store_assigned(self) -> None:
-        """Store again tensors that user code has assigned and then written; called before each step."""
+        """Copy tensors that user code has assigned to the tier again if they were written since; called before each
+        step."""
         self._deleted.clear()
         for state in self._assigned.values():
             state.store_assigned()
@@ -170,7 +179,10 @@ class TierStates(MutableMapping[Any, Any]):
         return f"{type(self).__name__}(of {len(self)} fragments)"
 
     def _on_tier(self, key: object) -> bool:
-        """Return whether ``key`` is a tensor of a trained parameter; raise `PartitionError` for the model's own."""
+        """Return whether ``key`` is the tensor of a trained parameter in the param groups.
+
+        Raises `PartitionError` for a parameter of the model.
+        """
         if isinstance(key, nn.Parameter):
             refuse_parameter(self._name_of(key))
         return key in self._states
@@ -181,8 +193,8 @@ class TierState(MutableMapping[str, Any]):
     empty before its first step.
 
     Assigned values are copied to the tier, and copied again if their tensor is written later, as its version counter
-    shows. Raises `PartitionError` for values that the tier cannot keep. ``assigned``: by parameter name, the states
-    with such tensors; this one adds itself. The other arguments are as in `TierStates`.
+    shows. Raises `PartitionError` for values that the tier cannot keep. ``owned``: the fragment. ``assigned``: by
+    parameter name, the states with such tensors; this one adds itself. The other arguments are as in `TierStates`.
     """
 
     def __init__(
@@ -211,6 +223,8 @@ class TierState(MutableMapping[str, Any]):
         return None if found is None else dataclasses.replace(found, is_updated=False)
 
     def __getitem__(self, kind: str) -> torch.Tensor:
+        """Return the value of ``kind`` as a window on the tier; raises KeyError for a kind that the state does not
+        have."""
         if kind not in self:
             raise KeyError(kind)
         return self._shown(kind, self.read)
@@ -225,6 +239,10 @@ class TierState(MutableMapping[str, Any]):
         return dict(self.items()).values()
 
     def __setitem__(self, kind: str, value: Any) -> None:
+        """Copy ``value`` to the tier as the new value of ``kind``; windows on the former value keep that.
+
+        Nothing if ``value`` is the window itself. The first value also gives the state a ``step`` of 1.
+        """
         window = self._windows.get(kind)
         if window is not None and window.is_shown_by(value):  # `state[k] = state[k].to(…)` of what is there already
             return
@@ -252,7 +270,7 @@ class TierState(MutableMapping[str, Any]):
         return len(self._kinds())
 
     def clear(self) -> None:
-        """Drop the moments and the step count; tensors taken from here keep their last values."""
+        """Drop the moments and the step count; tensors that code has taken from this state keep their last values."""
         self._step_given = False
         self.detach()
         self._await_readers()
@@ -275,7 +293,8 @@ class TierState(MutableMapping[str, Any]):
     __copy__ = copy
 
     def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return ``kept``, which was just read from the tier, as windows on it that nothing guards."""
+        """Return the values ``kept`` (by kind), which were just read from the tier, as windows on it that no guard
+        checks."""
         return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:
@@ -294,14 +313,14 @@ class TierState(MutableMapping[str, Any]):
                 self.write({kind: value})
 
     def _watch(self, given: Mapping[str, Any]) -> None:
-        """Remember the plain tensors among assigned values with their versions, for `store_assigned`."""
+        """Remember the plain tensors among the values ``given`` (by kind) with their versions, for `store_assigned`."""
         plain = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and not isinstance(v, TierValue)}
         self._assigned |= {kind: (weakref.ref(value), value._version) for kind, value in plain.items()}
         if plain:
             self._all_assigned[self.name] = self
 
     def is_current_window(self, window: TierWindow) -> bool:
-        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned anew or
+        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned again or
         cleared. Its memory may be out of date; see `version`."""
         return self._windows.get(window.kind) is window and window.kind in self
 
@@ -314,7 +333,7 @@ class TierState(MutableMapping[str, Any]):
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the values in ``state`` to the tier; kinds that are not given stay."""
+        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay. Raises as `_packed`."""
         packed = self._packed(state)
         self._await_readers()
         self._tier.write({self.name: packed})
@@ -349,7 +368,11 @@ class TierState(MutableMapping[str, Any]):
         return dict(self._tier.states([self.name]))[self.name]
 
     def _shown(self, kind: str, value: Callable[[str], torch.Tensor], *, is_guarded: bool = True) -> TierValue:
-        """Return the value of ``kind`` for user code; ``value`` reads it if there is no window on it yet."""
+        """Return the value of ``kind`` for user code, a window on the tier; ``value`` reads it if there is no window on
+        it yet.
+
+        ``is_guarded``: uses of it are checked, which those of ``step`` never are.
+        """
         window = self._windows.get(kind)
         if window is None:
             self._windows[kind] = window = TierWindow(self, kind, self._in_shape(kind, value(kind)))
@@ -397,4 +420,5 @@ class TierState(MutableMapping[str, Any]):
 
 
 def _described(value: object) -> str:
+    """Return words for a value that a tier cannot keep: a tensor by its shape."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -24,37 +24,39 @@ class ShownState(Protocol):
         """The guard's reference for tensors of this state; None if nothing guards them."""
 
     def is_current_window(self, window: TierWindow) -> bool:
-        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned anew or
+        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned again or
         cleared. Its memory may be out of date; see `version`."""
 
     def version(self) -> tuple[int, int]:
         """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
 
     def read(self, kind: str) -> torch.Tensor:
-        """Return a copy of the tier's present value of ``kind``."""
+        """Return a 1-D copy of the tier's present value of ``kind``."""
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the values in ``state`` to the tier; kinds that are not given stay."""
+        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay."""
 
     def store_assigned(self) -> None:
-        """Store again assigned tensors that were written since."""
+        """Store again tensors that user code has assigned to this state and written since."""
 
 
 class TierWindow:
-    """Memory that mirrors the value of one kind of a `TierState`."""
+    """Memory that mirrors the value of one ``kind`` of the `TierState` ``state``; ``values``: that memory, in the
+    fragment's shape, with the tier's present values."""
 
     def __init__(self, state: ShownState, kind: str, values: torch.Tensor) -> None:
         self.state, self.kind, self.values = state, kind, values
         self._version = state.version()
 
     def show(self, alias: torch.Tensor, *, is_guarded: bool = True) -> TierValue:
-        """Return ``alias``, a tensor in this window's memory, as a `TierValue` for user code."""
+        """Return ``alias``, a tensor in this window's memory, as a `TierValue` for user code; ``is_guarded``: uses are
+        checked."""
         shown = alias.as_subclass(TierValue)
         shown.window, shown.is_guarded = self, is_guarded
         return shown
 
     def is_shown_by(self, value: Any) -> bool:
-        """Return whether ``value`` is this window's full tensor."""
+        """Return whether ``value`` is this window's full tensor, and no part of it."""
         return isinstance(value, TierValue) and value.window is self and plain_value(value).is_set_to(self.values)
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -62,14 +64,15 @@ class TierWindow:
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Copy the tier's values into this memory if they may have changed; nothing if the state has no such window."""
+        """Copy the tier's values into this memory if they may have changed; nothing once the state no longer has this
+        window."""
         self.state.store_assigned()
         if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
             self._version = self.state.version()
 
     def write_back(self) -> None:
-        """Write this memory's values to the tier; nothing if the state has no such window any more."""
+        """Write this memory's values to the tier; nothing once the state no longer has this window."""
         if self.state.is_current_window(self):
             self.state.write({self.kind: self.values})
             self._version = self.state.version()
@@ -79,7 +82,11 @@ def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Run torch function ``func`` on fresh values of the tier, and write back what it wrote: `TierValue`'s
-    ``__torch_function__``."""
+    ``__torch_function__``.
+
+    Results in a window's memory are `TierValue`s too. Raises `PartitionError` for a use that a guard refuses and for
+    functions that would exchange the memory.
+    """
     keywords, call = kwargs or {}, name_of(func)
     found = check_use(func, args, keywords)
     if found and (fact := attribute_of(func) or call) in SHAPES:
@@ -116,13 +123,14 @@ def _call(
 
 
 class TierValue(GuardedTensor, torch.Tensor):
-    """A value of a `TierState`, or a view of one; see [Note: states on a tier]."""
+    """A value of a `TierState`, or a view of one; see [Note: states on a tier]. Copies and pickles are plain
+    tensors."""
 
     window: TierWindow
     is_guarded: bool
 
     def fragment_reference(self) -> FragmentReference | None:
-        """Return the guard's reference for this tensor; None if nothing guards it."""
+        """Return the guard's reference for this tensor to its parameter; None if nothing guards it."""
         return self.window.state.reference if self.is_guarded else None
 
     __torch_function__: ClassVar[Any] = classmethod(_call)

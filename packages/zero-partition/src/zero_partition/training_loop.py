@@ -18,7 +18,7 @@ class TrainingLoop(Protocol):
         """Return why user code may not write ``.grad`` now, for an error; None if it may."""
 
     def position(self) -> tuple[int, int, int]:
-        """Return the numbers of optimizer steps, micro-batches and samples so far."""
+        """Return the numbers of optimizer steps, of micro-batches and of samples so far, on this rank."""
 
     def go_back(self, micro_steps: int, samples: int) -> None:
         """Restart the current step: set the counts to those at its beginning.
@@ -44,7 +44,7 @@ class EveryPassReduces:
         return None
 
     def position(self) -> tuple[int, int, int]:
-        """Return zeros, as nothing is counted."""
+        """Return zeros, as nothing is counted: (steps, micro-batches, samples)."""
         return 0, 0, 0
 
     def go_back(self, micro_steps: int, samples: int) -> None:
@@ -52,13 +52,14 @@ class EveryPassReduces:
 
 
 class FollowedLoop:
-    """Forwards to the loop that drives a partition: `EveryPassReduces` until `follow` sets another."""
+    """The `TrainingLoop` that forwards to the one that drives a partition: `EveryPassReduces` until `follow` sets
+    another."""
 
     def __init__(self) -> None:
         self._loop: TrainingLoop = EveryPassReduces()
 
     def follow(self, loop: TrainingLoop) -> None:
-        """Forward to ``loop`` from now on."""
+        """Forward to ``loop`` from now on, instead of the former one."""
         self._loop = loop
 
     def reduces_now(self) -> bool:

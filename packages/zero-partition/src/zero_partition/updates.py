@@ -30,7 +30,8 @@ Factor = float | torch.Tensor
 class OwnedFragment:
     """The part of one parameter that this rank updates.
 
-    ``number``: position of the parameter in ``unit``. ``tensor``: stands for it in the optimizer's param groups.
+    ``number``: position of the parameter in ``unit``. ``fragment``: its elements. ``tensor``: stands for it in the
+    optimizer's param groups.
     """
 
     unit: Unit
@@ -68,20 +69,21 @@ class Update(Protocol):
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
         """Update the units' masters. Collective; called after all ranks have agreed that the step is taken.
 
-        Gives the fragments' tensors their gradients times ``factor`` (no gradient to parameters that no rank touched),
-        calls ``step``, and stores the new weights in the masters.
+        Gives the fragments' tensors their gradients times ``factor`` (no gradient to parameters that no rank
+        ``touched``), calls ``step``, and stores the new weights in the masters.
         """
 
 
 def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
-    """Return the offset of a fragment in the unit's master and reduced gradient, which are full at stage 0, else this
-    rank's shard."""
+    """Return the offset, in elements, of a fragment in the unit's master and reduced gradient, which are full at stage
+    0, else this rank's shard."""
     full = unit.master is not None and unit.master.numel() == unit.layout.numel
     return (fragment.rank * unit.layout.shard_numel if full else 0) + fragment.shard_offset
 
 
 class FragmentUpdate:
-    """Updates fragments in place: the optimizer's tensors are views of the masters, at stage 0 of full parameters."""
+    """The `Update` of fragments in place: the optimizer's tensors are views of the masters, at stage 0 of full
+    parameters."""
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -144,8 +146,8 @@ class FragmentUpdate:
 
 
 class ParameterUpdate:
-    """Updates full parameters while masters are sharded: each parameter has one rank that updates it and keeps its
-    state.
+    """The `Update` of full parameters while masters are sharded: each parameter has one rank that updates it and keeps
+    its state.
 
     A step gathers a unit's gradients and masters, updates each parameter at its owner, and broadcasts it, which is
     three times the traffic of an all-gather of the unit. Between steps the optimizer's tensors are placeholders.
@@ -158,7 +160,8 @@ class ParameterUpdate:
         self.fragments: list[OwnedFragment] = []
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the full parameter on the rank that updates it, None on other ranks."""
+        """Return the full parameter on the rank that updates it, with a placeholder as its tensor; None on other ranks,
+        and for a frozen unit."""
         if unit.master is None:
             return None
         self._listed.setdefault(unit.index, set()).add(number)
@@ -187,7 +190,8 @@ class ParameterUpdate:
                 tensor.data = placeholder
 
     def _gather_owned(self, unit: Unit, touched: Sequence[bool]) -> None:
-        """Gather a unit's masters and gradients, and give this rank's parameters of it their values and gradients."""
+        """Gather a unit's masters and gradients, and give the tensors of this rank's ``touched`` parameters in it their
+        values and gradients. Collective; ``touched``: by parameter number."""
         group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
         reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
         if reduced is None or master is None:
@@ -204,7 +208,8 @@ class ParameterUpdate:
                 owned.tensor.grad = gradient.to(owned.tensor.dtype, copy=True)
 
     def _broadcast_updated(self, unit: Unit, touched: Sequence[bool]) -> None:
-        """Broadcast each touched parameter of a unit from its owner, and copy this rank's part into the master."""
+        """Broadcast each ``touched`` parameter (by number) of a unit from its owner, and copy this rank's part into the
+        master. Collective."""
         group, rank = self._partition.groups.gather, self._partition.rank
         mine = {owned.number: owned.tensor.data for owned in self.fragments if owned.unit is unit}
         shard = unit.master
@@ -223,7 +228,8 @@ class ParameterUpdate:
 
 
 class TierUpdate:
-    """Has the tier of the shards do the arithmetic, with the hyperparameters of the optimizer's groups.
+    """The `Update` that has the tier of the shards do the arithmetic, with the hyperparameters of the optimizer's
+    groups.
 
     The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks.
     """
@@ -246,7 +252,7 @@ class TierUpdate:
         return owned
 
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Step on the tier, which writes the new weights into the shards."""
+        """Step on the tier, which writes the new weights into the shards; the optimizer's hooks run around it."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments
@@ -256,14 +262,18 @@ class TierUpdate:
 
 
 class NormReduction:
-    """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are complete already."""
+    """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are complete already. A
+    `ReduceNorms`; ``fragments``: all whose tensors the optimizer steps."""
 
     def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
         self._partition = partition
         self._key = {id(o.tensor): f"{o.unit.index}.{o.number}" for o in fragments}
 
     def __call__(self, partial: PartialNorms) -> list[tuple[float, ...]]:
-        """Return the norms of the full parameters in the order of ``partial``. Collective."""
+        """Return the squared norms of the full parameters in the order of ``partial``, as many for each. Collective.
+
+        ``partial``: (tensor of the optimizer, its sums of squares), one for each.
+        """
         if self._partition.options.stage == 0:
             return [tuple(norms) for _, norms in partial]
         mine = {self._key[id(tensor)]: list(norms) for tensor, norms in partial}
@@ -276,7 +286,8 @@ class NormReduction:
 
 
 def scale_and_step(fragments: Sequence[OwnedFragment], factor: Factor, step: OptimizerStep) -> None:
-    """Multiply the gradients of the fragments' tensors by ``factor``, call ``step``, and set them to None."""
+    """Multiply the gradients of the fragments' tensors by ``factor`` in place, call ``step``, and set them to None,
+    also if it raises."""
     gradients = [owned.tensor.grad for owned in fragments if owned.tensor.grad is not None]
     if isinstance(factor, torch.Tensor):
         for dtype in {gradient.dtype for gradient in gradients}:
@@ -292,9 +303,9 @@ def scale_and_step(fragments: Sequence[OwnedFragment], factor: Factor, step: Opt
 
 
 def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Update:
-    """Return the way to run ``optimizer``: on the tier if there is one, else on fragments or full parameters.
+    """Return the way to run ``optimizer``: on the tier if there is one, else on full parameters or on fragments.
 
-    ``full``: it needs full parameters at every stage.
+    ``full``: it needs full parameters; at stage 0, where each fragment is one, that changes nothing.
     """
     if partition.states is not None:
         return TierUpdate(partition, partition.states)
@@ -304,20 +315,26 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
 
 
 def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size."""
+    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size;
+    nothing for another optimizer."""
     if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
         positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
         optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks."""
+    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks; nothing for another
+    optimizer."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)
 
 
 def _balanced_owners(partition: Partition) -> dict[str, int]:
-    """Return, by parameter name, the rank that updates it: largest first, each to the rank with the fewest elements."""
+    """Return, by parameter name, the rank that updates it: largest first, each to the rank with the fewest elements so
+    far.
+
+    The same on every rank. Only trained parameters.
+    """
     load = [0] * partition.world_size
     owners = {}
     trained = [entry for unit in partition.units if unit.plan.trainable for entry in unit.layout.entries]

@@ -12,14 +12,15 @@ from .partition import Partition
 
 
 def is_whole(partition: Partition, parameter: nn.Parameter) -> bool:
-    """Return whether ``parameter`` is the model's and every rank has all of it, as no unit holds it."""
+    """Return whether ``parameter`` is the model's and every rank has all of it, as no unit holds it; also for any empty
+    one."""
     return partition.find(parameter) is None and (parameter.numel() == 0 or partition.name_of(parameter) is not None)
 
 
 def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Write rank 0's ``value`` into a parameter for which `is_whole`. Collective.
+    """Write rank 0's ``value`` into a parameter for which `is_whole`, on every rank. Collective.
 
-    Raises `PartitionError` for another shape.
+    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` for another shape.
     """
     name = partition.name_of(parameter) or ""
     if value.shape != parameter.shape:

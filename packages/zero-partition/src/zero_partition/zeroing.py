@@ -16,10 +16,10 @@ class Discard(Protocol):
 
 
 class ZeroGrad:
-    """Replaces `zero_grad` of one object, an optimizer or a module, while an engine holds its parameters' gradients.
+    """Replaces `zero_grad` of ``owner``, an optimizer or a module, while an engine holds its parameters' gradients.
 
     It is in the object's own ``__dict__``, as torch's schedulers do with ``optimizer.step``; no class is changed.
-    Copies and pickles of the object have the method of their class.
+    Copies and pickles of the object have the method of their class. ``discard``: called before the object's own method.
     """
 
     def __init__(self, owner: Any, discard: Discard) -> None:
@@ -36,7 +36,8 @@ class ZeroGrad:
         return self._own(*args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the object's own `zero_grad`, unless something else has replaced this one."""
+        """Restore the object's own `zero_grad`; nothing if something else has replaced this one, or the object is
+        gone."""
         owner = self._owner()
         if owner is None or owner.__dict__.get("zero_grad") is not self:
             return
@@ -46,17 +47,20 @@ class ZeroGrad:
             owner.__dict__["zero_grad"] = self._before
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: the `zero_grad` of the pickled object's class."""
         return getattr, (self._owner(), "zero_grad")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the method of the copied object's class, which is bound to the copy."""
         copied = memo[id(self._owner())]
         return getattr(copied, "zero_grad")  # noqa: B009 - the copy's class has it; its __dict__ is empty still
 
 
 def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGrad]:
-    """Make `zero_grad` of every module of ``model`` that has parameters call ``discard(parameters, set_to_none=…)``.
+    """Make `zero_grad` of every module of ``model`` that has parameters call ``discard(parameters, set_to_none=…)``
+    first.
 
-    ``parameters`` is None for all of the model's. Return the replacements, to be removed later.
+    ``parameters``: the module's, None for all of the model's. Return the replacements, to be removed later.
     """
 
     def discard_for(module: nn.Module) -> Discard:
