@@ -58,7 +58,7 @@ def median(samples: Sequence[Sample]) -> Sample:
 
 
 def plain_memory(nbytes: int) -> memoryview:
-    """Return `nbytes` of memory aligned as torch allocates it: 64 bytes off a page."""
+    """Return `nbytes` of zeroed memory aligned as torch allocates it: 64 bytes off a page."""
     return memoryview(AlignedBuffer(nbytes + 64, huge_pages=False))[64:]
 
 

@@ -173,9 +173,13 @@ class NvmeGradients:
         return found
 
     def release(self, index: int) -> None:
+        """Free the buffer that `acquire` read slice ``index`` into, and forget its content."""
         self._ring.drop(self._acquired.pop(index))
 
     def abort(self) -> None:
+        """Empty all buffers, after waiting for their transfers, and end the use of all acquired slices, after a step
+        that failed. Gradients in files stay.
+        """
         self._ring.forget()
         self._acquired.clear()
 
@@ -194,6 +198,9 @@ class NvmeGradients:
         return self._store.bytes_written()
 
     def flush(self) -> None:
+        """Block until every gradient has arrived from the device and is in its file; raise the first write
+        that failed.
+        """
         self._write_arrived(at_most=0)
         self._ring.flush()
 

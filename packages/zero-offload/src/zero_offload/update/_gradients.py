@@ -126,6 +126,7 @@ class CallerGradients:
         self._given = gradients
 
     def has(self, shard: str) -> bool:
+        """Return whether the shard's gradient was given for the next step."""
         return shard in self._given
 
     def prefetch(self, index: int) -> None:
@@ -246,12 +247,14 @@ class HostGradients:
         self._present.clear()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of the block as ``gradients``; ``nvme`` is 0."""
         return {"gradients": self._block.nbytes, "nvme": 0}
 
     def bytes_written(self) -> int:
         return 0
 
     def flush(self) -> None:
+        """Block until every gradient has arrived from the device."""
         for shard in list(self._arriving):
             self._wait_for(shard)
 

@@ -118,8 +118,9 @@ def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Te
 def _run_kernels(
     rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
 ) -> None:
-    """Run one kernel call for all spans of the slice that share options, step number and dtypes; it writes the new
-    weights to each span's ``out``. ``tensors``: the states of every span of the slice, by kind.
+    """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number and
+    dtypes; it writes the new weights to each span's ``out``. ``tensors``: the states of every span of the slice, by
+    kind, which are updated in place. ``grad_scale`` multiplies gradients.
 
     States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
     own.

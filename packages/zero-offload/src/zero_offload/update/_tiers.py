@@ -143,6 +143,7 @@ class HostTier:
         return {}
 
     def close(self) -> None:
+        """Free the block; tensors over it keep it alive."""
         self._tensors.clear()
         self._block = HostBlock(0, HostUse("nothing"))
 
@@ -239,6 +240,9 @@ class NvmeTier:
                 self._ring.flush()
 
     def reset(self) -> None:
+        """Forget every slice and the content of all buffers, after waiting for their transfers, whose errors are
+        ignored.
+        """
         self._ring.forget()
         self._kept.clear()
 
@@ -252,6 +256,7 @@ class NvmeTier:
         return self._store.bytes_written()
 
     def flush(self) -> None:
+        """Block until all writes under way have ended; raise the first that failed."""
         self._ring.flush()
 
     def carried_bytes(self) -> int:
@@ -341,6 +346,7 @@ class SplitTier:
         self._rest.reset()
 
     def memory(self) -> dict[str, int]:
+        """Return the bytes of both tiers together, by what holds them."""
         first, rest = self._first.memory(), self._rest.memory()
         return {what: first[what] + rest[what] for what in first}
 
@@ -355,6 +361,7 @@ class SplitTier:
         return self._first.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation | None:
+        """Seal the first tier, which alone can have files; return its generation, None if it has none."""
         return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:

@@ -35,12 +35,14 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _bits(x: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Return the 32 bits of float32 numbers, widened to 64."""
+    """Return the 32 bits of float32 numbers as unsigned integers, widened to 64."""
     return np.asarray(x, np.float32).view(np.uint32).astype(np.uint64)
 
 
 def _keep_nan(x: npt.ArrayLike, rounded: npt.NDArray[np.uint64]) -> Bits16:
-    """Return the bf16 bits ``rounded``, but where ``x`` is NaN its upper half, made a quiet NaN."""
+    """Return ``rounded``, the bf16 bits of float32 ``x``, as uint16, but where ``x`` is NaN the upper half of its bits,
+    made a quiet NaN.
+    """
     nan = (_bits(x) >> np.uint64(16)) | np.uint64(0x40)
     return np.where(np.isnan(np.asarray(x, np.float32)), nan, rounded).astype(np.uint16)
 

@@ -81,7 +81,7 @@ class Cycle:
         return height if stairs == 0 else self._stair(iteration, stairs)
 
     def _stair(self, iteration: int, stairs: int) -> float:
-        """Return the value at `iteration` rounded down to a multiple of 1 / `stairs`.
+        """Return the wave's value at `iteration` rounded down to a multiple of 1 / `stairs`.
 
         Computed from whole iterations, which are exact where a fraction of the cycle is not.
         """
