@@ -35,9 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+    """Suggests, for an unknown word, the known one that is spelt most like it. Named as the parsers of other
+    commands."""
 
     def error(self, message: str) -> NoReturn:
+        """Print usage and message, with the suggestion if there is one, and end the process with status 2."""
         import difflib
 
         unknown = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
@@ -98,8 +100,10 @@ def _add_convert_parser(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    """Print what a checkpoint holds, as text or JSON; returns the exit status 0, raises CheckpointError if there is
-    none."""
+    """Print what the checkpoint in the parsed `options` holds, as text or JSON; returns the exit status 0.
+
+    Raises CheckpointError if there is none.
+    """
     from .inspecting import describe, tree_text
     from .locating import open_spec
 
@@ -119,10 +123,10 @@ def _json_default(value: Any) -> Any:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Verify one checkpoint, or every checkpoint of a root and its `latest`; returns 0 when all are good, 1 when any is
-    damaged.
+    """Verify the checkpoint in the parsed `options`, or every checkpoint of a root and its `latest`.
 
-    Prints one line per damage and per checkpoint. Raises NotFoundError when there is none.
+    Prints one line per damage and per checkpoint; returns the exit status, 0 when all are good, 1 when any is damaged.
+    Raises NotFoundError when there is none.
     """
     from .commit import holds_checkpoint
     from .locating import find_tag, split_spec
@@ -189,7 +193,8 @@ def _data_nbytes(checkpoint: Path) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
-    """Repair a root, print what was done, and return the exit status 0."""
+    """Repair the root in the parsed `options`, or with `--dry-run` only look; prints what was done and returns the exit
+    status 0."""
     from .repairing import repair
     from .verifying import checkpoints_in
 
@@ -205,8 +210,8 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Print the differences of two checkpoints, by name; returns the exit status, 0 when there are none, otherwise
-    1."""
+    """Print the differences of the two checkpoints in the parsed `options`, by name; returns the exit status, 0 when
+    there are none, otherwise 1."""
     from .comparing import diff
     from .locating import open_spec
 
@@ -227,7 +232,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    """Remove old checkpoints of a root, print their paths, and return the exit status 0."""
+    """Remove old checkpoints of the root in the parsed `options`, or with `--dry-run` none; prints their paths and
+    returns the exit status 0."""
     from .repairing import require_root
     from .retention import prune
 
@@ -238,7 +244,10 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    """Convert a checkpoint, print the files that were written, and return the exit status 0."""
+    """Convert the checkpoint in the parsed `options`, print the files that were written, and return the exit status 0.
+
+    Raises CheckpointError.
+    """
     from .conversion import convert, open_source, output_nbytes
 
     source = open_source(options.source)

@@ -107,8 +107,8 @@ class Staging:
 def _require_replaceable(target: Path) -> None:
     """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`.
 
-    A directory whose manifest does not carry the format's mark is replaced only when a save would write every name in
-    it: what else lies there is somebody's own.
+    A directory whose manifest does not carry the format's mark counts as a checkpoint only when every name in it is one
+    that a save writes: anything else may be a user's own.
     """
     if not exists(target):
         return
@@ -255,7 +255,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def set_for_removal(path: Path) -> Path:
-    """Rename a directory so that no reader finds half of it; returns the new name, for `remove_tree`."""
+    """Rename a directory to a hidden name, so that no reader finds half of it; returns the new path, for
+    `remove_tree`."""
     doomed = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
     path.rename(doomed)
     return doomed

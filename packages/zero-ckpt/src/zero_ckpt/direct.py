@@ -54,7 +54,7 @@ def default_copy() -> Copy:
     """Return the function that copies snapshots: with the `nvme` extra one that bypasses the processor's caches.
 
     Training uses those caches meanwhile. Without the extra, or with an early version of it, it is `memmove`. In a
-    rehearsal it does nothing.
+    rehearsal (see `zero_ckpt.rehearsal`) it does nothing.
     """
     if current_rehearsal() is not None:
         return copy_nothing
@@ -93,7 +93,8 @@ class DirectSink:
         self._requests: deque[tuple[Request, int]] = deque()
 
     def write(self, data: memoryview) -> None:
-        """Take the next bytes of the file; submitted in batches of 32 MiB."""
+        """Take the next bytes of the file; they are submitted in batches of 32 MiB, and this waits while more than 256
+        MiB are in flight."""
         self._batch.append(data)
         self._batched += data.nbytes
         if self._batched >= _BATCH_BYTES:
@@ -177,7 +178,8 @@ def read_ranges(
 
 
 def _finished(request: Request) -> str:
-    """Wait for a transfer and return its checksum."""
+    """Wait for a transfer and return the checksum of its bytes; empty if none was requested. Raises OSError if it
+    failed."""
     request.wait()
     return request.checksum or ""
 
@@ -185,8 +187,8 @@ def _finished(request: Request) -> str:
 def make_sink(path: Path, nbytes: int) -> FileSink:
     """Create a file of `nbytes` bytes and return its sink: the default `open_sink`.
 
-    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a rehearsal the
-    sink writes no content.
+    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a rehearsal (see
+    `zero_ckpt.rehearsal`) the sink writes no content.
     """
     if current_rehearsal() is not None:
         return RehearsedSink(path, nbytes)

@@ -59,10 +59,8 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest.
-
-    In a safetensors file it is entry `key`; in a raw file `begin` is the byte at which its extent begins.
-    """
+    """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest: entry `key`
+    of a safetensors file, or an extent of a raw file that begins at byte `begin`."""
 
     file: int
     key: str
@@ -230,6 +228,7 @@ class _Decoder:
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:
+        """Return the file entry that `value` describes; raises DamagedError."""
         table = _typed(value, dict, at)
         entry = FileEntry(
             path=_safe_path(_get(table, "path", str, at), at),
@@ -254,6 +253,7 @@ class _Decoder:
         return tuple(found)
 
     def _tensor(self, value: Any, at: str, file_count: int) -> TensorEntry:
+        """Return the tensor that `value` describes, in a manifest of `file_count` files; raises DamagedError."""
         table = _typed(value, dict, at)
         name, kind = _get(table, "name", str, at), _get(table, "kind", str, at)
         at = f"{at} ({name!r}, {kind!r})"
@@ -271,6 +271,7 @@ class _Decoder:
         return TensorEntry(name, kind, tuple(shape), dtype, _require_coverage(slices, numel(tuple(shape)), at))
 
     def _slice(self, value: Any, at: str, file_count: int) -> Slice:
+        """Return the slice that `value` describes, in a manifest of `file_count` files; raises DamagedError."""
         table = _typed(value, dict, at)
         piece = Slice(
             file=_size(table, "file", at),

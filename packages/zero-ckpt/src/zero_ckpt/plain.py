@@ -143,7 +143,7 @@ def unpack(data: bytes | memoryview) -> Any:
 
 
 def first_duplicate(keys: Iterable[str]) -> str | None:
-    """Return the first key that repeats an earlier one; None if all differ."""
+    """Return the first key that equals an earlier one; None if all differ."""
     seen: set[str] = set()
     for key in keys:
         if key in seen:
@@ -193,8 +193,10 @@ class _Decoding:
 
 
 def _unpack_ext(code: int, data: bytes) -> int:
-    """Return the integer of an extension value; raises ValueError for an extension type that is not ours, and for an
-    integer that is too long."""
+    """Return the integer of a msgpack extension value of type `code`.
+
+    Raises ValueError for another type than this package's, and for an integer of more than 1000 bytes.
+    """
     if code != _BIG_INT:
         raise ValueError(f"unknown extension type {code}")
     if len(data) > _MOST_INT_BYTES:

@@ -35,8 +35,8 @@ class RehearsedCheckpoint(Checkpoint):
         self._scratch: list[int] = []
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Count the bytes that `Checkpoint.read_many` would read, and the host memory that `threads` would read into at
-        a time.
+        """Count the bytes that `Checkpoint.read_many` would read, and the host memory that `threads` threads would read
+        into at a time.
 
         Both are added to the rehearsal: `read_nbytes` grows, and `scratch_nbytes` is the largest so far. No buffer is
         filled.

@@ -36,7 +36,8 @@ def restore(
     Without a tag, when it meets damaged bytes on any rank, all ranks open the next older whole checkpoint and call
     `fill` again, so it must overwrite everything that the first call wrote; the checkpoint's `report` names those that
     were passed over. With a tag, damage raises DamagedError. When a save replaces the checkpoint while it is read, it
-    is opened again, up to 20 times. In a rehearsal `fill` is called once, and its reads are only counted.
+    is opened again, up to 20 times. In a rehearsal (see `zero_ckpt.rehearsal`) `fill` is called once, and its reads are
+    only counted.
 
     Raises NotFoundError when there is no checkpoint, and DamagedError when no whole one is left. Any other exception on
     any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.

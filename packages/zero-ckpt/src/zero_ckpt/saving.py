@@ -90,7 +90,10 @@ def save_sharded(
 
 
 class _Save:
-    """One rank's share of one save; the phases are called in the order in which they stand here, each on every rank."""
+    """One rank's share of one save; the phases are called in the order in which they stand here, each on every rank.
+
+    The arguments are those of `save_sharded`; `group` is the coordinator.
+    """
 
     def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, node: str | None) -> None:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
@@ -181,8 +184,8 @@ class _Save:
         beside: Mapping[str, bytes],
         save_latest: bool,
     ) -> None:
-        """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, write
-        `latest`.
+        """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, point
+        `latest` at it.
 
         `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
         directory.

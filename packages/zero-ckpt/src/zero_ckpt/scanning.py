@@ -37,7 +37,8 @@ def scan_fd(
     progress: Callable[[int], None] | None = None,
     whole: Checksummer | None = None,
 ) -> str:
-    """Return the checksum of bytes of an open file, as `scan` does; `whole` is updated with the same bytes."""
+    """Return the checksum of `nbytes` bytes of an open file from byte `begin` on, as `scan` does; `whole` is updated
+    with the same bytes."""
     total, scratch = Checksummer(), memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for position in range(begin, begin + nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, begin + nbytes - position)]

@@ -176,7 +176,7 @@ class _Memory:
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
         """Return a view of each size in bytes, 64-byte aligned; the views of the call before are overwritten.
 
-        In a rehearsal `allow` is not called; the bytes are counted there.
+        In a rehearsal (see `zero_ckpt.rehearsal`) `allow` is not called; the bytes are counted there.
         """
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
@@ -268,7 +268,8 @@ class _Copy:
 
 
 def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
-    """Return the copy of each interval to its place, noting its version now; None for files, which are linked."""
+    """Return the copy of each interval to its place, noting its version now; None for extents of files, which are
+    linked instead."""
     return [
         None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
         for interval, place in zip(intervals, places, strict=False)
@@ -301,12 +302,13 @@ def _batches(
 
 
 def _nbytes(interval: Interval) -> int:
-    """Return the bytes to copy for an interval; 0 for a file, which is linked."""
+    """Return the bytes to copy for an interval; 0 for the extent of a file, which is linked instead. Raises
+    CheckpointError for an invalid interval."""
     return 0 if isinstance(interval.data, FileExtent) else interval_length(interval) * ITEMSIZE[interval.dtype]
 
 
 def _version(interval: Interval) -> object:
-    """Return the interval's current version; None if it has no version function."""
+    """Return what the interval's `version` function returns now; None if it has none."""
     return None if interval.version is None else interval.version()
 
 

@@ -82,6 +82,6 @@ def _spark(values: Array) -> str:
 
 
 def _number(values: Array) -> str:
-    """Return the last value that is not NaN, as text with four digits; a dash if there is none."""
+    """Return the last value that is not NaN, as text with four significant digits; a dash if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return f"{known[-1]:,.4g}" if len(known) else "–"

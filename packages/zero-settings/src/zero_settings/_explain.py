@@ -44,7 +44,8 @@ def explain(error: ValidationError, prepared: PreparedSource) -> list[Problem]:
 
 
 def _path_of(detail: ErrorDetails) -> str:
-    """Return the canonical path of an error: its location without pydantic's names for the members of a union."""
+    """Return the path of an error under canonical keys: its location without pydantic's names for the members of a
+    union."""
     path = ""
     for part in detail["loc"]:
         if isinstance(part, int):
@@ -90,7 +91,8 @@ def _action_for(kind: str, value: Any, choices: list[str], nearest: str | None) 
 
 
 def _choices_in(expected: str) -> list[str]:
-    """Return the values that pydantic lists in the text of a literal's error."""
+    """Return the values that pydantic lists in ``expected``, the text of a literal's error, such as "'a', 'b' or
+    'c'"."""
     return [choice for part in expected.replace(" or ", ", ").split(", ") if (choice := part.strip("'"))]
 
 

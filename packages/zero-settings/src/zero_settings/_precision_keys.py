@@ -12,7 +12,8 @@ from zero_settings._base import ALL_KEYS, Flag, NaturalFloat, NaturalInt, Positi
 
 
 def _short_dtype_name(value: object) -> object:
-    """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is."""
+    """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is, for pydantic to
+    refuse."""
     try:
         return dtype_name(parse_dtype(value)) if isinstance(value, str) else value
     except PrecisionError:

@@ -51,7 +51,7 @@ class PreparedSource:
     problems: list[Problem] = field(default_factory=list)
 
     def as_written(self, path: str) -> str:
-        """Return a canonical path with the names that the user wrote; names that they did not write stay."""
+        """Return a canonical path with the names that the user wrote; parts that they did not write stay."""
         head, tail = path, ""
         while head and head not in self.written:
             cut = max(head.rfind("."), head.rfind("["))
@@ -78,7 +78,8 @@ def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> Pre
 
 
 def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
-    """Set the value at the path ``names``; do nothing if a value on the way is not an object."""
+    """Set the value at the path ``names`` in nested dicts, making those that are missing; do nothing if a value on the
+    way is no dict."""
     *parents, last = names
     for name in parents:
         inner = data.setdefault(name, {})
@@ -89,7 +90,7 @@ def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
 
 
 def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
-    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` in the file."""
+    """Add a problem to ``prepared`` for each of `REMOVED_KEYS` in ``raw``, the file's dict."""
     zero = raw.get("zero_optimization")
     for path, action in REMOVED_KEYS.items():
         parent, _, key = path.rpartition(".")

@@ -36,7 +36,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
 
 
 def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled."""
+    """Return a problem if more than one of fp16, bf16 and torch_autocast is enabled; otherwise none."""
     modes = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(config, name).enabled]
     if len(modes) < 2:
         return []
@@ -46,8 +46,11 @@ def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _stage_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of keys that need a ZeRO stage, another key or a directory beside them: master weights,
-    offload."""
+    """Return the problems of keys that need another beside them.
+
+    16-bit master weights need a stage above 0, `bf16_optimizer_states` needs such masters, and an offload section with
+    device "nvme" needs a directory.
+    """
     problems = []
     zero = config.zero_optimization
     for section, key in (("fp16", "fp16_master_weights_and_grads"), ("bf16", "bf16_master_weights_and_grads")):
@@ -65,7 +68,8 @@ def _stage_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _offload_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the section `offload`."""
+    """Return the problems of the section `offload`: keys that need an offloaded optimizer, and activations on NVMe
+    without a directory."""
     problems = []
     section, device = config.offload, config.zero_optimization.offload_optimizer.device
     for key in ("delayed_update", "state_dtype"):
@@ -80,7 +84,8 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _audit_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of `audit_every`: features under which ranks or masters rightly differ."""
+    """Return the problems of `audit_every`, which needs ranks and masters that agree: no delayed update, no 1-bit
+    optimizer."""
     if config.audit_every is None:
         return []
     problems, got = [], str(config.audit_every)
@@ -137,7 +142,8 @@ def _dtype_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _recomputation_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the section `activation_checkpointing`."""
+    """Return a problem if `contiguous_memory_optimization` in the section `activation_checkpointing` lacks its
+    `number_checkpoints`."""
     section = config.activation_checkpointing
     if not section.contiguous_memory_optimization or section.number_checkpoints is not None:
         return []
@@ -146,7 +152,7 @@ def _recomputation_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _in_memory_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the section `checkpoint.in_memory`."""
+    """Return a problem if `checkpoint.in_memory.every` is set without a path; otherwise none."""
     section = config.checkpoint.in_memory
     if not section.every or section.path:
         return []
@@ -155,7 +161,10 @@ def _in_memory_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _interval_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of checkpoints by interval, in the section `checkpoint`."""
+    """Return the problems of saving by interval, in the section `checkpoint`.
+
+    `mean_time_between_failures` needs the interval "auto", and `path` an interval.
+    """
     section = config.checkpoint
     problems = []
     if section.mean_time_between_failures is not None and section.interval != "auto":
@@ -170,7 +179,7 @@ def _interval_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _loss_scale_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the loss scale's keys in the section `fp16`."""
+    """Return a problem if the loss scale's keys in the section `fp16` do not fit together; otherwise none."""
     try:
         loss_scale(config)
     except PrecisionError as error:
@@ -202,7 +211,7 @@ def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, An
 
 
 def _bucket_sizes(hidden: int) -> dict[str, int]:
-    """Return bucket sizes in elements for this hidden size, by the rules of Accelerate and Transformers."""
+    """Return bucket sizes in elements by path, for this hidden size, by the rules of Accelerate and Transformers."""
     return {
         "zero_optimization.reduce_bucket_size": hidden * hidden,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -250,7 +259,8 @@ _REPLICA_SIZE = "zero_optimization.mics_shard_size"
 
 
 def group_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for each process group (secondary shards, replicas) that the other keys do not allow."""
+    """Yield a problem for each process group (secondary shards, replicas) that the other keys or ``world_size`` do not
+    allow."""
     if config.zero_optimization.stage >= 3 and config.zero_optimization.zero_hpz_partition_size > 1:
         yield from _secondary_shard_problems(config, world_size)
     if config.zero_optimization.mics_shard_size != -1:
@@ -292,7 +302,7 @@ def _replica_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
 
 
 def _divisor_problems(path: str, size: int, world_size: int) -> Iterator[Problem]:
-    """Yield a problem if ``size``, the value at ``path``, does not divide the number of ranks."""
+    """Yield a problem if ``size``, the value at ``path``, does not divide the number of ranks; otherwise nothing."""
     if world_size % size:
         possible = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))

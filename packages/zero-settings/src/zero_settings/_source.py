@@ -28,7 +28,7 @@ def read(source: Any) -> dict[str, Any]:
 
 
 class _JsonObject(dict[str, Any]):
-    """A JSON object; `repeated` lists its keys that occur more than once."""
+    """A JSON object from its (key, value) pairs; `repeated` lists the keys that occur more than once, sorted."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)

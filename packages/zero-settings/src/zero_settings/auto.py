@@ -96,7 +96,10 @@ def _bucket_sizes(hidden: int | None) -> dict[str, tuple[Any, str]]:
 
 
 def _auto_values(section: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (path, object, key) of every value that is "auto"; `path`: of the section, with a dot at the end."""
+    """Yield (path, object, key) of every value that is "auto", at any depth, where object is the dict with that key.
+
+    `path`: of the section, with a dot at the end.
+    """
     for key, value in section.items():
         if value == _AUTO:
             yield path + key, section, key

@@ -213,7 +213,7 @@ def _raise_as_written(problems: list[Problem], prepared: PreparedSource) -> None
 
 
 def _as_written(problem: Problem, prepared: PreparedSource) -> Problem:
-    """Return the problem with its path as the user wrote it, and the note about the value in ``got``."""
+    """Return the problem with its path as the user wrote it, and with the note about that value, if any, in ``got``."""
     note = prepared.notes.get(problem.path, "")
     got = f"{problem.got}, {note}" if note and problem.got else problem.got
     return replace(problem, path=prepared.as_written(problem.path), got=got)

@@ -15,7 +15,7 @@ Predicate = Callable[[Any], bool]
 
 
 def is_on(value: Any) -> bool:
-    """Return whether a flag is true."""
+    """Return whether a value is exactly true."""
     return value is True
 
 
@@ -174,7 +174,7 @@ def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def lookup(section: Section, path: str) -> Any:
-    """Return the value at a dotted path; None where a section on the way is absent."""
+    """Return the value at a dotted path below a section; None where a key on the way is absent or null."""
     value: Any = section
     for name in path.split("."):
         value = getattr(value, name, None)

@@ -58,7 +58,8 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
 
 
 def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
-    """Return the fields of a policy that has no float32 master and accumulates in ``half``; none if not enabled."""
+    """Return the fields of a policy that has no float32 master and accumulates in the dtype ``half``; an empty dict if
+    not enabled."""
     return {"master_dtype": None, "accumulate_dtype": half} if enabled else {}
 
 

@@ -33,7 +33,8 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
 
 
 def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:
-    """Yield the intervals of all tensors, whose pieces are read when they are written."""
+    """Yield the intervals of all tensors of a source, piece by piece; their data functions read a piece and call
+    `progress` with its bytes."""
     for (name, kind), tensor in source.tensors.items():
         shape, itemsize = tuple(tensor.shape), ITEMSIZE[tensor.dtype]
         for offset, length in pieces(source, name, kind, numel(shape), itemsize):

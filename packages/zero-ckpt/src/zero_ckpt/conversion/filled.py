@@ -42,7 +42,7 @@ class Frame:
 
 
 def empty_tensor(tensor: ModelTensor) -> Any:
-    """Return a tensor of that shape and dtype whose memory is never touched."""
+    """Return a torch tensor of that shape and output dtype, whose memory is reserved and never touched."""
     import torch
 
     from ..torch.buffers import torch_dtype
@@ -51,11 +51,11 @@ def empty_tensor(tensor: ModelTensor) -> Any:
 
 
 def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, workers: int, progress: Progress) -> None:
-    """Write one file, resuming from `record`, and record that it is complete; a complete one is only counted as
-    progress.
+    """Write the file `frame` from `source`, resuming from `record`, and record that it is complete.
 
-    `workers` tensors are written at a time; `progress` is called with bytes written, from several threads. After an
-    exception the unfinished file is removed; after an interrupt it stays, to be continued.
+    One that is complete already is only counted as progress. `workers` tensors are written at a time; `progress` is
+    called with bytes written, from several threads. After an exception the unfinished file is removed; after an
+    interrupt it stays, to be continued.
     """
     name = frame.path.relative_to(record.folder).as_posix()
     if record.is_complete(name) and frame.path.is_file():
@@ -122,8 +122,9 @@ def _fill_all(
     """Write the bytes of every tensor that is not in `done` to its place in the file `fd`, and add its CRC-32 to
     `done`.
 
-    `places` has the first byte of each tensor by name. `note` is called with `done` and the bytes since its last call,
-    every 256 MiB and on an interrupt.
+    `places` has the first byte of each tensor by name. `workers` tensors are written at a time, and `progress` is
+    called with bytes written. `note` is called with `done` and the bytes since its last call, every 256 MiB and on an
+    interrupt.
     """
     progress(sum(frame.tensors[name].nbytes for name in done))
     unsaid = 0
@@ -148,9 +149,10 @@ def _fill_all(
 
 
 def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
-    """Write a tensor's bytes from byte `begin` of the file `fd` on; returns their CRC-32.
+    """Read a tensor from `source` and write it from byte `begin` of the file `fd` on, piece by piece; returns the
+    CRC-32 of its bytes.
 
-    A tensor that the source does not have is zeros.
+    A tensor that the source does not have is zeros, which are there already. `progress` is called with the bytes.
     """
     found, size = 0, ITEMSIZE[tensor.dtype]
     if (tensor.name, tensor.kind) not in source.tensors:
@@ -166,7 +168,8 @@ def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Pr
 
 
 def _zeros(nbytes: int, progress: Progress) -> int:
-    """Return the CRC-32 of `nbytes` zeros, which a new file holds already; nothing is written."""
+    """Return the CRC-32 of `nbytes` zeros, which a new file holds already; nothing is written. Calls `progress` with
+    `nbytes`."""
     found, zeros = 0, bytes(min(nbytes, PIECE_BYTES))
     for begin in range(0, nbytes, PIECE_BYTES):
         found = zlib.crc32(zeros[: nbytes - begin], found)

@@ -89,9 +89,11 @@ def _write_file(
     workers: int,
     progress: Progress,
 ) -> None:
-    """Write one file, or continue it where an interrupted run stopped; a complete one is only counted as progress.
+    """Write the tensors into a file at `path`, or continue it where an interrupted run stopped; a complete one is only
+    counted as progress.
 
-    `notes` become its metadata.
+    `notes` become metadata of its header. `workers` pieces are copied at a time; `progress` is called with bytes
+    written.
     """
     ordered, header, nbytes = _layout(tensors, notes)
     if _is_complete(path, tensors, notes):
@@ -130,10 +132,10 @@ def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) 
 
 
 def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, workers: int, progress: Progress) -> None:
-    """Copy the chunks that `file` does not hold yet, `workers` at a time; they finish in order, so that progress is one
-    byte position.
+    """Copy the chunks that `file` does not hold yet from `source`, `workers` at a time.
 
-    The position is recorded in the file every 256 MiB.
+    They finish in order, so that what is done is one byte position, which is recorded in the file every 256 MiB.
+    `progress` is called with the bytes of each chunk, those that were there included.
     """
     pending: deque[tuple[_Chunk, Future[None]]] = deque()
     recorded, recording = file.done, Future[None]()
@@ -163,7 +165,8 @@ def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, worke
 
 
 def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progress) -> int:
-    """Wait for the oldest chunk and take it off `pending`; returns the byte position in the file at which it ends."""
+    """Wait for the oldest chunk, take it off `pending` and call `progress` with its bytes; returns the byte position in
+    the file at which it ends."""
     chunk, job = pending.popleft()
     job.result()
     progress(chunk.nbytes)
@@ -201,7 +204,7 @@ def _chunks(source: Source, tensors: list[ModelTensor], position: int) -> Iterat
 
 
 def _copy(source: Source, chunk: _Chunk, file: PartialFile) -> None:
-    """Read a chunk, convert its dtype, and write it to its place in the file."""
+    """Read a chunk from `source`, convert its dtype, and write it to its place in the file."""
     tensor = chunk.tensor
     raw = bytearray(chunk.length * ITEMSIZE[tensor.stored])
     source.read_into(tensor.name, tensor.kind, chunk.offset, raw)

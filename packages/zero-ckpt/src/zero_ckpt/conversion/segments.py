@@ -38,7 +38,8 @@ class SegmentedTensor:
     segments: tuple[Segment, ...]
 
     def checked(self, name: str) -> SegmentedTensor:
-        """Return the tensor itself; raises DamagedError unless its segments cover it exactly once."""
+        """Return the tensor itself; raises DamagedError, naming it `name`, unless its segments cover it exactly
+        once."""
         position = 0
         for segment in self.segments:
             if segment.offset != position:
@@ -52,9 +53,10 @@ class SegmentedTensor:
 
 
 class SegmentSource:
-    """A `Source` whose tensors are read with plain file reads: no file is ever loaded as a whole.
+    """A `Source` whose tensors, by (name, kind), are read with plain file reads: no file is ever loaded as a whole.
 
-    Raises DamagedError when the segments of a tensor do not cover it exactly once.
+    The other arguments are what the properties of a `Source` return. Raises DamagedError when the segments of a tensor
+    do not cover it exactly once.
     """
 
     def __init__(

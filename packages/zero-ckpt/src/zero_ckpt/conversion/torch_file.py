@@ -82,7 +82,7 @@ class Stored:
         return Segment(offset, length, self.file, self.begin + skip * ITEMSIZE[self.dtype])
 
     def whole(self, shape: tuple[int, ...] | None = None) -> SegmentedTensor:
-        """Return all of it as a tensor, in another shape if one is given."""
+        """Return all of it as a tensor, with `shape` instead of its own if one is given; it is not checked here."""
         segments = (self.segment(0, 0, self.numel),) if self.numel else ()
         return SegmentedTensor(self.shape if shape is None else shape, self.dtype, segments)
 

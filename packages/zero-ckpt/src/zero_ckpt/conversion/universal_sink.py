@@ -101,7 +101,10 @@ def _write_parameters(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
     """Write the files of the parameters `names` below `folder`, `workers` parameters at a time; raises the first
-    exception."""
+    exception.
+
+    What `record` has from an earlier run is not written again. `progress` is called with bytes written.
+    """
     kinds = _moments(source, names)
     step = _common_step(source, names)
     with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-universal") as pool:
@@ -146,8 +149,9 @@ def _write_parameter(
 ) -> None:
     """Write the files of one parameter into `folder`; `moments` (kind to dtype) that it does not have are zeros.
 
-    `step` is used if it has none of its own; None writes none. Raises CheckpointError for state of another shape than
-    the parameter's.
+    `step` is used if it has none of its own; None writes none. What `record` has from an earlier run is not written
+    again, and `progress` is called with bytes written. Raises CheckpointError for an empty parameter, and for state of
+    another shape than the parameter's.
     """
     kind = "master" if (name, "master") in source.tensors else "param"
     tensor = source.tensors[name, kind]
@@ -175,12 +179,12 @@ def _write_parameter(
 
 
 def _state_kinds(source: Source, name: str) -> Iterator[str]:
-    """Return the optimizer state kinds of a parameter."""
+    """Yield the kinds of optimizer state that the source has of a parameter."""
     return (kind for owner, kind in source.tensors if owner == name and is_optimizer_kind(kind))
 
 
 def _read(source: Source, name: str, kind: str) -> torch.Tensor:
-    """Return a small tensor in full."""
+    """Return a small tensor of the source, in full, in new CPU memory."""
     tensor = source.tensors[name, kind]
     value: torch.Tensor = read_model_tensor(
         source, ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype), lambda nbytes: None
@@ -204,7 +208,8 @@ def _step(value: torch.Tensor) -> Any:
 
 
 def _save(value: Any, path: Path) -> None:
-    """Write a value with `torch.save` and wait until it is on disk."""
+    """Write a value with `torch.save`, making the directory, and wait until its content is on disk; a file that is
+    there is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         torch.save(value, file)
@@ -260,9 +265,10 @@ def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
 def _write_model_files(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
-    """Write the model state file under both names that DeepSpeed's stages look for.
+    """Write the model state file into `folder`, under both names that DeepSpeed's stages look for.
 
-    It holds buffers, and parameters that are not in `names`, the trained ones.
+    It holds buffers, and parameters that are not in `names`, the trained ones. `workers` tensors are written at a time,
+    and `progress` is called with bytes written; `record` has the work of an earlier run.
     """
     trained = set(names)
     members = {
@@ -327,7 +333,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
-    """Return the shape of a parameter; raises CheckpointError when it is empty."""
+    """Return the shape of a parameter of the source; raises CheckpointError when it has no elements."""
     kind = "master" if (name, "master") in source.tensors else "param"
     shape = tuple(source.tensors[name, kind].shape)
     if numel(shape) == 0:

@@ -37,8 +37,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes; it keeps the tensor alive.
 
-    In a rehearsal it is a view of zeros, which nobody writes. Raises CheckpointError for a tensor on another device or
-    with strides.
+    In a rehearsal (see `zero_ckpt.rehearsal`) it is a view of zeros, which nobody writes. Raises CheckpointError for a
+    tensor on another device or with strides.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise CheckpointError(f"a buffer needs a contiguous CPU tensor, got {tensor.device} with {tensor.stride()}")

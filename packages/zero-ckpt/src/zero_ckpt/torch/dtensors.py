@@ -43,6 +43,7 @@ def local_part(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, list[Cont
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, without importing that class."""
     return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 

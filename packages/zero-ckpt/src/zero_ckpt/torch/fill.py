@@ -14,7 +14,7 @@ _STAGING_BYTES = 64 << 20
 
 
 class Filler:
-    """Collects tensors to fill, then reads them all at once with several reads in flight."""
+    """Collects tensors to fill from `checkpoint`, then reads them all at once with several reads in flight."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint

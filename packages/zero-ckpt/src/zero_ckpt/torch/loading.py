@@ -52,7 +52,10 @@ def load(
 
 
 class _Load:
-    """One attempt to load a state from one checkpoint; `rank` is this rank, whose random generators are loaded."""
+    """One attempt to load a state from one checkpoint; `rank` is this rank, whose random generators are loaded.
+
+    `rename` maps a model's name to the checkpoint's.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, state: MutableMapping[str, Any], rename: Callable[[str], str | None], rank: int
@@ -108,7 +111,8 @@ class _Load:
         return renamed if renamed in self._stored else self._checkpoint.aliases.get(renamed, renamed)
 
     def _kind_to_read(self, name: str, kind: str, tensor: torch.Tensor) -> str | None:
-        """Return the kind to read a module's tensor from, None if there is none.
+        """Return the kind of the stored tensor `name` that a module's tensor of kind `kind` is to be read from; None if
+        there is none.
 
         It is `master` where the stored parameter is missing or has another dtype than `tensor`.
         """
@@ -164,7 +168,8 @@ class _Load:
         self._report.not_requested += sorted(skipped - {STATE_KIND})
 
     def _load_remaining(self, key: str) -> None:
-        """Load the value of a key that is no optimizer; of a module, only the part of its state that is no tensor."""
+        """Load the value of `key` in the state, if it is no optimizer; of a module, only the part of its state that is
+        no tensor."""
         value = self._state[key]
         if isinstance(value, (RngState, torch.Generator)):
             self._load_generator(key, value)
@@ -179,7 +184,11 @@ class _Load:
             self._load_value(key, value)
 
     def _load_value(self, key: str, value: Any) -> None:
-        """Load a tensor, a stateful object or plain data; one that is not stored is reported as defaulted."""
+        """Load a tensor, a stateful object or plain data; one that is not stored is reported as defaulted.
+
+        Plain data replaces the value of `key` in the state, the others are filled in place. Raises MismatchError when
+        shapes differ.
+        """
         if key not in self._client:
             self._report.defaulted.append(key)
             return
@@ -195,7 +204,7 @@ class _Load:
         self._report.loaded.append(key)
 
     def _load_generator(self, key: str, value: RngState | torch.Generator) -> None:
-        """Set a generator to the state that this rank saved; without one it is reported as defaulted."""
+        """Set a generator to the state that this rank saved under `key`; without one it is reported as defaulted."""
         states = self._checkpoint.rank_state
         mine = states[self._rank] if self._rank < len(states) else None
         if not isinstance(mine, dict) or key not in mine:

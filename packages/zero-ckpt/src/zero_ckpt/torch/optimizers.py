@@ -167,7 +167,7 @@ def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[s
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    """Raise MismatchError: a `read` for `decode` where no tensor may be."""
+    """Raise MismatchError naming the tensor: what `decode` calls to read one, where none may be."""
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 

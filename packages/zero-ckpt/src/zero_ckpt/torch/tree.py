@@ -14,10 +14,12 @@ _TENSOR, _MAP, _TUPLE = "$tensor", "$map", "$tuple"
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as plain data in which each tensor is replaced by a name: its path, which begins with `path`.
+    """Return `value` as plain data in which each tensor is replaced by `{"$tensor": name}`: its path, which begins with
+    `path`.
 
-    The tensors are added to `tensors` by name. Raises NotPlainDataError with the path of what is neither a tensor nor
-    plain data.
+    The tensors, detached, are added to `tensors` by name. Tuples, and dicts with keys that are no plain strings, are
+    marked, so that `decode` restores them. Raises NotPlainDataError with the path of what is neither a tensor nor plain
+    data.
     """
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
@@ -38,7 +40,10 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
-    """Return the value that `encode` was given; `read` returns the tensor of a name. Raises DamagedError."""
+    """Return the value that `encode` was given; `read` returns the tensor of a name.
+
+    Raises DamagedError for an unknown marker, and what `read` raises.
+    """
     if isinstance(value, list):
         return [decode(item, read) for item in value]
     if not isinstance(value, dict):

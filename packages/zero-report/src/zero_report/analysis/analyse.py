@@ -36,7 +36,8 @@ def analyse(run: Run) -> Analysis:
 
 
 def _drive_folders(attempt: Attempt) -> str:
-    """Return the folders of swap files that the configuration names, joined by commas; empty without any."""
+    """Return the folders of swap files that the attempt's configuration names (its `nvme_path`s), joined by commas;
+    empty without any."""
     rows = attempt.facts.get("configuration", [])
     pairs = [(str(row[0]), row[1]) for row in rows if isinstance(row, list) and len(row) > 1]
     return ", ".join(dict.fromkeys(str(value) for path, value in pairs if path.endswith(".nvme_path") and value))

@@ -55,7 +55,8 @@ class Causes:
     by_name: dict[str, dict[str, float]]
 
     def of_kind(self, kind: CauseKind) -> list[Share]:
-        """Return the shares of one kind, one per rank that caused some, the largest first."""
+        """Return the shares of one kind, one per rank that caused some, the largest first; empty if no time was lost by
+        it."""
         return [share for share in self.by_rank if share.kind == kind]
 
 
@@ -92,7 +93,7 @@ class CauseSums:
         self._losses_added = 0
 
     def add(self, step: int, blocks: Mapping[int, Block]) -> None:
-        """Add the losses of one step; ``blocks``: the step's spans by rank."""
+        """Add the losses of step number ``step``; ``blocks``: the step's spans by rank."""
         self._steps.append(step)
         for rank, block in blocks.items():
             self._total[rank] += block.us / 1e6

@@ -90,7 +90,10 @@ def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> 
 
 
 def _describe_stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
-    """Return the end for ranks that stopped writing without closing their records: hung, killed or lost."""
+    """Return the end for ranks that stopped writing without closing their records: hung, killed or lost.
+
+    ``unfinished``: these ranks, at least one; the one that wrote least recently is named, unless all stopped together.
+    """
     signs = {record.rank: record.last_written_at() for record in unfinished}
     first = min(unfinished, key=lambda record: signs[record.rank])
     detail = _last_calls(attempt)
@@ -151,7 +154,11 @@ def _waited_for_clause(attempt: Attempt) -> str:
 
 
 def _last_calls(attempt: Attempt) -> str:
-    """Return lines with the call that each rank was in when it last wrote, and the warnings of that step."""
+    """Return lines with the phase and collectives that each rank was in when it last wrote, and the warnings of that
+    step.
+
+    Empty if there is nothing to say.
+    """
     found = dict.fromkeys(text for record in attempt.ranks.values() if (text := _last_call(record)))
     for record in attempt.ranks.values():
         block = record.open_block()

@@ -40,9 +40,8 @@ _BYTES = {
 
 
 def thing_of(span: Span) -> str:
-    """Return the name of the unit, parameter or message that a span is for: in a tier's span, the text after
-    the colon.
-    """
+    """Return the name of the unit, parameter or message that a span is for: the span's name, for a tier the text after
+    its colon."""
     return span.name.partition(":")[2].strip() or span.name if span.kind in TIERS else span.name
 
 
@@ -71,5 +70,5 @@ class AllUnits:
         return list(self._found.values())
 
     def _sums_of(self, name: str) -> UnitSums:
-        """Return the totals of a unit, new ones if it has none yet."""
+        """Return the totals of a unit by its name, to be added to; new ones if it has none yet."""
         return self._found.setdefault(name, UnitSums(name))

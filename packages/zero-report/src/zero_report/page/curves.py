@@ -19,8 +19,9 @@ _COUNTS = ("samples", "skipped")
 
 
 def tables(run: Run) -> Iterator[tuple[RankRecord, dict[str, Array]]]:
-    """Yield the record and the table of every rank of every attempt, without rows of steps that a later attempt
-    repeated.
+    """Yield (record, table) of every rank of every attempt, without rows of steps that a later attempt repeated.
+
+    The record's own table stays as it is.
     """
     firsts = [a.first.table["first"] for a in run.attempts]
     begins = [float(first[0]) if len(first) else np.inf for first in firsts]
@@ -117,5 +118,5 @@ def _band(by_rank: Array) -> tuple[Array, Array, Array]:
 
 
 def _first_rank(run: Run) -> int:
-    """Return the first rank of the last attempt; its values are shown where all ranks have the same."""
+    """Return the number of the first rank of the last attempt; its values are shown where all ranks have the same."""
     return run.last.first.rank

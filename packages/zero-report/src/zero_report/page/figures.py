@@ -114,7 +114,7 @@ def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
-    """Return texts about the up to three ranks that caused most of this kind: rank, what was waited for, share of the
+    """Return texts about the up to three ranks that caused most of this kind, such as "rank 3, forward: 12.5 %" of the
     step."""
     found = []
     for own in analysis.causes.of_kind(share.kind)[:3]:
@@ -125,7 +125,8 @@ def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
 
 
 def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per wait, the longest first: rank, step, microseconds, the span it waited in, cause."""
+    """Return one row per wait, the longest ten first: rank, step, microseconds, the span it waited in and the cause, as
+    text."""
     return [
         {
             "rank": loss.rank,
@@ -141,7 +142,8 @@ def wait_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return one row per link: bytes, seconds busy and waited, rate and peak in bytes per second of one rank."""
+    """Return one row per link, the busiest first: bytes, seconds busy and waited, rate and peak in bytes per second of
+    one rank."""
     return [
         {
             "name": link.full_name,
@@ -157,7 +159,11 @@ def link_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
-    """Return one row per checkpoint and attempt: bytes of all ranks, the longest seconds to disk and blocked of any."""
+    """Return one row per checkpoint and attempt: step, path, Unix seconds, bytes of all ranks, and the longest time of
+    any rank.
+
+    ``seconds`` is until it was on disk, ``blocked_s`` how long training was blocked.
+    """
     rows: dict[tuple[int, int, str], dict[str, Any]] = {}
     for number, _, note in _all_notes(run):
         if note["note"] == "checkpoint":
@@ -172,9 +178,10 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def event_rows(run: Run) -> list[dict[str, Any]]:
-    """Return the last 400 events of the run (warnings, failures, restarts), by time.
+    """Return the last 400 events of the run (warnings, failures, restarts), by time, as dicts for the page.
 
-    The same event of several ranks is one row, with its ranks. Checkpoints, plans and peaks have tables of their own.
+    ``kind``, ``step``, ``at`` (Unix seconds), ``text`` and ``ranks``; the same event of several ranks is one row.
+    Checkpoints, plans and peaks are left out.
     """
     rows: dict[tuple[str, int, str], dict[str, Any]] = {}
     for _, record, note in _all_notes(run):
@@ -192,7 +199,8 @@ def event_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _restart_rows(run: Run) -> list[dict[str, Any]]:
-    """Return two events for each restart: how the attempt before it ended, and at which step the new one resumed.
+    """Return two rows, as `event_rows` has them, for each restart: how the attempt before it ended, and at which step
+    the new one resumed.
 
     The second is absent for an attempt that recorded no step.
     """

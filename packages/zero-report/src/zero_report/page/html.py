@@ -56,5 +56,5 @@ def render(data: dict[str, Any], *, refresh: float | None = None) -> str:
 
 
 def _sha256_base64(script: str) -> str:
-    """Return the hash of a script as the content security policy names it."""
+    """Return the SHA-256 hash of a script in base64, as the content security policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -47,7 +47,8 @@ def _style() -> str:
 
 
 def _section(table: PageTable) -> str:
-    """Return one table as HTML."""
+    """Return one table with its title and note as HTML; a column whose cells all begin with a digit, or are empty, is
+    one of numbers."""
     rows = [tuple(row) for row in table.rows]
     numeric = [
         index > 0 and all(row[index].lstrip("+-")[:1].isdigit() or not row[index] for row in rows)

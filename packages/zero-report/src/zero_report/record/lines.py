@@ -26,7 +26,7 @@ def json_text(value: Any) -> str:
 
 
 def encode_text(text: str) -> bytes:
-    """Return JSON text without newlines as one line with checksum and newline."""
+    """Return JSON text without newlines as one line of the record: checksum, text, newline."""
     body = text.encode("utf-8", "backslashreplace")
     return b"%08x %s\n" % (zlib.crc32(body), body)
 

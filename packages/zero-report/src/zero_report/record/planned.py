@@ -157,7 +157,7 @@ class PlannedRun:
             self._check("the peak on the device is", "", device, self._plan.device_bytes)
 
     def _check(self, what: str, where: str, found: int, planned: int) -> None:
-        """Warn if ``found`` bytes depart by more than 5 % from those that were planned; never where 0 were planned.
+        """Warn if ``found`` bytes depart by more than 5 % from ``planned`` bytes; never where 0 were planned.
 
         ``what`` and ``where`` are the words before and behind the bytes.
         """

@@ -126,10 +126,10 @@ COLUMN_NAMES = tuple(column.name for column in COLUMNS)
 
 
 def rank_file(rank: int, part: Literal["notes", "table", "timeline"]) -> str:
-    """Return the name of a rank's file inside an attempt's folder."""
+    """Return the name of one of a rank's three files inside an attempt's folder, such as `rank-00003.table`."""
     return f"rank-{rank:05d}.{part}"
 
 
 def attempt_folder(attempt: int) -> str:
-    """Return the name of an attempt's folder inside the record."""
+    """Return the name of an attempt's folder inside the record, such as `attempt-0001`."""
     return f"attempt-{attempt:04d}"

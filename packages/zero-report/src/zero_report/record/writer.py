@@ -174,9 +174,10 @@ class RecordWriter:
         sums[column] = sums.get(column, 0.0) + amount
 
     def memory(self, owners: Mapping[str, int], *, process: int | None = None, device: int | None = None) -> None:
-        """Record the memory held now, in bytes: by owner (see `schema.OWNERS`), of the process, and of the accelerator.
+        """Record the memory held now, in bytes: by owner (see `schema.OWNERS`), resident in the process, and of the
+        accelerator.
 
-        May be called several times a step; the step's row has the largest of each.
+        None: not known. May be called several times a step; the step's row has the largest of each.
         """
         now = dict(owners)
         if self._memory is None:
