@@ -164,7 +164,8 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
 
 
 def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter.
+    """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, in
+    its shape.
 
     Zeros before the first step. Collective. Raises `PartitionError` for a parameter that is not trained, and for a key
     other than those of its states with a value for each element.
@@ -355,8 +356,8 @@ def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, va
 
 
 def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``flat``, the full values of parameter ``index`` (1-D), into ``target``: a tensor of the size of the flat
-    buffer, or of this rank's shard."""
+    """Write ``flat``, the full values of parameter ``index`` (1-D), into ``target``: a 1-D tensor of the size of the
+    unit's flat buffer, or of this rank's shard, which gets its fragment of them."""
     entry = unit.layout.entries[index]
     if target.numel() == unit.layout.numel:
         target[entry.offset : entry.end].copy_(flat)
@@ -367,7 +368,8 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
-    """Return the unit of ``parameter`` and its number there; raises `PartitionError` if it has none."""
+    """Return the unit of ``parameter`` and its number there; raises `PartitionError`, saying why, if no unit holds
+    it."""
     found = partition.find(parameter)
     if found is None:
         raise PartitionError(explain_missing(partition, parameter))

@@ -349,13 +349,14 @@ class GradientAgreement:
 
     @without_torch_function
     def _newly_frozen(self) -> list[str]:
-        """Return the names of the parameters that were trained and require no gradient now."""
+        """Return the names of the parameters that were trained at first and require no gradient now."""
         units = [gradients.unit for gradients in self._partition.runtime.gradients.values()]
         changed = [unit for unit in units if not all(map(_REQUIRES_GRAD, unit.parameters))]
         return [n for u in changed for n, p in zip(u.names, u.parameters, strict=True) if not p.requires_grad]
 
     def _first_non_finite(self) -> str:
-        """Return the name of the first parameter whose gradient, in this rank's shards, is not finite; "" for none."""
+        """Return the name of the first parameter whose gradient, in the shards that this rank updates, is not finite;
+        "" for none. Reads the values, so an accelerator is waited for."""
         for gradients in self._partition.runtime.gradients.values():
             if not gradients.is_reduced:
                 continue

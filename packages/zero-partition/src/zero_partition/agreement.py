@@ -89,7 +89,8 @@ class Liveness:
             self._left = None
 
     def end(self, failure: BaseException) -> None:
-        """End the engine on this rank because of ``failure``, and tell the other ranks; nothing once it has ended."""
+        """End the engine on this rank because of ``failure``, and tell the other ranks; nothing if it has ended
+        already."""
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
             self.interrupted = self._writes[0] if self._writes else self._left
@@ -206,7 +207,8 @@ class Agreement:
                 return running[0].name if running else None
 
     def request(self, unit: int) -> None:
-        """Gather the unit with index ``unit`` outside the order, together with every rank; return when it is issued."""
+        """Gather the unit with index ``unit`` outside the order, together with every rank; return when the gather is
+        issued, for the caller to wait for. The other ranks join at their next agreement point. Collective."""
         self._serve_requests(self._control.exchange(Message(_REQUEST, "", self._step.value, unit)))
 
     def note_changed(self, unit: Unit) -> None:

@@ -55,13 +55,15 @@ class GradientArrivals:
             self._take(unit, number, hook)
 
     def take_left(self) -> None:
-        """Take the gradients that were left in ``.grad`` for the user's hooks."""
+        """Take the gradients that were left in ``.grad`` for the user's hooks, which have run by now; nothing without
+        any."""
         left, self._left = self._left, []
         for unit, number, hook in left:
             self._take(unit, number, hook)
 
     def forget_left(self) -> None:
-        """Drop the gradients that were left in ``.grad`` for the user's hooks, as their backward pass has failed."""
+        """Set the gradients that were left in ``.grad`` for the user's hooks to None, as their backward pass has
+        failed."""
         for unit, number, _ in self._left:
             self._units[unit].parameters[number].grad = None
         self._left.clear()

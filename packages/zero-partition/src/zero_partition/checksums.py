@@ -60,7 +60,8 @@ def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
 
 
 def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a 1-D tensor as int64 tensors, several elements packed into one integer where aligned."""
+    """Yield the elements of a 1-D tensor as int64 tensors: as views with several elements in one integer where they are
+    aligned to 8 bytes, else one element in each."""
     size = flat.element_size()
     each = 8 // size
     head = min(-int(flat.storage_offset()) % each, flat.numel())

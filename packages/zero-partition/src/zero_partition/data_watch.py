@@ -42,7 +42,8 @@ def present_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
-    """Make ``kind`` the user's class of ``parameter``; a released one stays released, a watched one watched."""
+    """Make ``kind`` the user's class of ``parameter``, in place; a released one stays released, a watched one
+    watched."""
     watched = hasattr(type(parameter), WATCHED)
     parameter.__class__ = released_like(type(parameter), _watching_class(kind) if watched else kind)
 
@@ -94,7 +95,8 @@ def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _copy_unwatched(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy of ``parameter`` of the user's class."""
+    """Return a deep copy of ``parameter`` of the user's class, without an owner: ``__deepcopy__`` of the watching
+    classes."""
     watching, parameter.__class__ = type(parameter), present_class(parameter)
     try:
         copied: nn.Parameter = parameter.__deepcopy__(memo)  # type: ignore[no-untyped-call]

@@ -81,8 +81,8 @@ class DeviceSquare:
         return torch.full_like(norm, clip).div_(norm).clamp_(max=1.0).mul_(1.0 / scale)
 
     def first_unit(self) -> str:
-        """Return the name of the first unit with a gradient of this rank's that is not finite; "" for none. Waits for
-        the device."""
+        """Return the name of the first unit whose gradients on this rank are not all finite; "" for none. Waits for the
+        device."""
         squares = [] if self._by_unit is None else self._by_unit.tolist()
         return next((name for name, square in zip(self._units, squares, strict=True) if not math.isfinite(square)), "")
 
@@ -91,7 +91,7 @@ class DeviceNorm:
     """Adds up the squares of a step's gradients on an accelerator and over the ranks; the host waits for nothing.
 
     Every rank's shard is added by itself, in float64 (float32 on MPS, which lacks it), then the ranks' sums, in the
-    same way at every stage.
+    same way at every stage. ``partition``: whose gradients these are.
     """
 
     def __init__(self, partition: Partition) -> None:

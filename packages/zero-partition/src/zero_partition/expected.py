@@ -63,7 +63,8 @@ class ExpectedGradients:
         return self._arrived[index] == self._count[index]
 
     def has_all_expected(self, index: int) -> bool:
-        """Return whether the unit has all its expected gradients; never in the first pass if none may be late."""
+        """Return whether the unit ``index`` has all its expected gradients; False in the first pass if none may be
+        late."""
         return self._arrived[index] >= self._count[index] and (self.may_be_late or not self._first)
 
     def end(self) -> Iterator[int]:

@@ -16,7 +16,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Gather ``parameter`` whenever ``module`` runs, though another module owns it.
 
     For code that holds the parameter itself; reading it from its owner gathers it anyway. Call it before or after the
-    model is partitioned.
+    model is partitioned; a second call does nothing.
     """
     registered: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(known is parameter for known in registered):
@@ -69,6 +69,7 @@ def leaf_marker(
     known, exact, ends = set(classes), set(names), tuple(suffixes)
 
     def is_leaf(name: str, module: nn.Module) -> bool:
+        """Return whether ``module``, called ``name``, is a leaf."""
         marked = module.__dict__.get(_LEAF)
         if marked is not None:
             return bool(marked)
@@ -79,7 +80,7 @@ def leaf_marker(
 
 
 def _class_names(kind: type) -> tuple[str, str]:
-    """Return the name of a class without and with its package."""
+    """Return the name of a class without and with its package, as in ("Linear", "torch.nn.modules.linear.Linear")."""
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 

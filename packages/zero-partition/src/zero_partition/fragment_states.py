@@ -43,6 +43,7 @@ class FragmentStates(_Entries):
         self.__class__ = FragmentStates
 
     def __missing__(self, key: Any) -> Any:
+        """Add and return an empty state for a fragment that has none."""
         self._check(key)
         return super().__missing__(key)
 
@@ -159,7 +160,7 @@ class WatchedFragmentStates(FragmentStates):
         return super().items()
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """Return a plain ``defaultdict`` of the same entries."""
+        """Return a plain ``defaultdict`` of the same entries, whose states are not copied."""
         self._note_read()
         return super().copy()
 
@@ -196,6 +197,7 @@ class StateElsewhere(dict[str, Any]):
         return super().pop(kind, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: a plain dict of what code has assigned."""
         return dict, (), None, None, iter(self.items())
 
 

@@ -67,7 +67,8 @@ class OrderedGathers:
 
     @property
     def remaining(self) -> Sequence[int]:
-        """Return the indices of the units whose gathers the running pass has not issued yet, in order."""
+        """Return the indices of the units whose gathers the running pass has not issued yet, in order; empty outside a
+        pass."""
         return () if self._schedule is None else self._schedule.remaining()
 
     def position(self, unit: Unit) -> int:
@@ -265,7 +266,8 @@ class Gatherer:
         self._kept: dict[str, set[int]] = {}
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass ``key`` (see `OrderedGathers.begin`), and prefetch its first shards from their tier."""
+        """Start the pass of this ``key`` (see `OrderedGathers.begin`), and have the tier load the shards that it
+        gathers first."""
         self._gathers.begin(key, like_reversed=like_reversed)
         self._prefetch_shards(self._gathers.remaining)
 
@@ -311,10 +313,8 @@ class Gatherer:
         self._gathers.close(observed=not joined)
 
     def abandon(self) -> None:
-        """End a pass that failed: release every unit that is not pinned, and learn nothing.
-
-        Only where every rank has issued the same gathers, as those in flight are waited for.
-        """
+        """End a pass that failed: release every unit that is not pinned, and learn nothing. Only where every rank has
+        issued the same gathers, as those in flight are waited for."""
         self._gathers.abandon()
         for unit in self._units:
             self._release(unit)

@@ -53,7 +53,7 @@ class GradientHook:
         return seen is not None and (gradient is not seen or gradient._version != self._version)
 
     def remove(self) -> None:
-        """Remove the hook."""
+        """Remove the hook, and the one that it put before the user's."""
         self._handle.remove()
         if self._first is not None:
             self._first.remove()

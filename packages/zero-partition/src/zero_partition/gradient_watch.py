@@ -66,7 +66,7 @@ class GradientWatch:
         self._exchange(_watching_class)
 
     def end(self) -> None:
-        """Stop watching, before a backward pass or a step."""
+        """Stop watching, before a backward pass or a step; `resume` does nothing until the next `begin`."""
         self._begun = False
         self.pause()
 
@@ -138,7 +138,8 @@ class GradientWatch:
             exchange_classes(self._alone_parameters, other)
 
     def _hidden(self, *, shown: bool) -> list[UnitGradients]:
-        """Return the gradients that ``.grad`` does not show; ``shown``: averages are shown where they can be."""
+        """Return the units' gradients that ``.grad`` does not show; ``shown``: averages are shown where they can be
+        (stage 0)."""
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
@@ -149,7 +150,8 @@ class GradientWatch:
 
 @functools.cache
 def _plain_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class of which ``kind`` is the watching subclass; ``kind`` itself if it is none."""
+    """Return the class that parameters of class ``kind`` have when they are not watched; a released one stays
+    released."""
     return released_like(kind, getattr(kind, _PLAIN)) if hasattr(kind, _PLAIN) else kind
 
 
@@ -213,7 +215,7 @@ def _zeroes_alone(frame: FrameType) -> bool:
 
 
 def _accessing_frame() -> FrameType:
-    """Return the innermost frame outside this package: that of the code which accesses the gradient."""
+    """Return the innermost running frame outside this package: that of the code which accesses a gradient now."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("zero_partition"):
         frame = frame.f_back

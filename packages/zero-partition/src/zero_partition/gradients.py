@@ -286,7 +286,8 @@ class UnitGradients:
         return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def drop_reduction(self) -> None:
-        """Drop a reduction that will never complete; `clear` has to follow when all units have dropped theirs."""
+        """Drop a reduction that will never complete, if one is in flight; `clear` has to follow when all units have
+        dropped theirs."""
         self._travels, self._leaf = False, None
         arriving, self._arriving = self._arriving, None
         if self._states is not None and arriving is not None and arriving.device.type == "cpu":
@@ -357,7 +358,8 @@ class UnitGradients:
         yield from zip(self.unit.parameters, self._stretches(shown), self.touched, strict=True)
 
     def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Return the averaged gradient cast to the parameters' dtype, in the spare flat buffer."""
+        """Return ``reduced``, the averaged gradient, cast to the parameters' dtype, in a buffer that the next call
+        overwrites."""
         if self._spare is None or self._spare.dtype != self.unit.plan.dtype:
             self._spare, self._spare_views = torch.empty_like(reduced, dtype=self.unit.plan.dtype), []
         return self._spare.copy_(reduced)
@@ -407,12 +409,16 @@ class UnitGradients:
                 yield fragment.shard_offset, fragment.shard_offset + fragment.length
 
     def _slice(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of ``full``, which has the size of the flat buffer."""
+        """Return this rank's shard of ``full``, which has the size of the flat buffer, as a view."""
         start, end = self.unit.layout.shard_range(self._reduction.rank)
         return full[start:end]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Make a flat buffer, or take the free spare one, and its views for the next gradients; gaps are zeros."""
+        """Make a flat buffer for the next gradients, or take the kept one if it is free and of this ``dtype``, and its
+        views.
+
+        Elements of parameters have any value; gaps between them are zeros.
+        """
         layout = self.unit.layout
         free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
         if self._spare is not None and free and self._spare.dtype == dtype:

@@ -35,8 +35,8 @@ class TensorGuard(Protocol):
         """Return whether uses are checked now; False inside the optimizer's step."""
 
     def used(self, reference: FragmentReference, func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Raise `PartitionError` if the values are not here, or ``func`` would do something else to the fragment than
-        to the full parameter.
+        """Raise `PartitionError` if the values are not on this rank, or ``func`` would do something else to the
+        fragment than to the full parameter, or have no effect.
 
         Called before torch function ``func`` runs with ``args`` and ``keywords``, among which is the guarded tensor of
         ``reference``.
@@ -174,7 +174,8 @@ def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> lis
 def _why_not_alike(reference: FragmentReference, operands: Sequence[Any], written: set[int]) -> str | None:
     """Return which of ``operands`` does not fit a fragment of the parameter elementwise, in words; None if all do.
 
-    ``written``: ids of the tensors that the function writes.
+    ``reference``: the parameter, if none of the operands is guarded. ``written``: ids of the tensors that the function
+    writes. A fragment goes with others of its parameter, and with single numbers.
     """
     tensors = [one for one in operands if isinstance(one, torch.Tensor)]
     guarded = [(one, found) for one in tensors if (found := guard_of(one)) is not None]

@@ -18,6 +18,8 @@ from .user_gradients import UserGradients
 class HeldGradients:
     """Shows, discards and forgets the gradients that backward passes have left since the last step.
 
+    ``gradients``: of the trained units. ``step``: number for tags. The other arguments are parts of the same engine.
+
     Attributes:
         awaits_step: a backward pass has begun since the last step, and `discard` of all gradients has not followed.
     """

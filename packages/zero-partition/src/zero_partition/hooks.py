@@ -123,7 +123,8 @@ class ModuleHooks:
             self.watches[name].add_unit(unit)
 
     def new_watch(self, name: str, units: list[Unit], *, outermost: bool) -> ModuleWatch:
-        """Return a watch for the calls of the module called ``name``; its hooks are not registered.
+        """Return a watch for the calls of the module called ``name``, which uses ``units``; its hooks are not
+        registered.
 
         ``outermost``: the module is the model, so gradients of its outputs are reported whatever units it uses.
         """
@@ -288,6 +289,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the hook with the arguments that torch gives it; nothing in the cases of `in_graph`."""
         if self.in_graph and torch.compiler.is_compiling():
             return None
         return self._call(*args, **kwargs)
@@ -310,6 +312,8 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """Replace the entries of released parameters in ``state_dict``, whose keys begin with ``prefix``, by meta
+        tensors."""
         for key, parameter in _reported_parameters(module):
             unit = places.get(id(parameter))
             released = unit is not None and unit.state is UnitState.RELEASED
@@ -325,6 +329,7 @@ def _refuse_to_load(units: list[Unit]) -> Callable[..., None]:
     places = {id(p): (unit, n) for unit in units if unit.releasable for n, p in enumerate(unit.parameters)}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_more: Any) -> None:
+        """Raise `ReleasedParameterError` if ``state_dict`` has an entry, below ``prefix``, for a released parameter."""
         for key, parameter in module._parameters.items():
             unit, number = places.get(id(parameter), (None, 0))
             if unit is not None and unit.state is UnitState.RELEASED and prefix + key in state_dict:

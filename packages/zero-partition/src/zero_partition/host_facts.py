@@ -56,7 +56,8 @@ def untouched(
 ) -> bool:
     """Return whether no tensor was replaced, cast or written: all have the expected memory, dtypes and versions.
 
-    ``known_dtypes`` and ``known_versions``: lists from earlier calls of `dtypes` and `versions`.
+    ``known_dtypes`` and ``known_versions``: lists from earlier calls of `dtypes` and `versions`. Raises RuntimeError
+    for inference tensors.
     """
     if not are_set_to(tensors, expected) or dtypes(tensors) != known_dtypes:
         return False
@@ -75,7 +76,8 @@ def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], ty
 
 
 def bytes_of(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
-    """Return the memory of a contiguous CPU tensor without a copy; valid only while the tensor lives."""
+    """Return the memory of a contiguous CPU tensor as an array of bytes, without a copy; valid only while the tensor
+    lives."""
     nbytes = tensor.numel() * tensor.element_size()
     return (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()) if nbytes else (ctypes.c_ubyte * 0)()
 

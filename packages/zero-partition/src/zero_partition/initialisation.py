@@ -307,7 +307,10 @@ class Init:
                 ShardedParameter(parameter, self._group, self._new_shard, self)
 
     def _agree_on_generators(self) -> None:
-        """Set every rank's random generator to rank 0's state if they differ, with a warning. Collective."""
+        """Set every rank's default CPU random generator to rank 0's state if they differ, with a warning. Collective.
+
+        Also lets records be numbered from the same number on every rank.
+        """
         state = torch.get_rng_state()
         digest = hashlib.sha256(bytes(state.numpy())).hexdigest()
         told = self._control.agree(Message("init", "generator state", 0, [digest, next_number()]))

@@ -49,6 +49,8 @@ class WatchedParameters(Parameters):
         return parameter
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: a plain dict. Raises `ReleasedParameterError` while one of the parameters is
+        released."""
         self._use.refuse_pickle([p for p in self.values() if p is not None])
         return dict, (dict(self),)
 
@@ -80,6 +82,8 @@ class Interception:
         reference = weakref.ref(self)
 
         def registered(module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+            """Watch ``module`` if the parameter that it registers belongs to a releasable unit: torch's hook on
+            registrations."""
             watching = reference()
             if watching is not None and id(parameter) in watching._held:
                 watching._watch(module)
@@ -95,7 +99,8 @@ class Interception:
         self._modules.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Watch the parameters of ``module``; nothing if it is watched already or takes no hooks."""
+        """Watch the parameters of ``module``; nothing if it is watched already or is a torch.jit module, which takes no
+        hooks."""
         if takes_hooks(module) and not isinstance(module._parameters, WatchedParameters):
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

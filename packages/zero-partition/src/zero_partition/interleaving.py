@@ -55,10 +55,8 @@ class Interleaving:
         self._lock_step = self._reductions.complete or not self._reductions.settled
 
     def leave_lock_step(self) -> None:
-        """Meet the other ranks until every rank has called this, and issue the gathers that they need meanwhile.
-
-        Called when this rank has all its gradients and has started all its reductions. Does nothing outside lock step.
-        """
+        """Meet the other ranks until every rank has called this, and issue the gathers that they need meanwhile. Called
+        when this rank has all its gradients and has started all its reductions. Does nothing outside lock step."""
         while self._lock_step and not all(message.done for message in self._exchange(-1, done=True)):
             continue
         self._lock_step = False
@@ -86,8 +84,8 @@ class Interleaving:
             self._start_within(None)
 
     def start_next(self) -> None:
-        """Start the next reduction of the pass with the gradients that are there, and finish the oldest ones while too
-        many are in flight."""
+        """Start the next reduction of the pass with the gradients that are there, if one is left, and finish the oldest
+        ones while too many are in flight."""
         self._reductions.start_next()
         self._make_room()
 
@@ -108,7 +106,7 @@ class Interleaving:
         self.finish_all()
 
     def finish_all(self) -> None:
-        """Wait for every reduction that was started."""
+        """Wait for every reduction that was started, oldest first, and have the units take the results."""
         while self._reductions.oldest is not None:
             self._finish_oldest()
 

@@ -108,7 +108,7 @@ class UnitLayout:
     def name_at(self, position: int) -> str:
         """Return the name of the parameter at element ``position`` of the flat buffer.
 
-        In a gap that is the next parameter's name, behind the last parameter the last one's.
+        In a gap between parameters it is the name of the next one, after the last parameter that of the last.
         """
         return next((entry.name for entry in self.entries if position < entry.end), self.entries[-1].name)
 

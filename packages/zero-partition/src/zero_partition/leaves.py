@@ -26,7 +26,7 @@ class LeafTree:
 
     @property
     def added(self) -> int:
-        """Return how many micro-batches were added since `clear`."""
+        """Return how many micro-batches were added since the tree was made or `clear` was called."""
         return self._added
 
     def neighbour(self) -> torch.Tensor | None:

@@ -94,8 +94,8 @@ class TierMasters:
 
     @property
     def stale(self) -> bool:
-        """True if the weights were changed since `follow_now`. Masters may be out of date then: a step of the tier
-        updates only those of fragments that have a gradient."""
+        """True if the weights were changed since `follow_now`, or since this object was made. Masters may be out of
+        date then: a step of the tier updates only those of fragments that have a gradient."""
         return self._stale
 
     def follow_now(self, shard: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ class ReductionsSeen:
     steady: bool
 
     def encode(self) -> dict[str, Any]:
-        """Return plain data, for `decode`."""
+        """Return the message as plain data (a dict), for `decode`."""
         return {"finished": list(self.completions), "used": list(self.gathered), "steady": self.steady}
 
     @classmethod
@@ -220,7 +220,7 @@ class StepReport:
 
     @classmethod
     def decode(cls, data: Sequence[Any]) -> StepReport:
-        """Return the message that `encode` turned into ``data``."""
+        """Return the message that `encode` turned into ``data``; fields that it left out have their defaults."""
         late, square, untouched, culprit, written, *rest = data
         return cls(late, square, dict(untouched), culprit, WrittenGradients.decode(written), *rest)
 

@@ -145,7 +145,7 @@ def _kept_dtypes(buffers: Sequence[_RegisteredBuffer]) -> list[torch.dtype]:
 
 
 def _buffer_dtype(buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the dtype for a buffer: the one that ``policy`` has for buffers, else in half precision the parameters';
+    """Return the dtype for ``buffer``: the one that ``policy`` has for buffers, else in half precision the parameters';
     in other precisions, and if it is not floating point, its own."""
     if not buffer.is_floating_point():
         return buffer.dtype

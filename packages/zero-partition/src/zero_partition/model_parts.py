@@ -42,7 +42,7 @@ class ModelParts(Protocol):
         """Return whether this rank has only a part of ``parameter``, and other ranks of the model hold the rest."""
 
     def abort(self, reason: str) -> None:
-        """Tell the ranks with the other parts why this one cannot continue."""
+        """Tell the ranks with the other parts why this one cannot continue (``reason``), so that none waits for it."""
 
     def close(self) -> None:
         """Leave the process group of the model's parts."""
@@ -95,7 +95,8 @@ class TensorParallelModel:
         return CountedNorm(norm, spans)
 
     def total(self, step: int, square: float, culprit: str) -> tuple[float, str]:
-        """Return the sum of the parts in rank order, so that every rank gets the same bits, and the first culprit."""
+        """Return the sum of the parts in rank order, so that every rank gets the same bits, and the first culprit.
+        Collective."""
         answers = self._control.agree(Message("the step's norm over the model's parts", "", step, [square, culprit]))
         return sum(answer[0] for answer in answers), next((answer[1] for answer in answers if answer[1]), "")
 
@@ -121,6 +122,7 @@ class CountedNorm:
         self._spans = spans
 
     def __call__(self, x: torch.Tensor) -> float:
-        """Return the sum of squares of the counted elements, in float64."""
+        """Return the sum of squares of the counted elements of ``x`` (1-D), in float64; NaN if another one is not
+        finite."""
         counted = sum(self._norm(x[start:end]) for start, end in self._spans)
         return counted if math.isfinite(self._norm(x)) else math.nan

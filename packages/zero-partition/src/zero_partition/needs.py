@@ -69,7 +69,8 @@ class ReduceNorms(Protocol):
     """Adds up partial norms over the ranks that hold fragments of a parameter. Named as what a LAMB asks for."""
 
     def __call__(self, partial: PartialNorms, /) -> list[tuple[float, ...]]:
-        """Return the squared norms of the full parameters in the order of ``partial``. Collective."""
+        """Return the squared norms of the full parameters in the order of ``partial``, as many for each as it has.
+        Collective."""
 
 
 @runtime_checkable
@@ -191,7 +192,8 @@ def _check_that_matrices_run(
 ) -> None:
     """Raise `PartitionError` with ``failure`` unless the optimizer runs on the elements of ``fragments`` as matrices.
 
-    If it does, only their shape made it fail, and it needs full parameters.
+    If it does, only their being 1-D made it fail, and it needs full parameters. ``group``: the param group whose
+    hyperparameters are used. ``failure``: what it raised for ``fragments``.
     """
     try:
         _two_steps(optimizer, group, [fragment.view(-1, 3) for fragment in fragments])

@@ -115,7 +115,8 @@ class GridSquares(Protocol):
 
 
 def grid_squares(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of each block of ``x`` by plain torch (a `GridSquares`)."""
+    """Return the sum of squares of each block of `GRID` elements of ``x`` by plain torch (a `GridSquares`), on its
+    device."""
     blocks = [x.new_empty(0, dtype=torch.float64)]
     for start in range(0, x.numel(), _BLOCK):
         squares = x[start : start + _BLOCK].double().square().view(-1, GRID // _SUMS, _SUMS)

@@ -256,7 +256,8 @@ class ShardedOptimizer:
                     yield parameter.tensor
 
     def _refuse_direct_step(self, *_: Any) -> None:
-        """Raise `PartitionError` for a step that the engine did not start; a step pre-hook of the wrapped optimizer."""
+        """Raise `PartitionError` for a step that the engine did not start, else nothing; a step pre-hook of the wrapped
+        optimizer."""
         if self._stepping:
             return
         tensors = (owned.tensor for owned in self.fragments)
@@ -363,10 +364,9 @@ class ShardedOptimizer:
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Return whether ``optimizer`` needs full parameters.
-
-    Raises `PartitionError` for one that would compute something else on a part of the model than on all of it.
-    """
+    """Return whether ``optimizer`` needs full parameters; True at stage 0, where it gets them. Raises `PartitionError`
+    for one that would compute something else on a part of the model than on all of it. ``parts``: under tensor
+    parallelism."""
     split = [
         n
         for unit in partition.units

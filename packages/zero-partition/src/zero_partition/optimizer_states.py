@@ -142,7 +142,7 @@ class OptimizerStates:
             self._held.watch(read)
 
     def unwatch(self) -> None:
-        """Stop calling the function that `watch` was given."""
+        """Stop calling the function that `watch` was given; nothing if none is watching."""
         self._read = None
         if self._held is not None:
             self._held.unwatch()
@@ -338,7 +338,8 @@ def moved_state(state: dict[str, Any], group: Mapping[str, Any], owned: OwnedFra
 
 
 def _plain_state(state: Any) -> Any:
-    """Return ``state`` with plain tensors of the same memory instead of guarded ones; itself if it has none."""
+    """Return ``state``, by kind, with plain tensors of the same memory instead of guarded ones; itself if it has
+    none."""
     if isinstance(state, dict) and _UNGUARDED.issuperset(map(type, state.values())):
         return state
     return tree_map(plain, state) if any(isinstance(leaf, GuardedTensor) for leaf in tree_leaves(state)) else state

@@ -178,6 +178,7 @@ class OptimizerTensors:
         self._guard(Phase.HOOKS)
 
         def unguard_and_begin(*_: Any) -> None:
+            """Check states, make the tensors plain and call ``begin``: the last step pre-hook, after the user's."""
             self.check_states()
             self._unguard()
             for tensor in updated_elsewhere:
@@ -193,7 +194,8 @@ class OptimizerTensors:
             self._forget_empty()
 
     def _step_inner(self) -> Exception | None:
-        """Call the optimizer's step; return what it raised after its arithmetic, raise what it raised before."""
+        """Call the optimizer's step; return an exception that it raised after its arithmetic, else None; raise one from
+        before."""
         try:
             self._optimizer.step()
         except Exception as error:
@@ -286,7 +288,7 @@ class OptimizerTensors:
 
     @property
     def _readable(self) -> bool:
-        """Whether the tensors have their values now."""
+        """Whether the tensors have their values now: not while a tier or another rank holds them."""
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
     def _check_gradient_read(self, name: str) -> None:

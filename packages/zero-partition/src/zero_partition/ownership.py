@@ -22,7 +22,7 @@ class Owner(Protocol):
     """The interface through which classes of parameters call their `Partition`."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs from now on."""
+        """Gather ``parameter`` whenever ``module`` runs from now on; nothing if either is not of the owner's model."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
         """Record an access to ``parameter.grad``, or raise `PartitionError` to refuse it; called just before it
@@ -37,7 +37,8 @@ class Owner(Protocol):
         name) uses its values. ``writes``: it writes them."""
 
     def gathers_for_copies(self, parameter: nn.Parameter) -> bool:
-        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank."""
+        """Return whether code that copies ``parameter`` now has to open `unsharded` first, on every rank, as it may be
+        released."""
 
     def unsharded(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
         """Return a context in which ``parameter`` is gathered, outside passes. Collective."""
@@ -54,7 +55,8 @@ class InitRecord(Protocol):
         """Stop referring to the parameter, which an engine owns from now on."""
 
     def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's."""
+        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; it has a record
+        too."""
 
 
 class _Reference:

@@ -163,7 +163,7 @@ class Partition:
         return None if self._user is None else self._user()
 
     def set_optimizer(self, optimizer: UpdatesWeights) -> None:
-        """Remember ``optimizer``, weakly, as the one that updates this partition."""
+        """Remember ``optimizer``, weakly, as the one that updates this partition, in place of an earlier one."""
         self._optimizer = weakref.ref(optimizer)
 
     def set_user(self, user: object) -> None:
@@ -195,7 +195,8 @@ class Partition:
             self.runtime.gradient_watch.accessed(parameter, cancels=access == "cancelled")
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``parameter.data``; writes through it are found."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are found;
+        for a parameter of this partition."""
         unit, number = self._by_parameter[id(parameter)]
         return unit.edits.lend(number, data)
 
@@ -231,7 +232,8 @@ class Partition:
             unit.release()
 
     def publish(self) -> None:
-        """Write the updated weights of all units back to where forward reads them, and wait. Collective."""
+        """Write the weights that the optimizer updated back to where forward reads them, in all units, and wait.
+        Collective."""
         step = self.runtime.step
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
@@ -359,7 +361,8 @@ class Partition:
         ]
 
     def _accumulate_dtype(self, plan: UnitPlan) -> torch.dtype:
-        """Return the dtype in which a unit's gradients are accumulated, at least the unit's own."""
+        """Return the dtype in which the gradients of the unit of ``plan`` are accumulated: the policy's, at least the
+        unit's own."""
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:

@@ -183,7 +183,7 @@ class Passes:
             self._saved.open()
 
     def _release_when_done(self, unit: Unit) -> None:
-        """In forward, release ``unit`` if all its modules have run."""
+        """Release ``unit`` if all its modules have run in this forward pass; nothing in backward."""
         if not self._calls.in_backward and self._calls.is_done(unit):
             self._gatherer.release(unit)
 
@@ -282,7 +282,8 @@ class Passes:
 
     @outside_modes
     def end_backward(self) -> None:
-        """Finish the backward pass: wait for its reductions and release all units. Nothing if none is running."""
+        """Finish the backward pass: wait for its reductions and release all units (steps 10 to 12); nothing if none is
+        running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine."""
         if not self._calls.in_backward:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
@@ -371,7 +372,8 @@ class Passes:
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
     def _refuse_in(self, around: str) -> None:
-        """Raise `PartitionError` if the model was called inside ``around`` and parameters are not gathered."""
+        """Raise `PartitionError` if a unit is releasable and not gathered by the user; ``around``: what the model was
+        called in."""
         absent = self._absent()
         if absent is not None:
             raise PartitionError(

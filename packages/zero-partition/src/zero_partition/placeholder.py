@@ -78,7 +78,7 @@ class Placeholders:
             return self._parameters[0].is_inference() or versions(self._parameters) == known_versions
 
     def _replaced(self) -> ReleasedParameterError:
-        """Return the error for the first parameter that is not its placeholder."""
+        """Return the error for the first parameter that is not its placeholder; there has to be one."""
         with torch._C.DisableTorchFunctionSubclass():
             pairs = enumerate(zip(self._parameters, self._views, strict=True))
             number = next(n for n, (p, view) in pairs if not p.is_set_to(view) or p.dtype is not view.dtype)

@@ -159,7 +159,7 @@ class OrderedReductions:
                 one.work.advance()
 
     def finish_oldest(self) -> None:
-        """Wait for the oldest reduction in flight and have its unit take the result."""
+        """Wait for the oldest reduction in flight, which there has to be, and have its unit take the result."""
         one = self._travelling.popleft()
         one.work.wait()
         self._by_unit[one.unit].finish_reduce_scatter()
@@ -265,6 +265,8 @@ class Reducer:
     Where passes are complete (see `OrderedReductions`), a unit whose modules ran waits for all its gradients or for the
     end of the pass, however many it had last time; late gradients are refused.
 
+    ``gradients``: of the trained units. ``reductions``: their order. ``starts``: starts reductions and waits for them.
+
     Attributes:
         torn: the failure of a backward pass that left only a part of its gradients; None if there was none.
     """
@@ -301,7 +303,11 @@ class Reducer:
             self._ran.add(unit)
 
     def pending(self) -> list[int]:
-        """Return the units that this rank has to reduce in a pass that begins now, by index in ascending order."""
+        """Return the units that this rank has to reduce in a pass that begins now, by index in ascending order.
+
+        They are those whose modules ran or that have unreduced gradients; all where none may be late or passes are
+        complete.
+        """
         everything = self._reductions.complete or not self._expected.may_be_late
         return sorted(self._by_unit if everything else self._ran | set(self.unreduced()))
 
@@ -337,7 +343,8 @@ class Reducer:
         return last
 
     def start_rest(self) -> None:
-        """Start the remaining reductions in order, as all gradients of the pass have arrived; nothing outside one."""
+        """Start the remaining reductions in the agreed order, as autograd has ended, and note which units got another
+        number of gradients than expected; nothing outside a pass."""
         if not self.active:
             return
         if self._reductions.complete:
@@ -394,7 +401,8 @@ class Reducer:
         )
 
     def reduce_scatter_now(self, units: Iterable[int]) -> None:
-        """Reduce-scatter the (late) gradients of ``units`` outside a pass, and wait; the same set on every rank."""
+        """Reduce-scatter the (late) gradients of ``units`` (indices) outside a pass, and wait; the same set on every
+        rank."""
         self._starts.reduce_scatter_now(units)
 
     def clear(self) -> None:
@@ -418,5 +426,6 @@ class Reducer:
         return self._expected.has_all_expected(index) or (self._expected.may_be_late and self._is_idle(index))
 
     def _is_idle(self, index: int) -> bool:
-        """Return whether the unit's modules did not run on this rank and no gradient of it awaits a reduction."""
+        """Return whether the modules of the unit ``index`` did not run on this rank and no gradient of it awaits a
+        reduction."""
         return index not in self._ran and not self._by_unit[index].has_unreduced

@@ -186,7 +186,8 @@ def report_gradient_access(func: Any, args: Sequence[Any]) -> None:
 
 
 def _parameter_of(value: object) -> nn.Parameter | None:
-    """Return the released parameter that has to be gathered before torch computes with ``value``; None for none."""
+    """Return the released parameter that has to be gathered before torch computes with ``value``, which is it or its
+    values; None for any other object."""
     if isinstance(value, ReleasedValues):
         return value.parameter
     return value if isinstance(value, nn.Parameter) and hasattr(type(value), _PRESENT) else None
@@ -271,7 +272,7 @@ def _pickle_with_values(parameter: nn.Parameter, protocol: Any) -> Any:
 
 
 def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterError:
-    """Return the error for a use of a released parameter that no engine owns."""
+    """Return the error for a use by torch function ``call`` of a released parameter that no engine owns."""
     record = init_record(parameter)
     if record is None:
         return ReleasedParameterError(

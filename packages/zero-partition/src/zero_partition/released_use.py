@@ -38,7 +38,7 @@ class ReleasedUse:
         self._in_training = True
 
     def step_begins(self) -> None:
-        """Refuse uses outside passes until the next `forward_ended`, unless there is a single rank."""
+        """Refuse uses outside passes until the next `forward_ended`; a single rank may always use parameters."""
         self._in_training = False
 
     def used(self, parameter: nn.Parameter, call: str, *, writes: bool) -> None:

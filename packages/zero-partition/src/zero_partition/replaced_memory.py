@@ -44,8 +44,8 @@ def find_tied(units: Iterable[Unit]) -> tuple[Unit, int, str] | None:
 
 @without_torch_function
 def find_misfits(units: Iterable[Unit]) -> list[str]:
-    """Return sentences about the gathered parameters of ``units`` whose new memory the engine cannot take values from:
-    of another shape, or another parameter's too."""
+    """Return a sentence about each gathered parameter of ``units`` whose new memory the engine cannot take values from,
+    as it has another shape or is another parameter's too; of the latter only the first. Empty if there are none."""
     units = list(units)
     found = [
         f"parameter '{name}' was given a tensor of shape {tuple(parameter.shape)}, expected {tuple(view.shape)}"

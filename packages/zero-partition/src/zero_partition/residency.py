@@ -38,7 +38,7 @@ class Residency(Protocol):
         """End a `borrow`; ``dirty``: the caller wrote the shard, and the store has to write it to its tier."""
 
     def flush(self) -> None:
-        """Wait until every shard that was released dirty has reached its tier."""
+        """Wait until every shard that was released or given back dirty has reached its tier."""
 
     @property
     def resident_bytes(self) -> int:
@@ -63,17 +63,17 @@ class DeviceResidency:
         return self._shards[name]
 
     def release(self, name: str, *, dirty: bool) -> None:
-        """Nothing to do."""
+        """Do nothing, as the shard stays where it is."""
 
     def prefetch(self, names: Sequence[str]) -> None:
-        """Nothing to do."""
+        """Do nothing, as the shards are there."""
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
         """Return the stored tensor itself. Raises KeyError for an unknown name."""
         return self._shards[name]
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """Nothing to do."""
+        """Do nothing, as the shard stays where it is."""
 
     @property
     def resident_bytes(self) -> int:
@@ -81,7 +81,7 @@ class DeviceResidency:
         return sum(shard.nbytes for shard in self._shards.values())
 
     def flush(self) -> None:
-        """Nothing to do."""
+        """Do nothing, as nothing is written elsewhere."""
 
     def close(self) -> None:
         """Forget all shards."""

@@ -170,11 +170,13 @@ class Runtime:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Start a backward pass. Collective if it gathers or reduces."""
+        """Start a backward pass, and raise for one that cannot start, as `Passes.begin_backward`. Collective if it
+        gathers or reduces."""
         self.passes.begin_backward()
 
     def end_backward(self) -> None:
-        """Finish the backward pass: wait for its reductions and release all units. Nothing if none is running."""
+        """Finish the backward pass: wait for its reductions and release all units; nothing if none is running.
+        Collective if it gathers or reduces."""
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:
@@ -195,8 +197,8 @@ class Runtime:
     def synced(self) -> Iterator[None]:
         """A context in which ranks may call forward a different number of times, without backward. Collective.
 
-        A rank that leaves it joins the gathers of the others until all have left. Raises `PartitionError` if one is
-        open already.
+        A rank that leaves it joins the gathers of the others until all have left; after an exception it does not.
+        Raises `PartitionError` if one is open already.
         """
         if self._agreement.synced:
             raise PartitionError("synced() is open already")

@@ -70,6 +70,7 @@ class SavedViews:
         is_counted = outer is not None and getattr(outer[0], "__module__", "") == CHECKPOINT_MODULE
 
         def pack(tensor: torch.Tensor) -> Any:
+            """Return what autograd keeps of ``tensor`` until backward: an object for `_unpack`."""
             unit = find(address_of(tensor))
             if unit is not None:
                 if outer is not None and is_counted:
@@ -125,6 +126,7 @@ class _SavedView:
         self.memory.saved += self.holds
 
     def __del__(self) -> None:
+        """Count the view out, as autograd has dropped it."""
         self.memory.saved -= self.holds
 
 

@@ -45,7 +45,7 @@ class _Numbers:
         self.records: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 
     def assign(self, record: ShardedParameter) -> int:
-        """Register ``record`` and return its number."""
+        """Register ``record``, without keeping it alive, and return its number."""
         number, self.next = self.next, self.next + 1
         self.records[number] = record
         return number
@@ -139,8 +139,10 @@ class ShardedParameter:
                 self._release(parameter, self._shard)
 
     def convert(self, dtype: torch.dtype) -> None:
-        """Convert the shard of a released parameter to ``dtype``; does nothing to a full one, whose memory other
-        tensors may share."""
+        """Convert the shard of a released parameter to ``dtype``, which its placeholder has then too.
+
+        Does nothing to a full one, whose memory other tensors may share, nor if the dtype is the same.
+        """
         parameter = self._parameter()
         if parameter is not None and not self.is_full and self.shard.dtype != dtype:
             shard = self._new_shard(self.shard.numel(), dtype, self.shard.device)

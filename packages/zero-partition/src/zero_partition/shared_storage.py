@@ -128,7 +128,8 @@ def warn_of_aliases(model: nn.Module) -> None:
 
 
 def _aliased(model: nn.Module) -> list[str]:
-    """Return the names of parameters in whose memory there are tensors or arrays that are none of the model's."""
+    """Return the names of parameters in whose memory there are tensors or arrays that are none of the model's; empty if
+    there are none."""
     by_storage: dict[int, list[_NamedTensor]] = {}
     for named in _tensors(model):
         by_storage.setdefault(named.storage, []).append(named)

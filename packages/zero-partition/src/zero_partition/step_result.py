@@ -23,7 +23,7 @@ class StepResult:
 
     @property
     def norm(self) -> float:
-        """The global norm of the unscaled gradients before clipping."""
+        """The global norm of the unscaled gradients before clipping; inf or NaN if it was not finite."""
         return norm_of(self._value, self.scale)
 
     @property
@@ -33,8 +33,8 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Return whether the host knows that the step was skipped. Never waits: a step of which only the device knows
-        the norm is an error later if it was."""
+        """Return whether the host knows that the step was skipped. Never waits: False while only the device knows the
+        norm, as such a step raises later if it was not finite."""
         return not isinstance(self.square, DeviceSquare) and not self.taken
 
     @property

@@ -63,7 +63,7 @@ class StateTier(Protocol):
         """Wait for an update that still runs after `step`; return whether there was one, so that weights changed."""
 
     def weights_changed(self, shard: str, /) -> None:
-        """Note that something other than `step` wrote a shard's weights.
+        """Note that something other than `step` wrote the weights of ``shard``.
 
         Before they are used next, masters that do not round to the weights have to be replaced by them.
         """
@@ -73,7 +73,8 @@ class StateTier(Protocol):
         weights themselves are updated, its moments, and ``<moment>_scale`` of 8-bit ones."""
 
     def held(self, fragment: str, /) -> tuple[int, dict[str, torch.dtype]]:
-        """Return the number of steps that a fragment has taken, and by kind the dtype of the values kept for it now.
+        """Return the number of steps that a fragment has taken, and by kind the dtype of the values kept for it now,
+        which may be none.
 
         A kind ``<moment>_scale`` has one element for every 256 elements of the moment.
         """

@@ -38,6 +38,7 @@ def _publishes_refusal(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def wrapped(self: TierState, *args: Any) -> Any:
+        """Call the method; publish a `PartitionError` that it raises, and raise it."""
         try:
             return method(self, *args)
         except PartitionError as refusal:
@@ -170,6 +171,7 @@ class TierStates(MutableMapping[Any, Any]):
             state.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy as plain dicts."""
         return copy.deepcopy(self.copy(), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,12 +232,12 @@ class TierState(MutableMapping[str, Any]):
         return self._shown(kind, self.read)
 
     def items(self) -> ItemsView[str, Any]:
-        """Return all kinds with their values, from one read of the tier."""
+        """Return all kinds with their values, windows on the tier, from one read of it."""
         kept = self._kept() if len(self) else {}
         return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
 
     def values(self) -> ValuesView[Any]:
-        """Return all values, from one read of the tier."""
+        """Return all values, windows on the tier, from one read of it."""
         return dict(self.items()).values()
 
     def __setitem__(self, kind: str, value: Any) -> None:
@@ -255,6 +257,7 @@ class TierState(MutableMapping[str, Any]):
 
     @_publishes_refusal
     def __delitem__(self, kind: str) -> None:
+        """Raise `PartitionError`, as a tier keeps all kinds or none."""
         raise PartitionError(
             f"the optimizer's state '{kind}' of parameter '{self.name}' is on a tier (offload_optimizer), which keeps "
             "all kinds or none: delete the whole state, optimizer.state.pop(p), or assign zeros. Nothing was changed."
@@ -277,7 +280,8 @@ class TierState(MutableMapping[str, Any]):
         self._tier.restart([self.name])
 
     def replace(self, state: Any) -> None:
-        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped."""
+        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped. Raises
+        `PartitionError`, changing nothing, for values that the tier cannot keep."""
         given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
         packed = self._packed(given)
         self.clear()
@@ -287,7 +291,7 @@ class TierState(MutableMapping[str, Any]):
         self._watch(given)
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """Return a plain dict of plain copies."""
+        """Return a plain dict of plain copies of the values, by kind."""
         return {kind: plain_value(value).clone() for kind, value in self.items()}
 
     __copy__ = copy

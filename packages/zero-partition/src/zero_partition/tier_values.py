@@ -111,6 +111,8 @@ def _call(
     split = any(reference.guard.split for reference in found) and is_elementwise(call)
 
     def shown(tensor: torch.Tensor) -> Any:
+        """Return a tensor of the result as user code gets it: a `TierValue` if it is in a window's memory, else guarded
+        where the parameter is split over ranks, else itself."""
         if isinstance(tensor, TierValue):
             return tensor
         with torch._C.DisableTorchFunctionSubclass():

@@ -14,9 +14,10 @@ class TiledLinear(nn.Module):
     """A linear layer split into ``in_splits`` x ``out_splits`` tiles, each a linear layer of its own.
 
     Under stage 3 a tile is a unit (or part of one): only one tile of weights is present at a time, so a layer larger
-    than the allowed memory computes (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). Input (..., in_features),
-    output (..., out_features). Sums over input tiles are taken in order, so values differ from one large product by
-    rounding only. Raises `PartitionError` when there are more splits than features.
+    than the allowed memory computes (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). Input (..., in_features), output
+    (..., out_features). Sums over input tiles are taken in order, so values differ from one large product by rounding
+    only. ``bias``, ``device`` and ``dtype`` are as in `nn.Linear`. Raises `PartitionError` when there are more splits
+    than features.
     """
 
     def __init__(

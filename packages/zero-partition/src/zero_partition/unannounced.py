@@ -43,8 +43,8 @@ class UnannouncedUse:
         self._thread: int | None = None
 
     def pass_begins(self, *, trains: bool) -> None:
-        """Make this thread, which begins a forward pass, the only one that may gather; ``trains``: gradients are
-        enabled."""
+        """Make this thread, which begins a forward pass, the only one that may gather outside backward; ``trains``:
+        gradients are enabled in the pass."""
         self.trains = trains
         self._thread = threading.get_ident()
 

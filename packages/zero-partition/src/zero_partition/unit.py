@@ -198,7 +198,8 @@ class Unit:
         self.release()
 
     def _free_flat(self) -> None:
-        """Empty the flat buffer's storage and mark the unit as released; a storage that others hold is replaced."""
+        """Empty the flat buffer's storage, or leave it to code that holds it and make a new flat buffer; mark the unit
+        as released."""
         if self.lent or self.memory.is_held:
             with torch.inference_mode(False):
                 self._make_views(torch.empty_like(self.flat))
@@ -218,7 +219,8 @@ class Unit:
         self.pins += 1
 
     def unpin(self) -> None:
-        """Remove one pin; with the last one the unit is released, and views that the user holds keep their values."""
+        """Remove one pin; with the last one the unit is released, if it is releasable, and views that the user holds
+        keep their values."""
         self.pins -= 1
         if not self.pinned:
             self.release_keeping_views()
@@ -233,7 +235,7 @@ class Unit:
             )
 
     def show(self) -> None:
-        """Make the parameters views of the flat buffer again after `hide`."""
+        """Make the parameters views of the flat buffer again after `hide`, which has its memory again."""
         self.hidden = False
         self._install_views()
 

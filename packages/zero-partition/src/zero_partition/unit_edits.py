@@ -184,7 +184,8 @@ class UnitEdits:
 
     @without_torch_function
     def record_checksums(self, views: Sequence[torch.Tensor]) -> None:
-        """Take checksums of the present values, for `find_changed` to compare with. Reads every element."""
+        """Take checksums of the present values of ``views``, for `find_changed` to compare with. Reads every
+        element."""
         self._checksums, self._compared = checksums(views), None
 
     @without_torch_function
@@ -255,7 +256,8 @@ class UnitEdits:
         return given.to(self._dtype, copy=True)
 
     def _misfit(self, given: torch.Tensor, expected: torch.Tensor) -> str:
-        """Return why ``given`` cannot replace ``expected``, as the rest of a sentence; empty if it can."""
+        """Return why ``given`` cannot replace ``expected``: another shape or dtype, or the meta device, as the rest of
+        a sentence; empty if it can."""
         if given.shape != expected.shape:
             return f"was given a tensor of shape {tuple(given.shape)}, expected {tuple(expected.shape)},"
         if given.is_meta:

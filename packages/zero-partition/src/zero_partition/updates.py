@@ -83,7 +83,11 @@ def start_in_reduced(unit: Unit, fragment: Fragment) -> int:
 
 class FragmentUpdate:
     """The `Update` of fragments in place: the optimizer's tensors are views of the masters, at stage 0 of full
-    parameters."""
+    parameters.
+
+    Attributes:
+        fragments: those that `make_fragment` has made.
+    """
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
@@ -92,7 +96,8 @@ class FragmentUpdate:
         self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return this rank's fragment (at stage 0 the full parameter), a view of the master; None if there is none."""
+        """Return this rank's fragment (at stage 0 the full parameter), whose tensor is a view of the master; None if
+        there is none, and for a frozen unit."""
         entry = unit.layout.entries[number]
         fragment = (
             Fragment(entry, 0, 0, entry.offset, entry.numel)
@@ -176,7 +181,8 @@ class ParameterUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Gather the masters and gradients of touched units, step, and broadcast the new parameters."""
+        """Gather the masters and gradients of units with ``touched`` parameters, step, and broadcast the new
+        parameters. Collective."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
         try:
@@ -240,7 +246,8 @@ class TierUpdate:
         self.fragments: list[OwnedFragment] = []
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
-        """Return the part of the parameter in this rank's shard, with a placeholder; None if there is none."""
+        """Return the part of the parameter in this rank's shard, with a placeholder as its tensor; None if there is
+        none, and for a frozen unit."""
         fragment = unit.layout.fragment_of(unit.layout.entries[number], self._partition.rank)
         if unit.states is None or fragment is None:
             return None

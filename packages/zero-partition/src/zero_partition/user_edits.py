@@ -234,7 +234,7 @@ class UserEdits:
 
     @without_torch_function
     def _casts(self) -> set[tuple[int, int]]:
-        """Return (unit, number) of the parameters that stay gathered and do not have their unit's dtype now."""
+        """Return (unit index, number) of the parameters that stay gathered and do not have their unit's dtype now."""
         if dtypes(self._parameters) == self._dtypes:
             return set()
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}

@@ -193,7 +193,7 @@ class UserGradients:
             self.discards = zlib.crc32(f"{what} {set_to_none}".encode(), self.discards) or 1
 
     def forget(self) -> None:
-        """Forget, after a step, which gradients were written or discarded; ``.grad`` stays as it is."""
+        """Forget, after a step, which gradients user code has written or discarded; ``.grad`` stays as it is."""
         self._written.clear()
         self._edited.clear()
         self.discards = 0
@@ -226,7 +226,8 @@ class UserGradients:
         return not any(map(self._was_edited, self._shown))
 
     def _note_left(self) -> None:
-        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with."""
+        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with; nothing if no averages
+        are shown."""
         if self._shown:
             nothing = itertools.repeat(None)
             units = ((g.unit.parameters, self._shown.get(index, nothing)) for index, g in self._gradients.items())

@@ -35,7 +35,8 @@ def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor
 
 
 def explain_missing(partition: Partition, parameter: nn.Parameter) -> str:
-    """Return why the engine has no gradient, state or shard of ``parameter``, which no unit holds, naming it."""
+    """Return, as an error's text, why the engine has no gradient, state or shard of ``parameter``, which no unit
+    holds."""
     name = partition.name_of(parameter)
     if name is None:
         return f"a parameter of shape {tuple(parameter.shape)} does not belong to this engine's model"
