@@ -21,6 +21,8 @@ def _sum(
     ACCUMULATE: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Sum ``COUNT`` slices of ``numel`` elements, ``stride`` apart from ``first`` on,
+    into ``out``, ``TILE`` elements per program."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < numel
     total = tl.load(first + places, mask=inside, other=0.0).to(tl.float32)
@@ -36,7 +38,8 @@ def _sum(
 def sum_evenly_spaced(
     first: torch.Tensor, out: torch.Tensor, *, stride: int, count: int, divisor: int, accumulate: bool
 ) -> None:
-    """Sum ``count`` slices, ``stride`` elements apart from ``first`` on, as `SliceSum` says; ``out`` in float32."""
+    """Sum ``count`` slices as `SliceSum` says. ``first``: the first of them; the others follow in memory, each
+    ``stride`` elements after the one before. ``out``: float32, contiguous, and as long as a slice."""
     with torch.cuda.device_of(out):
         _sum[(triton.cdiv(out.numel(), _TILE),)](
             first,

@@ -30,7 +30,8 @@ def in_fake_world() -> bool:
 
 
 class AlikeStore(Store):
-    """A store for a world in which every rank does what this one does; each addition counts ``world_size`` times."""
+    """A torch `Store` for a world in which every rank does what this one does; each
+    addition counts ``world_size`` times."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class AlikeStore(Store):
         return self._counts[key]
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep a value."""
+        """Keep ``value`` under ``key``, in place of any earlier one."""
         self._values[key] = value if isinstance(value, bytes) else value.encode()
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
@@ -92,10 +93,11 @@ class AlikeControl(Control):
         """Start nothing: no rank ever waits for another here."""
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
+        """Return this rank's own message once for each rank."""
         return super()._exchange(message, patience) * self.world_size
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
-        """Return one body that stands for all."""
+        """Return one body, which `_exchange` takes for those of all ranks; count the bytes as in a real world."""
         self._count(tag, len(body))
         return [body]
 
@@ -107,6 +109,8 @@ class AlikeGroup(Group):
     """
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Return the whole tensor ``count`` times instead of its slices: on the CPU they are neither sent nor
+        received."""
         if not self._uses_direct_messages(flat):
             return super()._slices(flat, count)
         return [flat] * count  # they are neither sent nor received
@@ -114,11 +118,13 @@ class AlikeGroup(Group):
     def _exchange(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
     ) -> list[tuple[Any, int | None]]:
+        """Count the exchange and send nothing; there is no operation to wait for."""
         self.issued += 1
         return []
 
     def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-        """Sum this rank's slice and itself in place of all slices; all for a tree, which takes memory for its sums."""
+        """Sum two slices of this rank's own instead of one of each rank, on the CPU; for a `TreeSum` as many as there
+        are ranks, because that takes memory for its sums."""
         if not self._uses_direct_messages(out):
             super()._sum(slices, out, accumulate)
             return

@@ -22,7 +22,7 @@ logger = logging.getLogger("zero_comm")
 def await_store(address: str, place: RankEnvironment, timeout: timedelta) -> None:
     """Return once something listens at ``address`` and the port of ``place``; log once, after 5 s, what is waited for.
 
-    Raises PeerError after ``timeout``.
+    Raises PeerError after ``timeout``. Sends nothing.
     """
     began, pause, said = time.monotonic(), 0.01, False
     while True:
@@ -43,10 +43,11 @@ def await_store(address: str, place: RankEnvironment, timeout: timedelta) -> Non
 
 
 def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: timedelta) -> None:
-    """Return once all ranks have called this with ``store``, which is at ``address``; after 5 s the lowest rank that
-    has come logs, once, which have not.
+    """Return once all ranks have called this with ``store``; after 5 s the lowest rank that has come logs, once, which
+    have not.
 
-    Raises PeerError after ``timeout``, and when the process that keeps the store is gone.
+    Every rank must call it equally often. ``address``: of the store, and ``place``: this rank, for messages. Raises
+    PeerError after ``timeout``, and when the process that keeps the store is gone.
     """
     where = f"{place.world_size} ranks at {address}:{place.port}"
     try:

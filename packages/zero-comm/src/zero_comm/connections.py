@@ -26,7 +26,11 @@ class Connections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the sockets that are opened inside the block and still open at its end, for `sever`."""
+        """Record the sockets that are opened inside the block and still open at its end, for `sever`; none if the block
+        raises.
+
+        Sockets that other threads open meanwhile are recorded too.
+        """
         before = set(open_sockets())
         yield
         self._inodes |= set(open_sockets()) - before
@@ -58,7 +62,7 @@ def open_sockets() -> dict[int, int]:
 def _shut_down(descriptor: int, inode: int) -> bool:
     """Shut down the connected socket at ``descriptor`` if it still has ``inode``, and return whether that was done.
 
-    Listening sockets stay as they are: gloo aborts the process without them.
+    The descriptor stays open. Listening sockets stay as they are: gloo aborts the process without them.
     """
     with suppress(OSError):
         held = socket.socket(fileno=os.dup(descriptor))

@@ -65,14 +65,13 @@ class Message:
 class Control:
     """Exchanges one `Message` per rank over a CPU (gloo) group; every rank receives all of them in rank order.
 
-    Messages of up to 508 bytes travel in one frame of fixed size. For larger ones the frame holds the size, and the
-    rest follows.
+    ``process_group``: None for a single rank. ``ledger``: counts the messages' bytes and seconds. Messages of up to 508
+    bytes travel in one frame of fixed size. For larger ones the frame holds the size, and the rest follows.
 
     Attributes:
         topology: which ranks share a node; all do until `exchange_nodes`.
         watched: what this rank does and waits for, for its `Watch`.
-        is_torn: an exchange failed half-way, so that this rank's next one would be paired with a different one of its
-            peers.
+        is_torn: an exchange failed half-way: this rank's next one would be paired with a different one of its peers.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, ledger: Ledger | None = None) -> None:
@@ -118,7 +117,7 @@ class Control:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
         Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
-        when a rank is gone, has aborted, or is in `confer`.
+        when a rank is gone, has aborted, or is in `confer`. Updates `watched.agreed` and `watched.heard`.
         """
         messages = self._exchange(message)
         told = _distinct(messages)
@@ -134,8 +133,9 @@ class Control:
     def confer(self, call: str, step: int, failure: BaseException, payload: Any, patience: float) -> list[Any] | None:
         """After ``failure`` of this rank in ``call``, find out whether all ranks failed there.
 
-        Return their payloads if so, else None: then this rank must `abort`. For ranks that are at an `exchange`
-        instead, that call raises `PeerError`, which names ``failure``. Waits at most ``patience`` seconds.
+        Return their payloads (JSON, in rank order) if so, else None: then this rank must `abort`. For ranks that are at
+        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Waits at most ``patience``
+        seconds.
         """
         reason = describe_failure(failure, f"in step {step}")
         try:
@@ -146,7 +146,8 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        """`exchange` without looking at what the messages say; ``patience``: None waits for the group's timeout."""
+        """Exchange as `exchange` does, without looking at what the messages say. ``patience``: None for the group's
+        timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, wish=own.wish, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
@@ -207,20 +208,16 @@ class Control:
         self.close()
 
     def report_failure(self, reason: str) -> None:
-        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it.
-
-        See [Note: the first cause].
-        """
+        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors
+        then name it. See [Note: the first cause]."""
         if self._process_group is not None:
             with suppress(RuntimeError):  # the store went with the rank that kept it
                 value = json.dumps([self.rank, f"failed: {reason}"])
                 self._store.compare_set(self._name, "", value)
 
     def give_up(self, reason: str) -> None:
-        """Report ``reason``, for which waiting would never end, as why this rank left the others.
-
-        Called by its watch. `explain` names it in this rank's own errors and in the others'.
-        """
+        """Report ``reason``, for which waiting would never end, as why this rank left the others; called by its watch.
+        `explain` names it in this rank's own errors and in the others'."""
         self._verdict = reason
         with suppress(RuntimeError):
             self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
@@ -234,10 +231,8 @@ class Control:
                 self._noted = True
 
     def record_failed_call(self, failure: BaseException, when: str) -> None:
-        """Record, here and as a note for the other ranks, that a call of this rank failed. ``when``: "in step 3".
-
-        If others then wait and this rank makes no further call (`record_call`), its watch gives up.
-        """
+        """Record, here and as a note for the other ranks, that a call of this rank failed. ``when``: "in step 3". If
+        others then wait and this rank makes no further call (`record_call`), its watch gives up."""
         reason = describe_failure(failure, when)
         self.leave_note(f"failed: {reason}")
         self.watched.failed = (reason, time.monotonic())
@@ -253,6 +248,7 @@ class Control:
         self.watched.owes_backward = True
 
     def _note_key(self, rank: int) -> str:
+        """Return the store's key for the note that ``rank`` leaves."""
         return f"{self._name} note {rank}"
 
     def explain(self, error: CommError) -> CommError:
@@ -376,7 +372,8 @@ def _ports(store: Store) -> list[int]:
 
 
 def _carried_by_gloo(but_ports: list[int]) -> int | None:
-    """Return the bytes that this process's connections have carried; None where gloo does not move the CPU's data."""
+    """Return the bytes that this process's connections have carried, except those from or to ``but_ports``; None where
+    gloo does not move the CPU's data, or the system does not count them."""
     if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
         return None
     return carried_bytes(but_ports)
@@ -393,8 +390,10 @@ def _frame(body: bytes) -> bytes:
 
 
 def _tensor(body: bytes) -> torch.Tensor:
+    """Return a copy of ``body`` as a uint8 tensor."""
     return torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def _decode(body: bytes) -> Message:
+    """Return the message of a body that `Control._exchange` has encoded."""
     return Message(*json.loads(body))

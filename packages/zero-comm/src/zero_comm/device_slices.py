@@ -30,7 +30,8 @@ def sum_slices_on_device(
 
 
 def _stride(slices: Sequence[torch.Tensor]) -> int:
-    """Return the elements between the beginnings of neighbouring slices; 0 if they differ or there are too few."""
+    """Return the elements from the beginning of each slice to that of the next; 0 if that differs, if it is no whole
+    number, or if there are fewer than two slices or one that is not contiguous."""
     if len(slices) < 2 or not all(s.is_contiguous() for s in slices):
         return 0
     places = [s.data_ptr() for s in slices]

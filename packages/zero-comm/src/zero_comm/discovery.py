@@ -45,12 +45,14 @@ def discover(environ: Mapping[str, str] | None = None) -> RankEnvironment | None
 
 
 def local_rank() -> int:
-    """Return this process's rank among the ranks of its host; 0 if no launcher set one."""
+    """Return this process's rank among the ranks of its host; 0 if no launcher set one.
+    Raises ValueError as `discover` does."""
     place = discover()
     return 0 if place is None else place.local_rank
 
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the rank by torchrun's variables, RANK and WORLD_SIZE; None without them. Raises as `discover` does."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -63,6 +65,7 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the rank by Open MPI's variables; None without them. Raises as `discover` does."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
@@ -73,6 +76,7 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the rank by PMI's variables; None without them, and under Slurm. Raises as `discover` does."""
     if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
@@ -83,6 +87,7 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the rank by the variables of Slurm's srun; None outside of srun."""
     # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
@@ -98,6 +103,8 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
+    """Return the rank by the index that Kubernetes gives each pod of an indexed Job, one rank per pod;
+    None without it. Raises as `discover` does."""
     if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
         return None
     sizes = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
@@ -108,10 +115,12 @@ def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
 def _rank_environment(
     env: Mapping[str, str], source: str, sizes: tuple[int, int, int, int], job: str, hint: str
 ) -> RankEnvironment:
-    """Add rank 0's address and port to ``sizes`` (rank, world size, local rank, local world size).
+    """Return the rank with ``sizes`` (rank, world size, local rank, local world size), and with rank 0's address and
+    port.
 
-    ``job``: an id that all ranks of the job share, from which the port follows without MASTER_PORT. ``hint``: how the
-    user sets MASTER_ADDR, for the ValueError where ranks are on several hosts without it.
+    ``source``: the kind of launcher. ``job``: an id that all ranks of the job share, from which the port follows
+    without MASTER_PORT. ``hint``: how the user sets MASTER_ADDR, for the ValueError where ranks are on several hosts
+    without it.
     """
     rank, world_size, local, locals_ = sizes
     address = env.get("MASTER_ADDR")

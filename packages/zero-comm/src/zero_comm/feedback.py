@@ -11,12 +11,12 @@ from .work import Work
 
 
 class FeedbackAverage:
-    """Averages tensors of ``numel`` elements with error feedback (arXiv 2102.02888, section 4.3).
+    """Averages tensors of ``numel`` elements over ``group`` with error feedback (arXiv 2102.02888, section 4.3).
 
     Every rank is a worker and a server. As a worker it adds the encoding error of its last messages to its tensor and
-    sends slice r of the sum, encoded, to rank r. As a server it averages the slices that it receives, adds the encoding
-    error of its last answer, and sends the result, encoded, to all. So every loss enters a later average, and even one
-    bit per element converges.
+    sends slice r of the sum, encoded by ``codec``, to rank r. As a server it averages the slices that it receives, adds
+    the encoding error of its last answer, and sends the result, encoded, to all. So every loss enters a later average,
+    and even one bit per element converges. ``device``: of the tensors.
 
     Attributes:
         worker_error: encoding error of this rank's last messages, float32 of N*s elements (see `slice_numel`).
@@ -38,10 +38,12 @@ class FeedbackAverage:
         return -(-numel // world_size)
 
     def average(self, x: torch.Tensor, tag: Tag) -> Work:
-        """Replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' decoded ``x``.
+        """Start to replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' ``x`` through
+        the codec.
 
         `Work.wait` on the result writes ``x``. The bits are the same on every rank; on a single rank ``x`` stays as it
-        is. Sends 2 (N-1) packets of s elements. Raises ValueError when ``x`` has another number of elements.
+        is. Changes both errors: start averages one after another. Sends 2 (N-1) packets of s elements. Raises
+        ValueError when ``x`` has another number of elements.
         """
         if x.numel() != self._numel:
             raise ValueError(f"{tag}: expected {self._numel} elements, as at the first average, got {x.numel()}")
@@ -63,8 +65,8 @@ class FeedbackAverage:
         return Work(tag, buffers=(x, sent, arrived), finish=finish)
 
     def _answer(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
-        """Average this rank's slice of all ``arrived`` packets, all-gather the ranks' averages, and write them into
-        ``x``."""
+        """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks'
+        averages, and write them into ``x``; waits."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
         for packet in arrived:
             self._packets.read(packet, decoded)
@@ -79,7 +81,7 @@ class FeedbackAverage:
             target.copy_(decoded[: target.numel()])
 
     def _encode(self, compensated: torch.Tensor, packet: torch.Tensor) -> None:
-        """Encode ``compensated`` into ``packet``, and replace it by the encoding error."""
+        """Encode ``compensated`` (one slice) into ``packet``, and replace it by the encoding error."""
         self._packets.write(compensated, packet)
         decoded = torch.empty_like(compensated)
         self._packets.read(packet, decoded)

@@ -43,7 +43,11 @@ _LIBRARIES = (
 
 
 class FlightRecorder:
-    """Writes entries into the mapped file; see [Note: flight recorder format 1]."""
+    """Writes entries into a mapped file; see [Note: flight recorder format 1].
+
+    ``path``: of the file, which replaces any that is there. ``rank``, ``world_size``: for its header. ``slots``: number
+    of entries that it keeps.
+    """
 
     def __init__(self, path: Path, *, rank: int, world_size: int, slots: int = _SLOTS) -> None:
         size = _HEADER_BYTES + slots * _SLOT.size
@@ -107,7 +111,7 @@ class FlightRecorder:
 class Track:
     """Numbers the entries of one process group, so that ranks can be compared entry by entry.
 
-    Without a flight recorder it does nothing.
+    ``group_name``: torch's name of the group. Without a flight recorder (`process_recorder`) it does nothing.
     """
 
     def __init__(self, group_name: str) -> None:
@@ -127,7 +131,8 @@ class Track:
 
 
 class Ticket:
-    """One entry of the flight recorder: a context manager around the wait for it, which records the wait."""
+    """One entry of the flight recorder: a context manager around the wait for it, which
+    records the wait and its outcome."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -147,7 +152,8 @@ class Ticket:
 
 @functools.cache
 def process_recorder() -> FlightRecorder | None:
-    """Return this process's flight recorder; None if the environment names no file (`RECORDER_VARIABLE`)."""
+    """Return this process's flight recorder, made at the first call; None if the
+    environment names no file (`RECORDER_VARIABLE`)."""
     path = os.environ.get(RECORDER_VARIABLE)
     if not path:
         return None
@@ -157,12 +163,13 @@ def process_recorder() -> FlightRecorder | None:
 
 @functools.lru_cache(maxsize=4096)
 def _text(text: str) -> bytes:
-    """Return the UTF-8 of ``text``, of a long one its end."""
+    """Return the UTF-8 of ``text``; of a long one the last 112 bytes."""
     return text.encode()[-112:]
 
 
 def call_site() -> bytes:
-    """Return `train.py:31` for the innermost caller outside the libraries; empty if there is none."""
+    """Return `train.py:31`, up to 64 bytes, for the innermost line outside the libraries that led to this call;
+    empty if there is none. See `is_library`."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
@@ -192,6 +199,7 @@ def _is_in_package(path: str, name: str) -> bool:
 
 @functools.cache
 def _is_distribution(name: str) -> bool:
+    """Return whether a distribution of that name is installed."""
     try:
         distribution(name)
     except PackageNotFoundError:
@@ -201,4 +209,5 @@ def _is_distribution(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _site(path: str, line: int) -> bytes:
+    """Return the file's name and the line as bytes; of a long one the end."""
     return f"{os.path.basename(path)}:{line}".encode()[-64:]

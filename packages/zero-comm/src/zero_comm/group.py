@@ -24,12 +24,12 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 class Group:
     """All-gather, reduce-scatter, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
-    Every rank of the group must issue the same calls in the same order. ``topology``: which of the group's ranks share
-    a node, for the ledger; by default all do. ``averages``: `reduce_scatter` divides by the number of ranks; if False,
-    the owners get the sum. ``slice_sum``: sums slices that arrived. ``deterministic``: always sum in rank order, never
-    by a backend's own reduction. ``explain``: replaces an error by one with its cause (`Control.explain`). ``watched``:
-    shows to the watch what this rank waits for. The ledger counts a backend's own collective as if every rank sent its
-    slice to each other rank.
+    Every rank of the group must issue the same calls in the same order, and wait for each `Work`. ``topology``: which
+    of the group's ranks share a node, for the ledger; by default all do. ``averages``: `reduce_scatter` divides by the
+    number of ranks; if False, the owners get the sum. ``slice_sum``: sums slices that arrived. ``deterministic``:
+    always sum in rank order, never by a backend's own reduction. ``explain``: replaces an error by one with its cause
+    (`Control.explain`). ``watched``: shows to the watch what this rank waits for. The ``ledger`` counts a backend's own
+    collective as if every rank sent its slice to each other rank.
 
     [Note: direct messages on gloo] gloo's own all-gather and reduce-scatter copy through temporaries, and its
     reduce-scatter sends the bytes of an all-reduce. Here each rank sends its slice to every other rank and receives
@@ -37,6 +37,7 @@ class Group:
     accelerators (NCCL and others) the backend's own collectives are used.
 
     Attributes:
+        rank, world_size: this rank's number in the group, and the group's size.
         issued: number of collectives that this rank has started since the process group was opened.
     """
 
@@ -94,9 +95,10 @@ class Group:
         return self._alone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
+        """Start to fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
 
-        ``shard`` may be this rank's slice of ``out``. Sends s*(N-1) elements. Raises ValueError for other sizes.
+        ``out`` is complete, and ``shard`` may change, once `Work.wait` has returned. ``shard`` may be this rank's slice
+        of ``out``. Sends s*(N-1) elements. Raises ValueError for other sizes.
         """
         size = shard.numel()
         _check_size(
@@ -132,13 +134,15 @@ class Group:
         )
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average the ranks' ``flat`` (N*s elements) and give slice r to rank r, in its ``out`` (s elements).
+        """Start to average the ranks' ``flat`` (N*s elements) and to give slice r to rank r, in its ``out`` (s
+        elements).
 
-        Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s dtype and divided once by N;
-        with ``accumulate`` the average is added to ``out``. ``flat`` may be reused once `Work.wait` has returned. Sends
-        s*(N-1) elements. If both dtypes are equal and the group is not ``deterministic``, an accelerator's backend
-        reduces, in its own order. If they differ it is not used: it would either send ``out``'s wider numbers or sum in
-        ``flat``'s narrower dtype. Raises ValueError for other sizes.
+        `Work.wait` writes ``out``; ``flat`` may be reused once it has returned. Slices travel in ``flat``'s dtype, are
+        summed in rank order 0…N-1 in ``out``'s dtype and divided once by N (not with ``averages=False``); with
+        ``accumulate`` the average is added to ``out``. Sends s*(N-1) elements. If both dtypes are equal and the group
+        is not ``deterministic``, an accelerator's backend reduces, in its own order. If they differ it is not used: it
+        would either send ``out``'s wider numbers or sum in ``flat``'s narrower dtype. Raises ValueError for other
+        sizes.
         """
         size = out.numel()
         _check_size(
@@ -178,10 +182,11 @@ class Group:
         )
 
     def all_to_all(self, out: torch.Tensor, flat: torch.Tensor, tag: Tag) -> Work:
-        """Send slice r of ``flat`` to rank r, and receive rank r's slice for this rank in slice r of ``out``.
+        """Start to send slice r of ``flat`` to rank r, and to receive rank r's slice for this rank in slice r of
+        ``out``.
 
-        Both are contiguous, of one dtype and N*s elements, in any shape. Sends s*(N-1) elements. Raises ValueError for
-        other sizes.
+        Both are contiguous, of one dtype and N*s elements, in any shape. ``out`` is complete, and ``flat`` may change,
+        once `Work.wait` has returned. Sends s*(N-1) elements. Raises ValueError for other sizes.
         """
         size = flat.numel() // self.world_size
         _check_size(
@@ -212,7 +217,8 @@ class Group:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
-        """Copy the ``tensor`` (contiguous) of this group's rank ``source`` into every rank's ``tensor``."""
+        """Start to copy the ``tensor`` (contiguous) of this group's rank ``source`` into every rank's ``tensor``; it
+        is complete once `Work.wait` has returned."""
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
         sent = tensor.nbytes if self.rank == source else 0
@@ -258,7 +264,7 @@ class Group:
     ) -> list[tuple[Any, int | None]]:
         """Start to send ``send[r]`` to and receive ``receive[r]`` from every other rank r, nearest neighbours first.
 
-        Return the pending operations, each with its peer; raise PeerError when a peer is known to be gone.
+        Return the pending operations, each with its peer, for `Work`; raise PeerError when a peer is known to be gone.
         """
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
         pending: list[tuple[Any, int | None]] = []
@@ -277,7 +283,10 @@ class Group:
     def _native_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
-        """Reduce-scatter by the backend's own collective; equal dtypes only."""
+        """Start a reduce-scatter by the backend's own collective, as `reduce_scatter` does; equal dtypes only.
+
+        ``ticket``: of its entry in the flight recorder, if there is one.
+        """
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, flat, group=self._process_group, async_op=True)
         self.issued += 1

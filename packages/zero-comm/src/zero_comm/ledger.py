@@ -10,7 +10,7 @@ from .tag import Tag
 
 @dataclass
 class LedgerRow:
-    """Totals of one (phase, name).
+    """Totals of one (phase, name) of a `Tag`.
 
     ``calls``: collectives. ``sent_bytes``: sent by this rank. ``across_bytes``: the part of ``sent_bytes`` that went to
     other nodes. ``open_seconds``: from the start of a collective to the end of waiting for it. ``waited_seconds``: the
@@ -80,4 +80,5 @@ class Ledger:
             yield phase, name, row
 
     def _row(self, tag: Tag) -> LedgerRow:
+        """Return the totals of the tag's phase and name, which are made at its first use."""
         return self._rows.setdefault((tag.phase, tag.name), LedgerRow())

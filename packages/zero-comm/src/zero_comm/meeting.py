@@ -18,8 +18,9 @@ _LONGEST_PAUSE = 0.2  # seconds between two looks at the store
 def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, patience: float) -> list[Any]:
     """Return every rank's ``payload`` (JSON data) in rank order, once all ranks have called this with ``store``.
 
-    The first rank that has waited ``patience`` seconds ends the meeting for good: every rank, also one that comes
-    later, then raises `PeerError`, which names the missing ranks. ``call`` names the user's call in that error.
+    Use each ``store`` (or prefix of one) for one meeting. The first rank that has waited ``patience`` seconds ends the
+    meeting for good: every rank, also one that comes later, then raises `PeerError`, which names the missing ranks. It
+    is raised too when the process that keeps the store is gone. ``call`` names the user's call in that error.
     """
     try:
         store.set(f"rank {rank}", json.dumps([call, payload]))

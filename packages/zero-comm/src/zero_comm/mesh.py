@@ -18,8 +18,8 @@ from .slices import SliceSum, sum_slices
 class Mesh:
     """The world as (replicate, shard): each ``shard_size`` consecutive ranks shard one replica of the model.
 
-    ``shard_size`` defaults to the world size. `device_mesh` is torch's own mesh with dimensions ``("replicate",
-    "shard")``. Raises ValueError when ``shard_size`` does not divide the world size.
+    ``shard_size`` defaults to the world size. ``device``: as for `default_device`. Raises RuntimeError before
+    torch.distributed is initialised, and ValueError when ``shard_size`` does not divide the world size.
     """
 
     def __init__(self, *, shard_size: int | None = None, device: torch.device | None = None) -> None:

@@ -43,17 +43,17 @@ class Packets:
         self.nbytes = self._scales_start + codec.scales_numel(numel) * _SCALE_BYTES
 
     def empty(self, count: int, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised uint8 tensor of shape (count, nbytes) for ``count`` packets."""
+        """Return an uninitialised uint8 tensor of shape (``count``, `nbytes`), one row per packet."""
         return torch.empty(count, self.nbytes, dtype=torch.uint8, device=device)
 
     def write(self, x: torch.Tensor, packet: torch.Tensor) -> None:
-        """Encode the 1-D floating ``x`` into ``packet`` (uint8, `nbytes` elements)."""
+        """Encode ``x`` (1-D, floating, ``numel`` elements) into ``packet`` (uint8, `nbytes` elements)."""
         payload, scales = self._codec.encode(x)
         packet[: self._payload].copy_(payload)
         packet[self._payload : self._scales_start].zero_()
         packet[self._scales_start :].copy_(scales.view(torch.uint8))
 
     def read(self, packet: torch.Tensor, out: torch.Tensor) -> None:
-        """Decode ``packet`` into ``out`` (1-D, floating, contiguous)."""
+        """Decode ``packet`` (uint8, `nbytes` elements) into ``out`` (1-D, floating, contiguous, ``numel`` elements)."""
         scales = packet[self._scales_start :].view(torch.float32)
         self._codec.decode(packet[: self._payload], scales, out)

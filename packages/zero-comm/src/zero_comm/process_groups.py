@@ -30,7 +30,7 @@ Rows = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class _Opening:
-    """The arguments of `EngineGroups.open` that `EngineGroups.reopen` needs."""
+    """The arguments of `EngineGroups.open` that `EngineGroups.reopen` needs, under the same names."""
 
     rows: Rows = ()
     ranks_per_node: int | None = None
@@ -45,7 +45,7 @@ class EngineGroups:
     ``gather``: the ranks that shard this rank's replica of the model. ``reduce``: averages over all ranks, into that
     replica's shards. ``control``: all ranks. ``replicate``: the ranks that hold this rank's shard in each replica.
     ``secondary``: the subset of ``gather``'s ranks, inside a node, over which a secondary copy of the weights is
-    sharded (ZeRO++ hpZ); None without one.
+    sharded (ZeRO++ hpZ); None without one. Made by `open`.
     """
 
     gather: Group
@@ -148,9 +148,10 @@ class EngineGroups:
         self.gather.broadcast(tensor, number, tag).wait()
 
     def abort(self, failure: BaseException, *, when: str = "") -> None:
-        """Destroy all groups because this rank cannot go on, so that no rank waits for it. Does not wait.
+        """Destroy all groups because this rank cannot continue, so that no rank waits for it. Does not wait.
 
-        The others' errors name ``failure`` and ``when`` ("in step 3"), unless a rank has reported a cause before.
+        The others' errors name ``failure`` and ``when`` ("in step 3"), unless a rank has reported a cause before. Only
+        `meet_again` and `reopen` may follow.
         """
         self.control.report_failure(describe_failure(failure, when))
         self._connections.sever()
@@ -170,9 +171,10 @@ class EngineGroups:
         return self.control.meet_again(call, payload, self._opening.stopped_after)
 
     def reopen(self) -> None:
-        """Open new process groups for these same objects, right after `meet_again`. Collective.
+        """Open new process groups for these same objects, right after `meet_again`. Collective; only if `can_reopen`.
 
-        Reductions that the failure interrupted are dropped. Raises `PeerError` when a rank fails in it.
+        Reductions that the failure interrupted are dropped; every `Work` of the old groups is of no more use. Raises
+        `PeerError` when a rank fails in it.
         """
         opening = self._opening
         with starting_together("a new start after a failure"):
@@ -215,7 +217,8 @@ def open_group(rows: Sequence[Sequence[int]], backend: str | None = None) -> dis
 
 
 def backends_with_cpu() -> str | None:
-    """Return the default process group's backends with gloo for the CPU beside them; None if it has one for the CPU."""
+    """Return the ``backend`` for `open_group` with gloo for the CPU beside the default process group's backends; None,
+    which means the default group's own, if it has one for the CPU."""
     backends = dist.get_backend_config()
     return None if "cpu:" in backends else f"cpu:gloo,{backends}"
 
@@ -223,9 +226,9 @@ def backends_with_cpu() -> str | None:
 def open_control(
     rows: Sequence[Sequence[int]], *, ledger: Ledger | None = None, ranks_per_node: int | None = None
 ) -> Control:
-    """Open and return the control group of this rank's row of ``rows``. Collective over the world.
+    """Open and return the control group of this rank's row of ``rows``. Collective over the world, with the same rows.
 
-    ``ranks_per_node``: see `node_name`; used only in a fake world.
+    ``rows``: see `open_group`. ``ranks_per_node``: see `node_name`; used only in a fake world.
     """
     group = open_group(rows, "gloo")
     if not in_fake_world():

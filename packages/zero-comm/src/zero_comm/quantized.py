@@ -34,8 +34,8 @@ class QuantizedGather:
         self.world_size = group.world_size
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Fill ``out`` (N*s elements, floating, contiguous) with the ranks' ``shard`` (s elements, floating), encoded
-        and decoded, in rank order.
+        """Start to fill ``out`` (N*s elements, floating, contiguous) with the ranks' ``shard`` (s elements, floating),
+        encoded and decoded, in rank order.
 
         ``shard`` may be this rank's slice of ``out`` and is read before this returns; `Work.wait` writes ``out``. The
         bits are the same on every rank, and also those of a single rank are decoded ones. Sends N-1 packets of s
@@ -80,8 +80,8 @@ class QuantizedReduce:
         self._open: deque[_QuantizedReduction] = deque()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average the ranks' ``flat`` (1-D, floating, N*s elements) and give slice r to rank r, in its ``out``
-        (s elements).
+        """Start to average the ranks' ``flat`` (1-D, floating, N*s elements) and to give slice r to rank r, in its
+        ``out`` (s elements).
 
         A shorter ``flat`` counts as padded with zeros. Sums run in rank order, in float32 (float64 for a float64
         ``out``), and are divided once by N; with ``accumulate`` the average is added to ``out``. Use neither tensor
@@ -120,9 +120,11 @@ class QuantizedReduce:
 
 
 class _Hop:
-    """One all-to-all of encoded slices, started by the constructor, and the sums of the slices that arrive.
+    """One all-to-all of encoded slices over ``group``, started by the constructor, and the sums of the slices that
+    arrive.
 
-    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r. This rank's own row is not encoded.
+    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r, as k packets. This rank's own row is not
+    encoded.
     """
 
     def __init__(self, group: Group, packets: Packets, slices: torch.Tensor, tag: Tag) -> None:
@@ -156,7 +158,10 @@ class _Hop:
 
 
 class _QuantizedReduction:
-    """One reduction in flight: the constructor starts the hop inside the node; call `start_across`, then `finish`."""
+    """One reduction in flight: the constructor starts the hop inside the node; call `start_across`, then `finish`.
+
+    The arguments are those of `QuantizedReduce` and of its `reduce_scatter`.
+    """
 
     def __init__(
         self,
@@ -196,5 +201,5 @@ class _QuantizedReduction:
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return ``flat`` followed by zeros up to ``numel`` elements; itself if it has as many."""
+    """Return ``flat`` followed by zeros up to ``numel`` elements, a copy; ``flat`` itself if it has as many."""
     return flat if flat.numel() == numel else torch.cat((flat, flat.new_zeros(numel - flat.numel())))

@@ -63,13 +63,13 @@ class ReplicatedReduce:
         self._open: deque[_ReplicatedReduction] = deque()
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Average ``flat`` (S*s elements) of all S*R ranks, and give slice r to its R owners, in their ``out``
-        (s elements).
+        """Start to average ``flat`` (S*s elements) of all S*R ranks, and to give slice r to its R owners, in their
+        ``out`` (s elements).
 
-        With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype. Sends (S-1)*s elements of
-        ``flat``'s dtype inside the replica, then 2*(R-1)/R*s of the same dtype (s rounded up to a multiple of R) across
-        the replicas; packets instead where there are codecs. Every rank must start its reductions, and wait for them,
-        in the same order.
+        `Work.wait` writes ``out``. With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype.
+        Sends (S-1)*s elements of ``flat``'s dtype inside the replica, then 2*(R-1)/R*s of the same dtype (s rounded up
+        to a multiple of R) across the replicas; packets instead where there are codecs. Every rank must start its
+        reductions, and wait for them, in the same order.
         """
         replicas = self._across.world_size
         partial = out.new_zeros(-(-out.numel() // replicas) * replicas)
@@ -109,8 +109,11 @@ class ReplicatedReduce:
 
 
 class _ReplicatedReduction:
-    """One reduction in flight. ``last``: the running hop, which fills ``buffer``. ``wire``: the dtype in which
-    ``buffer`` goes to other replicas."""
+    """One reduction in flight.
+
+    ``first``: the hop inside the replica. ``last``: the running hop, which fills ``buffer`` (this rank's slice, padded
+    to a multiple of the replicas). ``wire``: the dtype in which ``buffer`` goes to other replicas.
+    """
 
     def __init__(self, first: Work, buffer: torch.Tensor, wire: torch.dtype, tag: Tag) -> None:
         self.last = first

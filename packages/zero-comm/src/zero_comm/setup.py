@@ -39,7 +39,8 @@ def init(
 
 
 def await_connections() -> None:
-    """Wait until every rank of the default process group has connected to the others; only gloo needs that.
+    """Wait until every rank of the default process group has connected to the others. Collective, by one all-reduce;
+    does nothing for a single rank, or without gloo, which alone needs that.
 
     A rank has its own connections before the others have theirs. One that ended at that moment would make
     `init_process_group` fail on those ("Connection closed by peer").

@@ -25,7 +25,10 @@ class SliceSum(Protocol):
 
 
 def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool = False) -> None:
-    """Sum ``slices`` in order as `SliceSum` says, in plain torch; in blocks, so that the running sum stays in cache."""
+    """Sum ``slices`` in order as `SliceSum` says, in plain torch; in blocks, so that the running sum stays in cache.
+
+    On every device the result is that of adding in ``out``'s dtype and one division.
+    """
     block = _BLOCK if out.device.type == "cpu" else out.numel()
     scratch = torch.empty(min(block, out.numel()), dtype=out.dtype, device=out.device)
     for start in range(0, out.numel(), block):

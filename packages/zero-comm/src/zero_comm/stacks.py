@@ -28,8 +28,11 @@ _WAITING_CALLS = (
 
 @dataclass(frozen=True)
 class CodePlace:
-    """A place in running code. ``text``: the torch.distributed call, if one runs, and the user's line. ``waits``: that
-    call does little but wait for other ranks. ``in_call``: such a call runs."""
+    """A place in running code.
+
+    ``text``: the torch.distributed call, if one runs, and the user's line. ``waits``: that call does little but wait
+    for other ranks. ``in_call``: such a call runs.
+    """
 
     text: str
     waits: bool

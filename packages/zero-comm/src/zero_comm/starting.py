@@ -25,9 +25,10 @@ logger = logging.getLogger("zero_comm")
 def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[None]:
     """Run the block on every rank of the world, and leave the context when all ranks are through. Issues no collective.
 
-    An exception of the block is raised on its rank; within a second the others raise PeerError with that cause. They
-    also raise PeerError after ``timeout`` (default: 30 minutes), naming the ranks that have not come. ``what`` names
-    the user's call in these errors.
+    An exception of the block is raised on its rank; the others raise PeerError with that cause within a second of
+    reaching the end of their own blocks. They also raise PeerError after ``timeout`` (default: 30 minutes), naming the
+    ranks that have not come, and when the process that keeps the store is gone. ``what`` names the user's call in these
+    errors. Every rank must use this equally often.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
@@ -49,9 +50,11 @@ def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[N
 
 
 def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
-    """Wait until all ranks are through. Raises PeerError when one has failed, or after ``timeout``.
+    """Wait until all ranks are through; log after 10 s who is missing. Raises PeerError when one has failed, or after
+    ``timeout``.
 
-    ``number``: of this call among the process's calls of `starting_together`.
+    ``meeting``: the store's part for this call. ``store``: the part for all calls. ``number``: of this call among the
+    process's calls of `starting_together`. ``what``: names the user's call.
     """
     world_size, begin, pause, said = dist.get_world_size(), time.monotonic(), 0.001, False
     while meeting.add("through", 0) < world_size:

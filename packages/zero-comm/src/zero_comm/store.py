@@ -26,9 +26,8 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
     Rank 0 keeps it, unless torchrun's agent does. Where all ranks are on this host it is at 127.0.0.1, else at
     ``place.address``. It listens there alone; with torchrun's own variables and a ``place.address`` that other hosts
     can reach on every address, as torch's does, since rank 0 may have another name for itself than the others have.
-    ``timeout``: of waits at the store, and of the
-    connection; None is 30 minutes. Raises OSError, with what to do, when rank 0 cannot listen, and PeerError when the
-    others do not come in time.
+    ``place``: this rank. ``timeout``: of waits at the store, and of the connection; None is 30 minutes. Raises OSError,
+    with what to do, when rank 0 cannot listen, and PeerError when the others do not come in time.
     """
     wait = timeout or STORE_TIMEOUT
     own_variables = place.source == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -57,7 +56,8 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
 def _own_server(address: str, port: int) -> int | None:
     """Return the descriptor of a socket that listens on ``address``, if it is the loopback interface's; else None.
 
-    None too where ``port`` is taken: torch shares it with a store of this process, or raises.
+    None too where ``port`` is taken: torch shares it with a store of this process, or raises. Raises OSError as
+    `_listen` does.
     """
     if address != "localhost" and not _is_loopback(address):
         return None
@@ -70,7 +70,8 @@ def _own_server(address: str, port: int) -> int | None:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen on ``address`` alone; OSError for one that is not this host's, or that no other host can reach."""
+    """Listen on ``address`` alone, and return the socket. Raises OSError, with what to do, for an address that is not
+    this host's or that no other host can reach, and for a port that is taken."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if _is_loopback(str(target[0])) and address != "localhost" and not _is_loopback(address):

@@ -26,7 +26,10 @@ torch imports them when a first optimizer is made."""
 
 
 class RanksFailedError(RuntimeError):
-    """One or more ranks raised. The message holds their tracebacks; `failures` maps rank to traceback text."""
+    """One or more ranks raised. The message holds their tracebacks.
+
+    ``failures``: rank -> traceback as text; also an attribute.
+    """
 
     def __init__(self, failures: dict[int, str]) -> None:
         self.failures = failures
@@ -53,7 +56,8 @@ class _Pool:
         return f"call {next(self._calls)}"
 
     def get_workers(self, count: int) -> list[tuple[BaseProcess, Connection]]:
-        """Return ``count`` workers, each with the connection to it; start those that are missing."""
+        """Return ``count`` workers by rank, each as its process and the connection to it; start those that are
+        missing."""
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
@@ -91,8 +95,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     in rank order.
 
     ``fn``, ``args`` and the results must be picklable (``fn``: a function at module level). Workers run torch with one
-    thread and are reused. Raises `RanksFailedError` with the tracebacks of all ranks that raised, and TimeoutError
-    when no rank has answered for ``timeout`` seconds.
+    thread and are reused: what a call changes in its process stays, except after a failure, which ends all workers.
+    Raises `RanksFailedError` with the tracebacks of all ranks that raised, and TimeoutError when no rank has answered
+    for ``timeout`` seconds.
     """
     pool = _pool()
     workers = pool.get_workers(world_size)
@@ -143,7 +148,10 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def _run(call: bytes, store: Store) -> Any:
-    """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys)."""
+    """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys in ``store``).
+
+    torch.distributed is initialised for the call and destroyed after it.
+    """
     fn, args, rank, world_size, prefix = pickle.loads(call)
     dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:

@@ -15,7 +15,7 @@ class Topology:
     nodes: tuple[str, ...] = ()
 
     def far_peers(self, rank: int) -> int:
-        """Return the number of ranks on other nodes than ``rank``'s."""
+        """Return the number of ranks of the group on other nodes than ``rank``'s; 0 for empty ``nodes``."""
         return sum(node != self.nodes[rank] for node in self.nodes)
 
     def subset(self, ranks: Sequence[int]) -> Topology:

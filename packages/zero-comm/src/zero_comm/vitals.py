@@ -21,8 +21,11 @@ _BYTES_ACKED, _TCP_INFO_BYTES = 120, 136
 
 @dataclass(frozen=True)
 class Process:
-    """A process, for others on its host. ``place``: the boot of the host and the space of its pids. ``started``: tells
-    it from a later process with its pid."""
+    """A process, for others on its host.
+
+    ``place``: the boot of the host and the space of its pids. ``started``: when, as the kernel writes it; it tells the
+    process from a later one with its pid.
+    """
 
     place: str
     pid: int
@@ -39,7 +42,8 @@ def own_process() -> Process | None:
 
 
 def processor_ticks(process: Process) -> int | None:
-    """Return the ticks of processor time that a process of this host has used; None if it is stopped or has ended."""
+    """Return the kernel's ticks of processor time that a process of this host has used;
+    None if it is stopped or has ended."""
     try:
         fields = _stat(str(process.pid))
     except OSError:
@@ -50,7 +54,8 @@ def processor_ticks(process: Process) -> int | None:
 
 
 def _stat(pid: str) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the state on."""
+    """Return the fields of `/proc/PID/stat` from the state on. ``pid``: a number, or
+    `self`. Raises OSError if there is none."""
     return Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

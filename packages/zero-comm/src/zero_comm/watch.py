@@ -116,7 +116,7 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread, waiting up to 2 s for it."""
+        """Stop the thread, waiting up to 2 s for it. May be called again, and by the thread itself."""
         self._ended.set()
         atexit.unregister(self._at_exit)
         if self._thread is not threading.current_thread():
@@ -159,7 +159,11 @@ class Watch:
             self._act(now, waiting)
 
     def _failure(self, now: float) -> tuple[str, float] | None:
-        """Return why this rank failed, and since when, if it has made no call since; else None."""
+        """Return why this rank failed, and since when (`time.monotonic`), if it has made no call since; else None.
+
+        A backward pass of the script that raised counts while the main thread handles that exception, unless it did so
+        already when its latest call began.
+        """
         failed = failed_backward()
         if self._watched.failed is not None or failed is None or id(failed[0]) in self._watched.excused:
             self._handled = None
@@ -170,6 +174,8 @@ class Watch:
         return describe_failure(cause, "in a backward pass of the script"), self._handled[1]
 
     def _write_heartbeat(self, now: float) -> None:
+        """Store this rank's `Heartbeat` under the key `report RANK`, with which it
+        answers the others. ``now``: `time.monotonic`."""
         self._beat += 1
         waiting = self._watched.waiting
         place = CodePlace("", False, False) if waiting is not None else place_of_main_thread()
@@ -215,7 +221,8 @@ class Watch:
                     self._steady[rank] = place, now
 
     def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
-        """Give up or log, by the heartbeats that were read. ``waiting``: see `Watched.waiting`."""
+        """Give up or log, by the heartbeats that were read, as [Note: the watch] says.
+        ``waiting``: see `Watched.waiting`."""
         for rank, (_, answered) in self._seen.items():
             since = max(answered, self._ran.get(rank, answered))
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:
@@ -303,6 +310,7 @@ def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:
     process = os.getpid()
 
     def at_exit() -> None:
+        """Leave the note and end the watch, if it still exists."""
         watch = reference()
         if watch is not None and os.getpid() == process:
             watch.note_script_end(getattr(sys, "last_value", None))
