@@ -91,6 +91,9 @@ def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, 
     counted = [{"forward_s": float(chance.random()), "process_bytes": int(chance.integers(1 << 30))} for _ in range(7)]
     counted[4]["gather_wait_s"] = 0.5
     values = [{key: float(chance.random()) for key in keys if step != 3 or key != "lr"} for step in range(7)]
+    given: list[dict[str, float | None]] = [{"grad_norm": None, **row} for row in values]  # None: there is no number
+    if "lr" in keys:
+        given[3]["lr"] = None
     expected = []
     for begin, end in pairwise(cuts):
         rows = [
@@ -100,7 +103,7 @@ def test_rows_of_many_steps_become_one_as_if_merged_one_by_one(keys: tuple[str, 
         for row in rows[1:]:
             merge_into(rows[0], row)
         expected.append(pytest.approx(rows[0], rel=1e-12))
-    steps = [(step + 1, float(step), 0.5, [], 0, None, counted[step], values[step]) for step in range(7)]
+    steps = [(step + 1, float(step), 0.5, [], 0, None, counted[step], given[step]) for step in range(7)]
     assert merge_steps(steps, [slice(*cut) for cut in pairwise(cuts)], 1000.0) == expected
 
 

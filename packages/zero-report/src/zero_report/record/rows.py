@@ -14,7 +14,7 @@ from .lines import encode_text
 from .schema import COLUMN_NAMES, COLUMNS
 
 Row = dict[str, float]
-"""Numbers by column; an absent column is null in the file."""
+"""Numbers by column; an absent column is null in the file, and so is None in a column of one step."""
 EndedStep = tuple[int, float, float, list[Any], int, Memory, Row, dict[str, Any]]
 """The fields of a `StepBlock`, then columns of the step's row: those that were counted, and those given at its end. A
 plain tuple, as one is made in every step.
@@ -66,15 +66,19 @@ def _add_columns(rows: Sequence[Row], parts: Sequence[slice], steps: Sequence[Ro
     except KeyError:  # no step has only columns that all have
         shared = {}
     for name, column in shared.items():
-        merge = _MERGE_VALUES[name]
+        merge, complete = _MERGE_VALUES[name], None not in column
         for row, part in zip(rows, parts, strict=True):
-            row[name] = merge(column[part])
+            numbers = column[part] if complete else [number for number in column[part] if number is not None]
+            if numbers:
+                row[name] = merge(numbers)
     if max(widths) == len(shared):
         return
     for row, part in zip(rows, parts, strict=True):
         wider = [step for step in steps[part] if len(step) > len(shared)]
         for name in dict.fromkeys(chain.from_iterable(wider)).keys() - shared.keys():
-            row[name] = _MERGE_VALUES[name]([step[name] for step in wider if name in step])
+            numbers = [step[name] for step in wider if step.get(name) is not None]
+            if numbers:
+                row[name] = _MERGE_VALUES[name](numbers)
 
 
 def merge_into(row: Row, later: Row) -> None:

@@ -200,10 +200,6 @@ class RecordWriter:
         if not _COLUMNS.issuperset(values):
             unknown = sorted(values.keys() - _COLUMNS)
             raise ValueError(f"end_step: expected columns of the table, got {', '.join(unknown)}; see COLUMNS")
-        for number in values.values():
-            if number is None:
-                values = {name: value for name, value in values.items() if value is not None}
-                break
         if self._peaks:
             self._sums.update(self._peaks)
         step, began, now = self._step, self._began, self._clock()
