@@ -36,7 +36,13 @@ NOT_TORCHS = {
     "_SubParsersAction",
 }
 """Names that begin with an underscore and that Python's own library makes public."""
-NOT_TORCHS |= {"_z3_leaf", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"}
+NOT_TORCHS |= {
+    "_z3_leaf",
+    "_attn_implementation",
+    "_is_stateful",
+    "_keep_in_fp32_modules",
+    "_keep_in_fp32_modules_strict",
+}
 """And those of DeepSpeed and of transformers."""
 NAMESPACES = {"_C", "_autograd"}
 """Parts of torch whose names are listed instead."""

@@ -32,6 +32,7 @@ NAMES = [
     "Topology",
     "TreeSum",
     "Work",
+    "all_to_all",
     "await_connections",
     "default_device",
     "discover",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from .alike import AlikeStore
 from .control import Control, Message
 from .device_slices import sum_slices_on_device
+from .differentiable import all_to_all
 from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
 from .feedback import FeedbackAverage
@@ -51,6 +52,7 @@ __all__ = [
     "Topology",
     "TreeSum",
     "Work",
+    "all_to_all",
     "await_connections",
     "default_device",
     "discover",

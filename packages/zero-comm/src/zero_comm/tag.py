@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["gather", "reduce", "publish", "broadcast", "control", "checkpoint"]
+Phase = Literal["gather", "reduce", "publish", "broadcast", "control", "checkpoint", "exchange"]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PHASES = {
 }
 """Phases of the ledger by the operations that DeepSpeed's ``comms_logger.prof_ops`` names."""
 
-_KNOWN = ("gather", "reduce", "publish", "broadcast", "control", "checkpoint")
+_KNOWN = ("gather", "reduce", "publish", "broadcast", "control", "checkpoint", "exchange")
 
 
 def chosen_phases(config: Config) -> frozenset[str] | None:

@@ -1,0 +1,38 @@
+"""The all-to-all as an operation of autograd."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from .group import Group
+from .tag import Tag
+
+
+class _AllToAll(torch.autograd.Function):
+    """`Group.all_to_all`, whose transpose is itself: slice r of a gradient goes back to rank r."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
+        """Return what the ranks sent to this one, in ``flat``'s shape."""
+        ctx.group, ctx.tag = group, tag
+        flat = flat.contiguous()
+        out = torch.empty_like(flat)
+        group.all_to_all(out, flat, tag).wait()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Send the gradient's slices back."""
+        return all_to_all(gradients[0], ctx.group, ctx.tag), None, None
+
+
+def all_to_all(flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
+    """Return a tensor like ``flat`` whose slice r along the first dimension is what rank r sent to this rank; slice r
+    of ``flat`` goes to rank r. Waits. Collective, and so is the backward pass.
+
+    Sends (N-1)/N of ``flat``, and as much in backward. The elements of ``flat`` are a multiple of the number N of
+    ranks; raises ValueError otherwise.
+    """
+    return cast("torch.Tensor", _AllToAll.apply(flat, group, tag))  # type: ignore[no-untyped-call]

@@ -1,0 +1,178 @@
+"""Attention over sequence shards: exchange heads, compute the full sequence, exchange back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from zero_comm import Group, Tag
+
+from .errors import SequenceError
+from .exchange import heads_to_sequence, sequence_to_heads
+from .heads import HeadPlan, plan_heads
+from .inputs import SequenceInputs
+from .interfaces import Attention, eager_attention
+from .masks import check_mask
+
+AttentionDropout = Literal["refuse", "independent"]
+_SEEDS = 2**62
+# Arguments of an attention function that describe the full sequence, or nothing of the sequence.
+_UNSHARDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids"}
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How attention is spread.
+
+    ``disable_in_eval``: in eval mode a model computes what it is given, without its peers. ``attention_dropout``:
+    "refuse" raises for dropout inside attention; "independent" draws another mask on every rank, which is as good a
+    draw as one process makes, but not the same. ``pad_heads``: query heads that do not divide are padded with zeros.
+    """
+
+    disable_in_eval: bool = False
+    attention_dropout: AttentionDropout = "refuse"
+    pad_heads: bool = False
+
+
+class UlyssesAttention:
+    """Stands in Transformers' `AttentionInterface` for the attention ``name``, ``core`` (None: the model's eager one).
+
+    Queries, keys and values of all heads over a shard of the sequence become those of some heads over the full
+    sequence; ``core`` computes these; the outputs go back. One exchange there, where the head sizes are equal, and one
+    back; as many in backward.
+    """
+
+    def __init__(
+        self, name: str, core: Attention | None, group: Group, inputs: SequenceInputs, options: AttentionOptions
+    ) -> None:
+        self._name = name
+        self._core = core
+        self._group = group
+        self._inputs = inputs
+        self._options = options
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **named: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output (batch, S/N, heads, size) for ``query`` (batch, heads, S/N, size), and None for the
+        attention weights. Raises `SequenceError`."""
+        core = self._core if self._core is not None else eager_attention(module)
+        if self._options.disable_in_eval and not module.training:
+            return core(module, query, key, value, attention_mask, **named)
+        place = _place(module)
+        full_length = query.shape[2] * self._group.world_size
+        self._refuse(place, module, query, key, named)
+        check_mask(attention_mask, full_length, place)
+        plan = plan_heads(query.shape[1], key.shape[1], self._group.world_size, pad=self._options.pad_heads)
+        if isinstance(named.get("position_ids"), torch.Tensor):
+            named["position_ids"] = self._inputs.full_positions(named["position_ids"])
+        full = self._exchange(plan, query, key, value, place)
+        with self._dropout(named.get("dropout", 0.0), query.device):
+            seen = _LocalModule(module, full[0].shape[1] // full[1].shape[1], self._name)
+            output, _ = core(seen, *full, attention_mask, **named)
+        back = heads_to_sequence(output, self._group, Tag("exchange", f"{place}: outputs"))
+        self._inputs.attention_calls += 1
+        return back[:, :, : query.shape[1]] if plan.padding else back, None
+
+    def _exchange(
+        self, plan: HeadPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values of this rank's heads over the full sequence."""
+        if plan.padding:
+            query = pad(query, (0, 0, 0, 0, 0, plan.padding))
+        sent = [query, _for_ranks(plan, key), _for_ranks(plan, value)]
+        here = sequence_to_heads(sent, self._group, Tag("exchange", f"{place}: queries, keys, values"))
+        if plan.places is None:
+            return tuple(here)
+        mine = torch.tensor(plan.places[self._group.rank], device=query.device)
+        return here[0], here[1].index_select(1, mine), here[2].index_select(1, mine)
+
+    def _refuse(
+        self, place: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, named: dict[str, Any]
+    ) -> None:
+        """Raise `SequenceError` for what cannot be computed head by head over a sequence that is sharded."""
+        if key.shape[2] != query.shape[2]:
+            raise SequenceError(
+                f"{place}: expected keys for as many places as queries, got {key.shape[2]} and {query.shape[2]}: "
+                "caches and cross-attention are not spread over ranks"
+            )
+        if self._options.attention_dropout == "refuse" and module.training and named.get("dropout"):
+            raise SequenceError(
+                f"{place}: dropout of {named['dropout']} inside attention: no rank can draw what one process would. "
+                'Set it to 0 in the model\'s configuration, or give attention_dropout="independent"'
+            )
+        for name, given in named.items():
+            if isinstance(given, torch.Tensor) and name not in _UNSHARDED:
+                raise SequenceError(f"{place}: its attention takes a tensor {name!r}, which is not known to be sharded")
+        if named.get("output_attentions") or hasattr(module, "sinks"):
+            what = "attention sinks" if hasattr(module, "sinks") else "output_attentions"
+            raise SequenceError(f"{place}: {what}: not available where heads are spread over ranks")
+
+    @contextmanager
+    def _dropout(self, probability: float, device: torch.device) -> Iterator[None]:
+        """Draw from a generator of this rank alone, seeded by the one that the ranks may have in common.
+
+        Recomputed under restored generators, it draws the same again.
+        """
+        if not probability:
+            yield
+            return
+        seed = int(torch.randint(_SEEDS, ())) + self._group.rank
+        kind = "cuda" if device.type == "cpu" else device.type  # without devices, the CPU's generator alone is forked
+        with torch.random.fork_rng([] if device.type == "cpu" else [device.index], device_type=kind):
+            torch.manual_seed(seed)
+            yield
+
+
+class _LocalModule:
+    """An attention module as ``core`` sees it: with this rank's number of query heads per key head, and a configuration
+    that names ``core`` (FlashAttention loads its kernels by that name)."""
+
+    def __init__(self, module: nn.Module, groups: int, core: str) -> None:
+        self._module = module
+        self._groups = groups
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if name == "num_key_value_groups":
+            return self._groups
+        return _LocalConfiguration(found, self._core) if name == "config" else found
+
+
+class _LocalConfiguration:
+    """A model's configuration, but for the name of its attention."""
+
+    def __init__(self, config: Any, core: str) -> None:
+        self._config = config
+        self._attn_implementation = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the heads of keys or values in the order in which ranks need them; gradients of copies add up."""
+    if plan.copies == 1:
+        return tensor
+    if plan.copies:
+        return tensor.unsqueeze(2).expand(-1, -1, plan.copies, -1, -1).flatten(1, 2)
+    return tensor.index_select(1, torch.tensor(plan.sent, device=tensor.device))
+
+
+def _place(module: nn.Module) -> str:
+    """Return what errors and the ledger call an attention module: its class, and the number of its layer."""
+    number = getattr(module, "layer_idx", None)
+    return type(module).__name__ if number is None else f"{type(module).__name__} of layer {number}"

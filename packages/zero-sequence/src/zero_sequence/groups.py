@@ -1,0 +1,129 @@
+"""The process groups of sequence parallelism, which are also the model-parallel object (mpu) of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from zero_comm import Control, Group, Ledger, Message, open_group, starting_together
+
+from .errors import SequenceError
+
+
+class SequenceGroups:
+    """The world as (data, sequence): each ``size`` consecutive ranks share the sequences of one batch.
+
+    Ranks of a sequence group hold consecutive shards of the same samples, and compute attention together. Ranks with
+    the same place in their sequence groups form a data group: they hold the same shard of different samples. An engine
+    shards its states over all ranks, data times sequence. The methods are those of DeepSpeed's mpu.
+
+    Attributes:
+        rank: this rank's place in its sequence group.
+        size: number of ranks of a sequence group.
+        sequence: carries the exchanges of attention.
+        batches: carries batches, on the CPU.
+        control: small messages by which the ranks of a sequence group agree.
+        ledger: counts what these three send.
+    """
+
+    def __init__(
+        self,
+        sequence: Group,
+        batches: Group,
+        control: Control,
+        data_group: dist.ProcessGroup | None,
+        rows: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+    ) -> None:
+        self.sequence = sequence
+        self.batches = batches
+        self.control = control
+        self.ledger = sequence.ledger
+        self.rank = sequence.rank
+        self.size = sequence.world_size
+        self._data = Group(data_group, ledger=self.ledger)
+        self._alone = Group(None)
+        self.sequence_rows, self.data_rows = rows
+
+    @classmethod
+    def open(cls, size: int, *, ledger: Ledger | None = None) -> SequenceGroups:
+        """Open the groups for ``size`` ranks per sequence. Collective over the world; torch.distributed is initialised.
+
+        Raises `SequenceError` on every rank when ``size`` does not divide the world size, or is not the same on every
+        rank.
+        """
+        world = dist.get_world_size()
+        everybody = Control(open_group([list(range(world))], "gloo"))
+        try:
+            sizes = everybody.agree(Message("sequence groups", "size", 0, size))
+        finally:
+            everybody.close()
+        if len(set(sizes)) > 1:
+            raise SequenceError(f"sequence_parallel_size: expected the same on every rank, got {sizes} by rank")
+        if not isinstance(size, int) or size < 1 or world % size:
+            possible = [n for n in range(1, world + 1) if world % n == 0]
+            raise SequenceError(
+                f"sequence_parallel_size: expected a divisor of the world size {world}, one of {possible}, got {size}"
+            )
+        book = ledger if ledger is not None else Ledger()
+        rows = [list(range(start, start + size)) for start in range(0, world, size)]
+        columns = [list(range(place, world, size)) for place in range(size)]
+        with starting_together("SequenceGroups.open"):
+            sequence = Group(open_group(rows), ledger=book)
+            batches = Group(open_group(rows, "gloo"), ledger=book)
+            control = Control(open_group(rows, "gloo"), ledger=book)
+            data = open_group(columns)
+        return cls(sequence, batches, control, data, (rows, columns))
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        """Return torch's group of the ranks that share this rank's sequences."""
+        return self.sequence.torch_group()
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the number of ranks that share a sequence."""
+        return self.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return this rank's place among those that share its sequences."""
+        return self.rank
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        """Return torch's group of the ranks that hold the same shard of other samples."""
+        return self._data.torch_group()
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of sequence groups, each of which computes samples of its own."""
+        return self._data.world_size
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the number of this rank's sequence group."""
+        return self._data.rank
+
+    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return torch's group of all ranks, over which states are sharded and gradients averaged."""
+        return dist.group.WORLD
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of all ranks."""
+        return dist.get_world_size()
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return this rank."""
+        return dist.get_rank()
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        """Return a group of this rank alone: every rank holds all weights of a layer."""
+        return self._alone.torch_group()
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return 1: every rank holds all weights of a layer."""
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: every rank holds all weights of a layer."""
+        return 0
+
+    def close(self) -> None:
+        """Destroy the groups. May be called again."""
+        for group in (self.sequence, self.batches, self.control, self._data):
+            group.close()

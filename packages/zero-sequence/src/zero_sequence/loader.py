@@ -1,0 +1,156 @@
+"""A data loader whose batches are spread over the ranks of a sequence group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+
+from zero_comm import Message, Tag
+
+from .batches import split_batch
+from .errors import SequenceError
+from .groups import SequenceGroups
+
+_TAG = Tag("exchange", "batches")
+Source = Literal["each", "same"]
+
+
+class SequenceLoader:
+    """Yields this rank's shards of the batches of ``loader``.
+
+    ``source``: "each" where every rank's loader has batches of its own: each time all ranks of a sequence group draw
+    one, these are computed one after the other, each by all ranks; so a loader of n batches on each of N ranks gives
+    n*N, of which a rank holds 1/N. "same" where all ranks of a sequence group have the same loader, in the same order:
+    each batch is sharded in place, and nothing is sent. ``shift``, ``pad_token_id``: see `split_batch`. ``device``:
+    where shards are put; by default they stay on the CPU.
+
+    Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left.
+    Batches are mappings of tensors, and of plain data (JSON). What is wrong with a batch of one rank raises
+    `SequenceError` on every rank of its group.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        groups: SequenceGroups,
+        *,
+        source: Source = "each",
+        shift: bool = True,
+        pad_token_id: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.loader = loader
+        self._groups = groups
+        self._source = source
+        self._shift = shift
+        self._pad_token_id = pad_token_id
+        self._device = device
+
+    def __len__(self) -> int:
+        """Return the number of batches, in all ranks' loaders for "each". TypeError for a loader without a length."""
+        own = len(self.loader)  # type: ignore[arg-type]
+        return own * self._groups.size if self._source == "each" else own
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield this rank's shards. Collective over the sequence group."""
+        batches = iter(self.loader)
+        while True:
+            batch = next(batches, None)
+            shards = self._draw_each(batch) if self._source == "each" else self._draw_same(batch)
+            if shards is None:
+                return
+            for shard in shards:
+                yield {key: self._placed(value) for key, value in shard.items()}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass ``epoch`` to the loader, or to its sampler or dataset, whichever has `set_epoch`."""
+        for target in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
+            take = getattr(target, "set_epoch", None)
+            if take is not None:
+                take(epoch)
+                return
+
+    def _split(self, batch: Any) -> list[dict[str, Any]]:
+        if not isinstance(batch, Mapping):
+            raise SequenceError(f"expected batches that are mappings of tensors by name, got {type(batch).__name__}")
+        return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
+
+    def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:
+        """Return this rank's shard of a batch that all ranks of the group have."""
+        return None if batch is None else [self._split(batch)[self._groups.rank]]
+
+    def _draw_each(self, batch: Any) -> list[dict[str, Any]] | None:
+        """Exchange the shards of the ranks' batches; return this rank's, in the order of the ranks they came from."""
+        try:
+            mine = [] if batch is None else self._split(batch)
+            said: Any = None if batch is None else _header(mine[0])
+        except SequenceError as error:
+            said = str(error)
+        told = self._groups.control.agree(Message("data", "batch", 0, said))
+        for rank, theirs in enumerate(told):
+            if isinstance(theirs, str):
+                raise SequenceError(f"the batch of rank {rank} of the sequence group: {theirs}")
+        if all(theirs is None for theirs in told):
+            return None
+        return self._exchange(mine, told)
+
+    def _exchange(self, mine: list[dict[str, Any]], told: list[Any]) -> list[dict[str, Any]]:
+        """Send shard r of this rank's batch to rank r. ``told``: each rank's header, None for no batch."""
+        size = max(sum(_bytes(entry) for entry in theirs["tensors"]) for theirs in told if theirs is not None)
+        sent = torch.zeros(self._groups.size, size, dtype=torch.uint8)
+        for row, shard in zip(sent, mine, strict=False):
+            _write(row, [value for value in shard.values() if isinstance(value, torch.Tensor)])
+        arrived = torch.empty_like(sent)
+        self._groups.batches.all_to_all(arrived, sent, _TAG).wait()
+        return [_read(row, theirs) for row, theirs in zip(arrived, told, strict=True) if theirs is not None]
+
+    def _placed(self, value: Any) -> Any:
+        return value.to(self._device) if self._device is not None and isinstance(value, torch.Tensor) else value
+
+
+def _header(shard: dict[str, Any]) -> dict[str, Any]:
+    """Return names, dtypes and shapes of the tensors of a shard, and its plain data. Raises `SequenceError`."""
+    tensors = [
+        [key, str(value.dtype).removeprefix("torch."), list(value.shape)]
+        for key, value in shard.items()
+        if isinstance(value, torch.Tensor)
+    ]
+    plain = {key: value for key, value in shard.items() if not isinstance(value, torch.Tensor)}
+    for key, value in plain.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise SequenceError(
+                f"{key!r}: expected a tensor or plain data (numbers, text, lists and maps of these), got "
+                f"{type(value).__name__}"
+            ) from error
+    return {"tensors": tensors, "plain": plain, "order": list(shard)}
+
+
+def _bytes(entry: list[Any]) -> int:
+    """Return the bytes of the tensor that a header's ``entry`` describes."""
+    _, dtype, shape = entry
+    return int(torch.Size(shape).numel()) * int(getattr(torch, dtype).itemsize)
+
+
+def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Write the bytes of ``tensors``, one after the other, to ``row``."""
+    start = 0
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        row[start : start + flat.nbytes] = flat.view(torch.uint8)
+        start += flat.nbytes
+
+
+def _read(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
+    """Return the shard that ``header`` describes, from the bytes in ``row``."""
+    found, start = dict(header["plain"]), 0
+    for entry in header["tensors"]:
+        name, dtype, shape = entry
+        end = start + _bytes(entry)
+        found[name] = row[start:end].clone().view(getattr(torch, dtype)).view(shape)
+        start = end
+    return {key: found[key] for key in header["order"]}
