@@ -90,8 +90,9 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     """Gather parameters of any engine, and of models built inside `Init` that no engine owns yet, for the block.
 
     ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are.
-    ``modifier_rank``: the rank whose values become every rank's at exit, as of `gathered`; without it, changes to
-    parameters that no engine owns are dropped. Collective: in the same order on every rank.
+    ``modifier_rank``: the rank whose values become every rank's at exit. Without it, changes to an engine's parameters
+    are kept if every rank has made the same, else refused later, and changes to parameters that no engine owns are
+    dropped. Collective: in the same order on every rank. Raises `PartitionError` inside a forward or backward pass.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}

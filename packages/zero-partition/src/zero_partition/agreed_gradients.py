@@ -151,8 +151,9 @@ class GradientAgreement:
         """Exchange the facts of this step; return every rank's report in rank order. Also learns the norm of a deferred
         step.
 
-        ``mine``: this rank's sum of squares. ``defers``: as of `agree`. Raises on every rank if what has to be the same
-        differs. Collective.
+        ``mine``: this rank's sum of squares. ``defers``: this rank can continue without the norm. Raises
+        `PartitionError` on every rank if hyperparameters, added parameters or frozen ones differ, and
+        `NonFiniteGradientError` for the deferred norm. Collective.
         """
         runtime = self._partition.runtime
         deferred = self._deferred
@@ -235,7 +236,7 @@ class GradientAgreement:
     def _learn_deferred(self, square: float | None) -> None:
         """Take ``square`` for the deferred sum of squares, None to wait for it; nothing if none is deferred.
 
-        Raises as `learn_deferred`.
+        Raises `NonFiniteGradientError` on every rank if it is not finite, after the gradients were forgotten.
         """
         deferred, self._deferred = self._deferred, None
         if deferred is None or self._device is None:

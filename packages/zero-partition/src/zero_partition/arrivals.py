@@ -45,7 +45,8 @@ class GradientArrivals:
         """Take the gradient of parameter ``number`` of the unit with index ``unit``, which autograd has finished.
 
         If hooks of the user's still run on it, it stays in ``.grad`` and is taken when the next gradient is ready, or
-        by `take_left`. Raises `PartitionError` as `_take` does. ``hook``: the parameter's.
+        by `take_left`. ``hook``: the parameter's. Raises `PartitionError` if a hook has changed it after an earlier
+        pass of the step, and for ``create_graph=True``.
         """
         if self._left:
             self.take_left()

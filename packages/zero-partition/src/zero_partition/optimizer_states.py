@@ -263,8 +263,8 @@ class OptimizerStates:
         return {f.entry.name: [f.param_offset, f.param_offset + f.length] for f in fragments}
 
     def _check_fragments(self, saved: dict[str, list[int]] | None) -> None:
-        """Raise `PartitionError` if the ranges in a state dict (as of `_ranges`) are not this rank's; None, for full
-        states, passes."""
+        """Raise `PartitionError` if ``saved``, the ranges in a state dict (by parameter name, [first, end) of its
+        elements), are not this rank's; None, for full states, passes."""
         here = self._ranges()
         if saved is None or saved == here:
             return

@@ -170,8 +170,11 @@ class Runtime:
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Start a backward pass, and raise for one that cannot start, as `Passes.begin_backward`. Collective if it
-        gathers or reduces."""
+        """Start a backward pass. Collective if it gathers or reduces.
+
+        Raises `PartitionError` inside `synced` and after a failed pass whose gradients were not zeroed, and `CommError`
+        once a failure has ended the engine.
+        """
         self.passes.begin_backward()
 
     def end_backward(self) -> None:

@@ -82,7 +82,7 @@ class StateTier(Protocol):
     def states(
         self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield (fragment, {kind: value}) with ``step`` and copies of the kept values, 1-D in host memory.
+        """Yield (fragment, {kind: value}) with ``step`` (0-D) and copies of the kept values, 1-D in host memory.
 
         ``fragments``: names, None for all; those without any values are left out. Masters whose weights were changed
         since are left out unless ``stale_masters``. ``decoded``: give 8-bit moments as float32 values, without scales.

@@ -135,7 +135,8 @@ class TierStates(MutableMapping[Any, Any]):
         return self[key] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove the state at ``key`` and return it as a plain dict of copies; arguments as of ``dict.pop``."""
+        """Remove the state at ``key`` and return it as a plain dict of copies; ``default``, if given, where there is
+        none."""
         if key not in self and default:
             return default[0]
         value = self[key]
@@ -337,7 +338,8 @@ class TierState(MutableMapping[str, Any]):
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay. Raises as `_packed`."""
+        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay. Raises `PartitionError`,
+        writing nothing, for kinds, sizes and other parameters' states that the tier cannot keep."""
         packed = self._packed(state)
         self._await_readers()
         self._tier.write({self.name: packed})
@@ -388,7 +390,7 @@ class TierState(MutableMapping[str, Any]):
 
     @_publishes_refusal
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` in the tier's format: 1-D tensors on the host, and ``step`` as an int.
+        """Return ``state`` (by kind) in the tier's format: 1-D tensors on the host, and ``step`` as an int.
 
         Raises `PartitionError` for kinds, sizes and other parameters' states that the tier cannot keep.
         """

@@ -1,4 +1,8 @@
-"""Tensors that show values of an optimizer's states on a tier; see [Note: states on a tier] in tier_states.py."""
+"""Tensors that show values of an optimizer's states on a tier; see [Note: states on a tier] in tier_states.py.
+
+A window is host memory that mirrors a value on the tier: it is brought up to date before torch functions read it, and
+written to the tier after they write it.
+"""
 
 from __future__ import annotations
 

@@ -155,7 +155,8 @@ class UserEdits:
     def _settle_found(self, found: Sequence[Found], kind: str) -> None:
         """Apply the edits that all ranks share, undo the others, and raise `EditRefusedError` if there are such.
 
-        ``found``, ``kind``: as of `settle`. Takes checksums again where there were any. Collective.
+        ``found``: every rank's report, in rank order. ``kind``: of the message that carried them. Takes checksums again
+        where there were any. Collective.
         """
         keys = dict.fromkeys(key for answer in found for key in answer)
         answers: Answers = {key: [answer.get(key) for answer in found] for key in keys}

@@ -252,8 +252,9 @@ class UserGradients:
         return version is not None and version != self._versions[index]
 
     def _was_cast_edited(self, index: int, number: int, shown: torch.Tensor | None) -> bool:
-        """Return whether ``shown`` is a cast copy of a parameter's average that was changed in place; such a change
-        does not show in the unit's version counter."""
+        """Return whether ``shown``, what the engine left in ``.grad`` of parameter ``number`` of unit ``index``, is a
+        cast copy of the average that was changed in place; such a change does not show in the unit's version
+        counter."""
         known = self._casts.get(index, {}).get(number)
         return known is not None and shown is not None and shown._version != known
 
