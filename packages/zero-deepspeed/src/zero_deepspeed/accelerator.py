@@ -47,7 +47,12 @@ def get_accelerator() -> Accelerator:
 
 
 class Accelerator:
-    """One kind of device, by DeepSpeed's names. Memory is in bytes. Calls about caches or peaks do nothing on a CPU."""
+    """One kind of device, by DeepSpeed's names. Memory is in bytes. Calls about caches, peaks or ranges do nothing on a
+    CPU.
+
+    ``device``: only its kind counts. A ``device_index`` of None means the current device. Tensor types (`FloatTensor`)
+    and, on an accelerator, `Event`, `Stream`, `stream`, `current_stream` and `default_stream` are attributes too.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._name = device.type
@@ -57,7 +62,7 @@ class Accelerator:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return `cpu`, `cuda` or, with an index, `cuda:1`."""
+        """Return `cpu`, `cuda` or, with an index, `cuda:1`; always `cpu` on the CPU."""
         return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
 
     def current_device(self) -> int | str:
@@ -73,12 +78,13 @@ class Accelerator:
         return self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        """Make the device with this index current."""
+        """Make the device with this index current; do nothing on the CPU."""
         if not self._on_cpu:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices of this host; on the CPU the number of ranks on this host."""
+        """Return the number of devices of this host; on the CPU the number of ranks on this host, by
+        LOCAL_WORLD_SIZE."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_cpu else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
@@ -86,15 +92,15 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Return whether operations are synchronous: finished when their call returns."""
+        """Return whether operations are synchronous, that is finished when their call returns: only on the CPU."""
         return self._on_cpu
 
     def use_host_timers(self) -> bool:
-        """Return whether times are taken on the host."""
+        """Return whether times are taken by the host's clock: only on the CPU."""
         return self._on_cpu
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until the device has finished all its work."""
+        """Wait until the device has finished all its work; return at once on the CPU."""
         if not self._on_cpu:
             torch.accelerator.synchronize(device_index)
 
@@ -113,7 +119,7 @@ class Accelerator:
         return torch.random
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the device's generator."""
+        """Seed the generator of the current device."""
         torch.manual_seed(seed) if self._on_cpu else self._module.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
@@ -121,18 +127,18 @@ class Accelerator:
         torch.manual_seed(seed) if self._on_cpu else self._module.manual_seed_all(seed)
 
     def initial_seed(self) -> int:
-        """Return the seed of the device's generator."""
+        """Return the seed of the current device's generator."""
         return torch.initial_seed() if self._on_cpu else int(self._module.initial_seed())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Return the state of the device's generator."""
+        """Return the state of the device's generator, as a uint8 tensor for `set_rng_state`."""
         if self._on_cpu:
             return torch.get_rng_state()
         state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
         return state
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of the device's generator."""
+        """Set the state of the device's generator to ``new_state``, a result of `get_rng_state`."""
         if self._on_cpu:
             torch.set_rng_state(new_state)
         else:
@@ -162,7 +168,7 @@ class Accelerator:
         return self._memory_nbytes("max_memory_reserved", device_index)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Reset the peaks of allocated and reserved memory."""
+        """Reset the peaks of allocated and reserved memory to their current values; do nothing on the CPU."""
         if not self._on_cpu:
             self._module.reset_peak_memory_stats(device_index)
 
@@ -173,19 +179,21 @@ class Accelerator:
         return {} if self._on_cpu else dict(self._module.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device's memory; on the CPU of the host's."""
+        """Return the bytes of the device's memory (None: device 0); on the CPU of the host's."""
         if self._on_cpu:
             return int(psutil.virtual_memory().total)
         return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes that are free: not allocated by this process, on the CPU available to processes."""
+        """Return the bytes of the device's memory that this process has not allocated; on
+        the CPU those that processes can get."""
         if self._on_cpu:
             return int(psutil.virtual_memory().available)
         return self.total_memory(device_index) - self.memory_allocated(device_index)
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        """Return a copy in pinned host memory; on the CPU the tensor itself."""
+        """Return a copy in pinned host memory; on the CPU the tensor itself.
+        ``make_copy`` and ``match_shape`` have no effect."""
         return tensor if self._on_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -195,7 +203,7 @@ class Accelerator:
     # -- dtypes ------------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Return whether the device computes in bfloat16."""
+        """Return whether the device computes in bfloat16; True for the CPU and for devices that do not say."""
         return True if self._on_cpu else bool(getattr(self._module, "is_bf16_supported", lambda: True)())
 
     def is_fp16_supported(self) -> bool:
@@ -209,21 +217,21 @@ class Accelerator:
     # -- streams, ranges, compilation --------------------------------------------------------------------------------
 
     def range_push(self, msg: str, *_where: Any) -> None:
-        """Begin a named range of a profile."""
+        """Begin a named range of a profile, on CUDA devices; do nothing elsewhere. Other arguments have no effect."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
 
     def range_pop(self, *_where: Any) -> None:
-        """End the named range."""
+        """End the range that began last, on CUDA devices; do nothing elsewhere."""
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
-        """Call ``callback``."""
+        """Call ``callback`` at once: there is nothing to wait for."""
         callback()
 
     def is_triton_supported(self) -> bool:
-        """Return whether Triton has a back end for the device."""
+        """Return whether Triton has a back end for this kind of device: for `cuda` and `xpu`."""
         return self._name in ("cuda", "xpu")
 
     def get_compile_backend(self) -> str:
@@ -231,6 +239,8 @@ class Accelerator:
         return "inductor"
 
     def __getattr__(self, name: str) -> Any:
+        """Return a constructor of tensors for `FloatTensor` and its like, or an attribute of torch's device module for
+        streams and events. Raises `UnsupportedAttribute` for any other name."""
         if name in _TENSOR_DTYPES:
             return lambda values: torch.tensor(values, dtype=_TENSOR_DTYPES[name], device=self._name)
         if name in ("Event", "Stream", "current_stream", "default_stream", "stream") and not self.__dict__["_on_cpu"]:
@@ -247,4 +257,4 @@ class Accelerator:
 
 
 class UnsupportedAttribute(UnsupportedError, AttributeError):
-    """An attribute of DeepSpeed's accelerator that is not available."""
+    """An attribute of DeepSpeed's accelerator that is not available; `hasattr` is False for it."""

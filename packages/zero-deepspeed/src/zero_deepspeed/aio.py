@@ -17,11 +17,11 @@ class AsyncIOBuilder:
     NAME = "async_io"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether zero-nvme-aio is installed."""
+        """Return whether zero-nvme-aio is installed; ``verbose`` has no effect."""
         return is_available()
 
     def load(self, verbose: bool = False) -> Any:
-        """Return this module, which has `aio_handle`."""
+        """Return this module, which has `aio_handle`; ``verbose`` has no effect."""
         import zero_deepspeed.aio as module
 
         return module
@@ -30,8 +30,10 @@ class AsyncIOBuilder:
 class aio_handle:
     """Reads CPU tensors from files and writes them to files. Offsets and ``block_size`` are in bytes.
 
-    The options are those of the configuration's section `aio`. Asynchronous calls return 0; `wait` finishes them. A
-    synchronous call finishes all transfers in flight and returns their number: 1 if it is the only one.
+    The options are those of the configuration's section `aio`. Asynchronous calls return 0; `wait` finishes them, and
+    raises what they failed with. A synchronous call finishes all transfers in flight and returns their number: 1 if it
+    is the only one. Tensors must be contiguous and on the CPU, else `UsageError`. Raises `MissingExtraError` where
+    zero-nvme-aio is not installed.
     """
 
     def __init__(
@@ -81,12 +83,14 @@ class aio_handle:
         return True
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Read ``buffer.nbytes`` bytes of the file, from ``file_offset`` on, into ``buffer``."""
+        """Read ``buffer.nbytes`` bytes of the file, from ``file_offset`` on, into ``buffer``; return as the class
+        says."""
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write ``buffer`` to the file at ``file_offset``."""
+        """Write ``buffer`` to the file at ``file_offset``; return as the class says. The file is made if it is
+        missing."""
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
@@ -106,7 +110,7 @@ class aio_handle:
         return 0
 
     def wait(self) -> int:
-        """Finish everything that was begun; return how many transfers that were."""
+        """Finish everything that was begun, close the files, and return how many transfers that were."""
         done = 0
         for request, file, _ in self._pending:
             request.wait()
@@ -124,7 +128,8 @@ def is_available() -> bool:
 
 
 def _engine(options: dict[str, Any]) -> Any:
-    """Return an engine of zero-nvme-aio; `MissingExtraError` where that is not installed."""
+    """Return an engine of zero-nvme-aio with the ``options`` of the section `aio`;
+    `MissingExtraError` where that is not installed."""
     try:
         from zero_nvme_aio import Engine
     except ImportError as error:
@@ -133,7 +138,7 @@ def _engine(options: dict[str, Any]) -> Any:
 
 
 def _checked_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous CPU tensor, detached; `UsageError` for any other tensor."""
+    """Return ``tensor`` itself, detached; `UsageError` unless it is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError("aio_handle moves contiguous CPU tensors; call .cpu().contiguous() first")
     return tensor.detach()

@@ -25,7 +25,11 @@ _MAIN_SOURCE = "import sys\n\nfrom {} import main\n\nsys.exit(main())\n"
 
 
 def answer(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return functions for `__getattr__` and `__dir__` of ``module``, and install the finder of its submodules."""
+    """Return functions for `__getattr__` and `__dir__` of ``module``, a name in the table, and install the finder of
+    submodules.
+
+    The finder is appended to `sys.meta_path`, once for the process.
+    """
     if not any(isinstance(finder, NameFinder) for finder in sys.meta_path):
         sys.meta_path.append(NameFinder())
     return _getattr_function(module), _dir_function(module)
@@ -52,7 +56,10 @@ class NameFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return None if home is None else _MAIN_SOURCE.format(home.partition(":")[0])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Define the module's attributes. Raises ImportError, with the alternative, if it is not available."""
+        """Define the module's attributes: its docstring, `__getattr__`, `__dir__` and `__all__`.
+
+        Raises ImportError, with the alternative, if the table says that it is not available.
+        """
         name = module.__name__
         instead = NAMES[name]
         if isinstance(instead, Unavailable):
@@ -84,6 +91,7 @@ def _getattr_function(module: str) -> Callable[[str], Any]:
     """Return a module's `__getattr__`, which resolves a name once and stores it in the module."""
 
     def getattribute(name: str) -> Any:
+        """Return the object behind a name, and store it in the module."""
         value = _resolve(module, name)
         setattr(sys.modules[module], name, value)
         return value
@@ -92,7 +100,8 @@ def _getattr_function(module: str) -> Callable[[str], Any]:
 
 
 def _resolve(module: str, name: str) -> Any:
-    """Return the object, or the submodule, that answers a name; AttributeError, with a hint, for an unknown one."""
+    """Return the object, or the submodule, that answers a name; for one that is not available a class that refuses to
+    be called. Raises AttributeError, with a hint, for an unknown one."""
     names = _names_of(module)
     if name not in names:
         submodule = f"{module}.{name}"
@@ -132,7 +141,8 @@ def _refusing_class(module: str, name: str, instead: str) -> type:
 
 
 def _unknown_name_message(module: str, name: str, known: Iterable[str], instead: str | None) -> str:
-    """Return the text of an AttributeError: with the alternative ``instead``, or the most similar name of ``known``."""
+    """Return the text of an AttributeError: with the alternative ``instead`` (None: there is
+    none), or the most similar name of ``known``."""
     if instead is not None:
         return f"{module}.{name} is not available in zero-deepspeed: {instead}"
     dunder = name.startswith("__")  # asked for by the interpreter and by tools, often, and never mistyped

@@ -14,9 +14,11 @@ _MARK = "zero_core.as_deepspeed"
 
 
 def to_plain(value: Any) -> Any:
-    """Return ``value`` with tensors, tuples, sets and mappings with other keys than strings as marked plain data.
+    """Return ``value`` as plain data: tensors, tuples, sets and mappings with other keys than strings become marked
+    dicts, inside lists and mappings too.
 
-    Objects of other types stay as they are; the checkpoint refuses those that are not plain data, by path.
+    Tensors are copied to the CPU. Objects of other types stay as they are; the checkpoint refuses those that are not
+    plain data, by path.
     """
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().reshape(-1)
@@ -50,7 +52,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], data: bytes) -> torch.Tensor:
-    """Return a CPU tensor with a copy of its bytes ``data``."""
+    """Return a CPU tensor with a copy of ``data``, its bytes in memory order."""
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

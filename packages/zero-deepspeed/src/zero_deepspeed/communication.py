@@ -33,10 +33,11 @@ def init_distributed(
 ) -> None:
     """Initialise torch.distributed unless it is initialised already.
 
-    ``dist_backend``: by default gloo for the CPU, and for an accelerator its own backend together with gloo. Rank and
-    world size come from the launcher's environment, without one there is a single rank; ``init_method`` or ``rank``
-    are passed to torch instead, with ``world_size``. Raises `UsageError` if ``dist_init_required`` is false and
-    torch.distributed is not initialised, and under mpirun without RANK.
+    ``dist_backend``: by default gloo for the CPU, and for an accelerator its own backend together with gloo.
+    ``timeout``: of collectives; default torch's. Rank and world size come from the launcher's environment, without one
+    there is a single rank; ``init_method`` or ``rank`` are passed to torch instead, with ``world_size``. The other
+    arguments have no effect: the port comes from the environment too. Raises `UsageError` if ``dist_init_required`` is
+    false and torch.distributed is not initialised, and under mpirun without RANK; else as `zero_comm.init`.
     """
     if dist.is_initialized():
         return
@@ -58,7 +59,7 @@ def init_distributed(
 
 
 def get_local_rank() -> int:
-    """Return this rank's index on its host."""
+    """Return this rank's index on its host, by LOCAL_RANK; 0 without that variable."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -71,7 +72,7 @@ def get_world_group() -> dist.ProcessGroup:
 
 
 def get_global_rank(group: dist.ProcessGroup | None = None, group_rank: int = 0) -> int:
-    """Return the global rank of a member of ``group`` (None: all ranks)."""
+    """Return the global rank of the member ``group_rank`` of ``group`` (None: all ranks)."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
@@ -81,17 +82,20 @@ def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True."""
+    """Return True: every torch that is supported has it."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
+    """Return True: every torch that is supported has it."""
     return True
 
 
 def _requested_backend(wanted: str | None, device: str) -> str | None:
-    """Return the backend to ask for; None for the device's default, which `zero_comm.init` combines with gloo."""
+    """Return the backend to ask for; None for the device's default, which `zero_comm.init` combines with gloo.
+
+    That is for no wish, for the default itself, and for `ccl`, which torch no longer needs.
+    """
     if wanted is None or (device != "cpu" and wanted == dist.get_default_backend_for_device(device)):
         return None
     return None if wanted == "ccl" else wanted

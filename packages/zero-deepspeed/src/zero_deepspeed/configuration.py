@@ -15,7 +15,8 @@ from .settings import load_config, raw_config
 class DeepSpeedConfig:
     """A configuration, resolved as `initialize` does; its values are attributes, as in `zero_core.Config`.
 
-    ``mpu`` and ``mesh_device`` have no effect: batch sizes are for all ranks. Raises `ConfigError`.
+    ``config``: as for `initialize`. ``mpu`` and ``mesh_device`` have no effect: batch sizes are for all ranks, by
+    torch.distributed or else WORLD_SIZE. Raises `ConfigError`.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
@@ -39,6 +40,7 @@ class DeepSpeedConfig:
         return self._resolved.zero_optimization.stage > 0
 
     def __getattr__(self, name: str) -> Any:
+        """Return the value of that name of the resolved configuration."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._resolved, name)

@@ -35,14 +35,18 @@ class Init:
     Collective.
 
     ``module``: an existing model, which is sharded at once. ``config_dict_or_path`` (or ``config``): the configuration,
-    in which frameworks may have left values "auto". ``mpu``: as for `initialize`. Initial values are those that a
-    single process draws. At the end parameters are cast to ``dtype``, by default the configuration's: bf16, fp16 or
-    float32. Inside another `Init`, and below stage 3, it does nothing.
+    in which frameworks may have left values "auto"; stage 3 without one. ``mpu``: as for `initialize`. ``enabled``:
+    false to do nothing. Initial values are those that a single process draws. At the end parameters are cast to
+    ``dtype``, by default the configuration's: bf16, fp16 or float32. Inside another `Init`, and below stage 3, it does
+    nothing.
 
     ``data_parallel_group`` and ``sequence_data_parallel_group`` must contain all ranks. Shards are on the device on
     which the model's code creates its parameters, or in the files of ``offload_param``; ``remote_device`` and
     ``pin_memory`` have no effect, as `initialize` reads the configuration. ``mem_efficient_linear`` and
     ``tensor_overrides`` have no effect either, as nothing in torch is replaced.
+
+    Raises `UnsupportedError` for a group of fewer ranks, and for the other arguments, which the configuration decides;
+    `ConfigError` for a wrong configuration.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Init:
                 self._cast_and_name(module.parameters())
 
     def __enter__(self) -> Init:
+        """Begin to shard what is built, unless another `Init` is open or it is not enabled."""
         active = _ACTIVE.get()
         if self._enabled and not active:
             self._open()
@@ -98,18 +103,23 @@ class Init:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Shard what is left of what was built and, without an ``error``, cast it and give it DeepSpeed's
+        attributes."""
         _ACTIVE.set(_ACTIVE.get()[:-1])
         self._close(kind, error, trace)
 
     def _open(self) -> None:
-        """Begin to shard what is built."""
+        """Begin to shard what is built, and to record its parameters; does nothing below stage 3. Collective."""
         self._inner = self._new_partition_init()
         if self._inner is not None:
             self._inner.__enter__()
             self._handle = register_module_parameter_registration_hook(self._record_parameter)
 
     def _new_partition_init(self) -> PartitionInit | None:
-        """Return a new `zero_partition.Init` as the configuration says; None below stage 3. Collective."""
+        """Return a new `zero_partition.Init` as the configuration says; None below stage 3. Collective.
+
+        Sets the dtype to the configuration's if none was given, and opens process groups. Raises as the class says.
+        """
         init_distributed()
         for name, group in self._groups.items():
             if group is not None and len(dist.get_process_group_ranks(group)) < dist.get_world_size():
@@ -128,7 +138,7 @@ class Init:
         return PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
 
     def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Shard what was built and, without an ``error``, cast and name its parameters."""
+        """Shard what was built and, without an ``error``, cast and name its parameters; does nothing if not open."""
         if self._inner is None:
             return
         self._handle.remove()
@@ -140,7 +150,7 @@ class Init:
             self._cast_and_name(found)
 
     def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Cast floating parameters to the dtype, and give all of them DeepSpeed's names."""
+        """Cast floating parameters to the dtype, in place, and make all of them `ZeroParameter`s."""
         for parameter in parameters:
             if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                 record = sharded_record(parameter)
@@ -173,7 +183,8 @@ def _refuse_configured_elsewhere(**given: bool) -> None:
 
 @contextmanager
 def init_suspended() -> Iterator[None]:
-    """Context manager: shard what an open `Init` has built so far, and disable it inside."""
+    """Context manager: shard what an open `Init` has built so far, and disable it inside;
+    without one do nothing. Collective."""
     active = _ACTIVE.get()
     if active:
         active[0]._close(None, None, None)
@@ -188,8 +199,8 @@ class GatheredParameters(AbstractContextManager[None]):
     """Context manager: ``params`` (one, or an iterable; None and plain tensors are ignored) are gathered inside.
 
     With ``modifier_rank`` the changes of that rank are broadcast at the end. Without it an engine keeps changes that
-    are the same on all ranks, and refuses others. ``fwd_module``: gather the parameters also whenever this module
-    runs. Contexts may overlap. Collective.
+    are the same on all ranks, and refuses others. ``fwd_module``: gather the parameters also whenever this module runs,
+    from now on. ``enabled``: false to gather nothing. Contexts may overlap. Collective.
     """
 
     def __init__(
@@ -210,6 +221,7 @@ class GatheredParameters(AbstractContextManager[None]):
                     register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
+        """Gather the parameters, if enabled. Collective."""
         if self._enabled:
             self._context = gathered_anywhere(self._parameters, self._modifier_rank)
             self._context.__enter__()
@@ -218,6 +230,7 @@ class GatheredParameters(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Release the parameters, after the changes to them are taken over. Collective."""
         if self._context is not None:
             count_gathers(self._parameters, -1)
             context, self._context = self._context, None
@@ -225,7 +238,8 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Gather ``parameter``, which another module owns, whenever ``module`` runs."""
+    """Gather ``parameter``, which another module owns, whenever ``module`` runs from now
+    on; a second call does nothing."""
     register_use(module, parameter)
     mark_external(parameter)
 
@@ -233,13 +247,15 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 def unwrap_model_for_generation(model: Any, **_options: Any) -> AbstractContextManager[Any]:
     """Return a context manager that yields the plain module of an engine, with full parameters and without hooks.
 
-    Inside, ranks may call the module a different number of times, as generation does. Collective.
+    ``model``: a `DeepSpeedEngine`. ``options`` have no effect. Inside, ranks may call the module a different number of
+    times, as generation does. Below stage 3 parameters are full anyway. Collective at stage 3.
     """
     return _full_without_hooks(model)
 
 
 @contextmanager
 def _full_without_hooks(engine: Any) -> Iterator[nn.Module]:
+    """Yield the module of ``engine`` as `unwrap_model_for_generation` says."""
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return

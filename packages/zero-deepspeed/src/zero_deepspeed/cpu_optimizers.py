@@ -22,7 +22,11 @@ Parameters = Any
 
 
 class DeepSpeedCPUAdam(CPUAdam):
-    """AdamW, or Adam with ``adamw_mode=False``, by the CPU kernels."""
+    """AdamW, or Adam with ``adamw_mode=False``, by the CPU kernels; see this module about ``model_params``.
+
+    ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without bias correction, with
+    ``amsgrad``, and without parameters.
+    """
 
     same_arithmetic_as = CPUAdam
 
@@ -49,7 +53,11 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):
-    """Adagrad by the CPU kernels."""
+    """Adagrad by the CPU kernels; see this module about ``model_params``.
+
+    ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` with ``amsgrad``, and without
+    parameters.
+    """
 
     same_arithmetic_as = CPUAdagrad
 
@@ -70,7 +78,10 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
 
 
 class DeepSpeedCPULion(CPULion):
-    """Lion by the CPU kernels."""
+    """Lion by the CPU kernels; see this module about ``model_params``.
+
+    ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without parameters.
+    """
 
     same_arithmetic_as = CPULion
 
@@ -87,7 +98,8 @@ class DeepSpeedCPULion(CPULion):
 
 
 class FusedAdam(torch.optim.AdamW):
-    """torch's fused AdamW, or Adam with ``adam_w_mode=False``."""
+    """torch's fused AdamW, or Adam with ``adam_w_mode=False``. ``set_grad_none`` has no effect.
+    Raises `UsageError` without bias correction."""
 
     elementwise = True
 
@@ -111,7 +123,7 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class FusedLion(Lion):
-    """Lion with torch's foreach operations."""
+    """Lion with torch's foreach operations. ``set_grad_none`` has no effect."""
 
     def __init__(
         self,
@@ -134,8 +146,9 @@ def _init_without_checks(
 ) -> None:
     """Initialise ``optimizer`` as ``kind`` over an empty parameter, with ``options``, then give it the user's groups.
 
-    So ``kind`` does not check parameters that it never updates. Groups get the options that they lack, and all those of
-    ``forced``.
+    So ``kind`` does not check parameters that it never updates. ``parameters``: an iterable of parameters, or of param
+    groups, which are changed in place: they get the options that they lack, and all those of ``forced``.
+    ``fp32_states``: false for bfloat16. Raises `UsageError` without parameters.
     """
     given = list(parameters)
     if not given:

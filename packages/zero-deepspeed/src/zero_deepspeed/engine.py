@@ -36,20 +36,20 @@ logger = logging.getLogger("DeepSpeed")
 
 
 class StageError(UsageError, AssertionError):
-    """A call is not allowed at the engine's stage."""
+    """A call is not allowed at the engine's stage; also an AssertionError, which DeepSpeed raises there."""
 
 
 class DeepSpeedEngine(nn.Module):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
-    It holds an `Engine`, to which names with the same meaning are delegated. ``optimizer`` is a `ZeROOptimizer` (at
-    stage 3 without an optimizer a `ParameterOffload`), ``config`` the user's dict, and parameters at stage 3 have
-    DeepSpeed's attributes (`ZeroParameter`). Any other attribute is looked up in the model.
+    It holds an `Engine` (``core``), to which names with the same meaning are delegated. ``optimizer`` is a
+    `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`), and parameters at stage 3 have DeepSpeed's
+    attributes (`ZeroParameter`). Any other attribute is one of `GETTERS`, or is looked up in the model.
 
     Attributes:
         zero_engine: the engine that trains.
         module: the user's model.
-        config: the configuration as it was given.
+        config: the configuration as it was given, as a dict.
     """
 
     zero_engine: Engine
@@ -139,12 +139,12 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """Return the optimizer by DeepSpeed's names; None without an optimizer below stage 3."""
+        """Return the `ZeROOptimizer` or `ParameterOffload`; None without an optimizer below stage 3."""
         return self._named_optimizer
 
     @property
     def local_rank(self) -> int:
-        """Return this rank's index on its host."""
+        """Return this rank's index on its host, by LOCAL_RANK; 0 without that variable."""
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     @property
@@ -156,7 +156,8 @@ class DeepSpeedEngine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward passes inside only accumulate gradients on this rank.
 
-        Raises `StageError` at stages 2 and 3.
+        Raises `StageError` at stages 2 and 3, and `UsageError` where every micro-batch is reduced for another reason,
+        as `Engine.no_sync`.
         """
         if self.zero_optimization_stage() >= 2:
             raise StageError(
@@ -181,9 +182,10 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the weights as `Engine.save_16bit_model`, and return whether it wrote them.
+        """Save the weights as `Engine.save_16bit_model`, and return whether it wrote them. Collective.
 
-        At stage 3 it only does so if the configuration asks for full weights.
+        At stage 3 it does nothing and returns False, with a warning, unless the configuration sets
+        `stage3_gather_16bit_weights_on_model_save`.
         """
         asked = self.resolved_config.zero_optimization.stage3_gather_16bit_weights_on_model_save
         if self.zero_optimization_stage() == 3 and not asked:
@@ -203,10 +205,11 @@ class DeepSpeedEngine(nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Save as `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
+        Collective.
 
         `load_checkpoint` returns it together with the ``ds_version`` that wrote it. The folder also gets small files
         with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with temporary ones
-        do, the first rank's is used.
+        do, the first rank's is used, with a warning on the others.
         """
         folder = self._folder_of_first_rank("save_checkpoint", save_dir)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -221,9 +224,12 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load as `Engine.load_checkpoint`; ``(None, None)`` if no tag is given and ``load_dir`` has no file `latest`.
+        """Load as `Engine.load_checkpoint`, and return (path, client state as it was given to `save_checkpoint`).
+        Collective.
 
-        Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`.
+        If no ``tag`` is given and ``load_dir`` has no file `latest`, it loads nothing and returns ``(None, None)``.
+        Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`. Raises
+        `zero_ckpt.CheckpointError` on every rank.
         """
         folder = self._folder_of_first_rank("load_checkpoint", load_dir)
         if tag is None and not (Path(folder) / "latest").is_file():
@@ -243,7 +249,11 @@ class DeepSpeedEngine(nn.Module):
     save_fp16_model = save_16bit_model
 
     def _folder_of_first_rank(self, call: str, folder: str | os.PathLike[str]) -> str:
-        """Return the first rank's ``folder``, as a checkpoint is in one folder; ``call``: the method, for messages."""
+        """Return the first rank's ``folder``, as a checkpoint is in one folder; warn if this rank's differs.
+        Collective.
+
+        ``call``: the method, for messages. Raises `UsageError` if the engine was destroyed or its states are offloaded.
+        """
         self.zero_engine.training_state.check_open(call)
         given = os.fspath(folder)
         told = self.partition.runtime.agree(call, "", given)
@@ -280,17 +290,19 @@ class DeepSpeedEngine(nn.Module):
         return sizes.train, sizes.micro, sizes.steps
 
     def get_mom(self) -> list[Any]:
-        """Return the ``momentum``, else the ``betas``, of each param group; 0.0 for a group with neither."""
+        """Return the ``momentum``, else the ``betas``, of each param group; 0.0 for a group with neither.
+        Raises `UsageError` without an optimizer."""
         groups = self.zero_engine.training_state.check_trainable("get_mom").param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_type(self) -> list[Any]:
-        """Return the key ``type`` of each param group; 0.0 for a group without it."""
+        """Return the key ``type`` of each param group; 0.0 for a group without it. Raises
+        `UsageError` without an optimizer."""
         groups = self.zero_engine.training_state.check_trainable("get_type").param_groups
         return [group.get("type", 0.0) for group in groups]
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale is dynamic."""
+        """Return whether the loss scale is dynamic; False without an optimizer."""
         return self.sharded_optimizer is not None and isinstance(self.sharded_optimizer.loss_scale, DynamicLossScale)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -299,17 +311,23 @@ class DeepSpeedEngine(nn.Module):
         return precision.param_dtype, precision.accumulate_dtype
 
     def empty_partition_cache(self) -> None:
-        """Free the accelerator memory that torch caches; parameters are released after each pass anyway."""
+        """Free the accelerator memory that torch caches; do nothing on the CPU.
+        Parameters are released after each pass anyway."""
         self.zero_engine.training_state.check_open("empty_partition_cache")
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
 
     def destroy(self, unshard: bool = True) -> None:
-        """Close the engine as `Engine.destroy`; its parameters become plain `nn.Parameter`s again."""
+        """Close the engine as `Engine.destroy`; its parameters become plain `nn.Parameter`s again. Collective.
+
+        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank.
+        """
         self.zero_engine.destroy(unshard)
         remove_names(self.module.parameters())
 
     def __getattr__(self, name: str) -> Any:
+        """Return a method of `GETTERS`, a stand-in that raises for one of `REFUSED`, a
+        submodule, or the model's attribute."""
         if name in GETTERS:
             return partial(GETTERS[name], self.resolved_config)
         if name in REFUSED:
@@ -323,7 +341,7 @@ class DeepSpeedEngine(nn.Module):
 
 
 class CheckpointNames:
-    """The additions to a checkpoint for scripts of DeepSpeed (a `zero_core.checkpoint.Dialect`).
+    """The additions to a checkpoint for scripts of DeepSpeed, as a `zero_core.checkpoint.Dialect`.
 
     ``config``: the configuration as the user gave it.
     """
@@ -332,10 +350,12 @@ class CheckpointNames:
         self._config = config
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` with the current ``ds_version``, as plain data."""
+        """Return ``given``, the user's client state, with the current ``ds_version`` unless it has one, as plain
+        data."""
         plain: dict[str, Any] = to_plain({"ds_version": VERSION, **given})
         return plain
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
-        """Return name -> content of the files of `state_files`."""
+        """Return name -> content of the files of `state_files`; ``client_state`` is what
+        the method of that name returned."""
         return state_files(state, self._config, from_plain(client_state))

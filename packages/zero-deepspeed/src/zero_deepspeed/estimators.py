@@ -10,7 +10,8 @@ from zero_plan import estimate_zero2, estimate_zero2_live, estimate_zero3, estim
 def zero2_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 2 needs for a model, by `zero_plan.estimate_zero2_live`."""
+    """Print the memory that stage 2 needs for ``model``, as `zero_plan.estimate_zero2_live`
+    returns it; that explains the arguments."""
     print(
         estimate_zero2_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -21,7 +22,8 @@ def zero2_live(
 def zero2_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 2 needs for ``total_params`` parameters (elements)."""
+    """Print the memory that stage 2 needs for ``total_params`` parameters (elements), as
+    `zero_plan.estimate_zero2` returns it."""
     print(
         estimate_zero2(
             int(total_params),
@@ -35,7 +37,8 @@ def zero2_cold(
 def zero3_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 3 needs for a model, by `zero_plan.estimate_zero3_live`."""
+    """Print the memory that stage 3 needs for ``model``, as `zero_plan.estimate_zero3_live`
+    returns it; that explains the arguments."""
     print(
         estimate_zero3_live(
             model, gpus_per_node=num_gpus_per_node, nodes=num_nodes, additional_buffer_factor=additional_buffer_factor
@@ -50,7 +53,10 @@ def zero3_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the memory that stage 3 needs for ``total_params`` parameters; counts are elements."""
+    """Print the memory that stage 3 needs, as `zero_plan.estimate_zero3` returns it.
+
+    ``total_params`` and ``largest_layer_params``: elements of the model and of its largest layer.
+    """
     print(
         estimate_zero3(
             int(total_params),

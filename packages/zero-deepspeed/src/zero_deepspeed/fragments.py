@@ -24,13 +24,16 @@ from zero_partition import (
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full parameter in the optimizer's precision; None when no engine has it. Collective."""
+    """Return a full copy of the parameter in the optimizer's precision; None when no engine shards it. Collective."""
     owner = owner_of(param)
     return None if owner is None or owner.find(param) is None else full_parameter(owner, param)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the full averaged gradient, or ``param.grad`` where that is set; None without a gradient. Collective."""
+    """Return a full copy of the averaged gradient, or ``param.grad`` itself where that is set. Collective.
+
+    None before a backward pass and after the step, and when no engine shards the parameter.
+    """
     owner = owner_of(param)
     if param.grad is not None or owner is None or owner.find(param) is None:
         return param.grad
@@ -38,23 +41,40 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return the full optimizer state of that name; None when no engine has the parameter. Collective."""
+    """Return a full copy of the optimizer state of that name, such as `exp_avg`; None when no engine has the parameter.
+    Collective.
+
+    Zeros before the first step. Raises `UsageError` without an optimizer, and `PartitionError` for a parameter that is
+    not trained or another name.
+    """
     owner = owner_of(param)
     return None if owner is None else full_state(owner, _optimizer(owner), param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the parameter, its master included, by rank 0's ``value``. Collective."""
+    """Replace the parameter, its master included, by rank 0's ``value``, a tensor of its shape. Collective.
+
+    Raises `UsageError` when no engine has the parameter, and `PartitionError` for another shape.
+    """
     set_full_parameter(_owner(param), param, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace the averaged gradient by rank 0's ``value`` until the next step. Collective."""
+    """Replace the averaged gradient by rank 0's ``value``, a tensor of the parameter's shape, until the next step.
+    Collective.
+
+    Raises `UsageError` when no engine has the parameter, and `PartitionError` for another shape or before there is a
+    gradient.
+    """
     set_full_gradient(_owner(param), param, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace the optimizer state of that name by rank 0's ``value``. Collective."""
+    """Replace the optimizer state of that name by rank 0's ``value``, a tensor of the parameter's shape. Collective.
+
+    Raises `UsageError` when no engine, or one without an optimizer, has the parameter, and `PartitionError` for another
+    shape or before there is such a state.
+    """
     owner = _owner(param)
     set_full_state(owner, _optimizer(owner), param, optim_state_key, value)
 
@@ -62,7 +82,11 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_update_full_grad_vectorized(
     param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``. Collective."""
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``; rank 0's result
+    counts. Collective.
+
+    ``param_list``: the same parameters, in the same order, on every rank.
+    """
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -70,40 +94,55 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's fragment in the optimizer's precision, 1-D; empty if this rank has none."""
+    """Return a copy of this rank's fragment in the optimizer's precision, 1-D; empty if this rank has none.
+
+    Raises `UsageError` below stage 3, and for a parameter that no engine shards, as all `safe_*_local_*` functions do.
+    """
     return _read_fragment(param, lambda fragment: fragment.master())
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's fragment of the averaged gradient, 1-D; None before there is a gradient."""
+    """Return a copy of this rank's fragment of the averaged gradient, 1-D; None before there is a gradient, empty if
+    this rank has no fragment. Raises as `safe_get_local_fp32_param`."""
     return _read_fragment(param, lambda fragment: fragment.gradient())
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of this rank's fragment of an optimizer state, 1-D; None before there is a state."""
+    """Return a copy of this rank's fragment of an optimizer state such as `exp_avg`, 1-D; None if there is none (yet),
+    empty if this rank has no fragment. Raises as `safe_get_local_fp32_param`."""
     return _read_fragment(param, lambda fragment: fragment.state(optim_state_key))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the parameter, its master included. Needs stage 3."""
+    """Replace this rank's fragment of the parameter, its master included; do nothing if this rank has none.
+
+    ``value``: any shape with the fragment's number of elements, else `UsageError`. Raises as
+    `safe_get_local_fp32_param`.
+    """
     for fragment in _local_fragments(param):
         fragment.set_master(value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replace this rank's fragment of the averaged gradient until the next step. Needs stage 3."""
+    """Replace this rank's fragment of the averaged gradient until the next step; do nothing if this rank has none.
+
+    ``value``: as in `safe_set_local_fp32_param`. Raises as there, and `UsageError` before there is a gradient.
+    """
     for fragment in _local_fragments(param):
         fragment.set_gradient(value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace this rank's fragment of an optimizer state. Needs stage 3."""
+    """Replace this rank's fragment of an optimizer state; do nothing if this rank has none.
+
+    ``value``: as in `safe_set_local_fp32_param`. Raises as there, and `UsageError` before there is such a state.
+    """
     for fragment in _local_fragments(param):
         fragment.set_state(optim_state_key, value)
 
 
 class _LocalFragment:
-    """This rank's fragment of one parameter, of its gradient and of its states."""
+    """This rank's ``fragment`` of one parameter in ``unit``, of its gradient and of its states. Values are 1-D."""
 
     def __init__(self, partition: Partition, unit: Unit, fragment: Fragment) -> None:
         self._partition, self._unit, self._fragment = partition, unit, fragment
@@ -121,7 +160,8 @@ class _LocalFragment:
         return copied
 
     def set_master(self, value: torch.Tensor) -> None:
-        """Replace the fragment of the parameter and of its master."""
+        """Replace the fragment of the parameter and of its master, on every tier. Raises `UsageError` for another
+        size."""
         flat = self._flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
@@ -134,7 +174,7 @@ class _LocalFragment:
         self._partition.runtime.shard_changed(self._unit)
 
     def gradient(self) -> torch.Tensor | None:
-        """Return a copy of the fragment's averaged gradient; None if the unit has none."""
+        """Return a copy of the fragment's averaged gradient; None if the unit has none that is reduced."""
         gradients = self._partition.runtime.gradients.get(self._unit.index)
         if gradients is None or not gradients.is_reduced:
             return None
@@ -142,7 +182,7 @@ class _LocalFragment:
             return self._slice(averaged).clone()
 
     def set_gradient(self, value: torch.Tensor) -> None:
-        """Replace the fragment's averaged gradient; `UsageError` if the unit has none."""
+        """Replace the fragment's averaged gradient; `UsageError` if the unit has none, or for another size."""
         gradients = self._partition.runtime.gradients.get(self._unit.index)
         if gradients is None or not gradients.is_reduced:
             raise UsageError(f"parameter '{self._name}' has no gradient to replace; run backward first")
@@ -155,7 +195,8 @@ class _LocalFragment:
         return kept if kept is not None else self._optimizer_state(key)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
-        """Replace the fragment's optimizer state ``key``; `UsageError` if there is none."""
+        """Replace the fragment's optimizer state ``key``, in the tier's store if states are there. Raises `UsageError`
+        for another size, and if the torch optimizer has no such state."""
         self._partition.readers.wait()
         if self._unit.states is not None:
             self._unit.states.write({self._name: {key: self._flat(value).cpu()}})
@@ -167,10 +208,12 @@ class _LocalFragment:
 
     @property
     def _name(self) -> str:
+        """The parameter's name."""
         return self._fragment.entry.name
 
     def _optimizer_state(self, key: str, copied: bool = True) -> torch.Tensor | None:
-        """Return a state of the torch optimizer, as a 1-D copy or the tensor itself; None if there is none."""
+        """Return a state of the torch optimizer, as a 1-D copy or (``copied`` false) the tensor itself; None if there
+        is none, or if it is a single number such as `step`."""
         optimizer = _optimizer(self._partition)
         for owned in optimizer.fragments:
             if owned.fragment is self._fragment or owned.fragment == self._fragment:
@@ -180,7 +223,7 @@ class _LocalFragment:
         return None
 
     def _stored_state(self, kind: str) -> torch.Tensor | None:
-        """Return a copy of a state, or the master, from the tier's store; None if it is not there."""
+        """Return a 1-D copy of a state, or of the master, from the tier's store; None if it is not there."""
         if self._unit.states is not None:
             for _, kept in self._unit.states.states([self._name]):
                 if kind in kept:
@@ -202,7 +245,10 @@ class _LocalFragment:
 
 
 def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
-    """Yield this rank's fragment of a parameter, if it has one; `UsageError` below stage 3."""
+    """Yield this rank's fragment of a parameter, if it has one.
+
+    Raises `UsageError` below stage 3, for a parameter that no engine has, and for a replicated one.
+    """
     owner = _owner(param)
     if owner.options.stage < 3:
         raise UsageError("the safe_*_local_* functions are for parameters that stage 3 has partitioned")
@@ -217,7 +263,8 @@ def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
 
 
 def _read_fragment(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the result of ``read`` for this rank's fragment; an empty tensor if it has none."""
+    """Return the result of ``read`` for this rank's fragment; an empty tensor if it has
+    none. Raises as `_local_fragments`."""
     for fragment in _local_fragments(param):
         return read(fragment)
     return param.new_empty(0)

@@ -34,6 +34,7 @@ def _off_getters(*names: str) -> dict[str, Getter]:
 
 
 def _autocast_dtype(config: Config) -> torch.dtype | None:
+    """Return the dtype of the section `torch_autocast`; None if it names none."""
     name = config.torch_autocast.dtype
     return None if name is None else parse_dtype(name)
 

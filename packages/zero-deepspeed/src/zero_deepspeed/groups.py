@@ -9,7 +9,7 @@ from .errors import UnsupportedError
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group of all ranks."""
+    """Return the group of all ranks. Raises `UsageError` before torch.distributed is initialised."""
     return get_world_group()
 
 
@@ -19,7 +19,7 @@ def get_data_parallel_world_size() -> int:
 
 
 def get_data_parallel_rank() -> int:
-    """Return this rank."""
+    """Return this process's rank among all ranks."""
     return dist.get_rank()
 
 

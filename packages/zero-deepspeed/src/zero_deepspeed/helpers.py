@@ -24,7 +24,11 @@ _CONSTRUCTORS = frozenset([torch.empty, torch.zeros, torch.ones, torch.full, tor
 
 
 class OnDevice(TorchFunctionMode):
-    """Context manager: tensors created inside are on ``device`` (default: meta), floating ones in ``dtype``."""
+    """Context manager: tensors created inside are on ``device`` (default: meta), floating ones in ``dtype``.
+
+    That holds for torch's empty, zeros, ones, full, rand, randn and tensor; an explicit ``device=`` in a call stays.
+    ``enabled``: false to do nothing.
+    """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
         super().__init__()
@@ -46,6 +50,7 @@ class OnDevice(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Call ``func``; if it creates a tensor, on the device and in the dtype of this context."""
         keywords = dict(kwargs or {})
         if func not in _CONSTRUCTORS:
             return func(*args, **keywords)
@@ -56,7 +61,7 @@ class OnDevice(TorchFunctionMode):
 
 
 class DummyOptim:
-    """Param groups without an optimizer, for schedules that need some."""
+    """One param group with ``params`` and no optimizer, for schedules that need some."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
@@ -78,12 +83,14 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """Return a copy of nested containers with every tensor copied to memory of its own on ``device``, detached."""
+    """Return a copy of nested containers with every tensor copied to memory of its own on
+    ``device``, detached; parameters stay parameters."""
     return tree_map(lambda leaf: _copied(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, item)
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return nested containers with their tensors moved to ``device``, if ``criterion_func`` (None: always) is true."""
+    """Return a copy of nested containers in which tensors are on ``device``: those for
+    which ``criterion_func`` is true (None: all)."""
 
     def moved(leaf: Any) -> Any:
         chosen = isinstance(leaf, torch.Tensor) and (criterion_func is None or criterion_func(leaf))
@@ -102,7 +109,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log the device memory in use and its peak, in GiB; do nothing without ``force``."""
+    """Log ``message`` with the device memory in use and its peak, in GiB; do nothing without ``force``."""
     if force:
         device = get_accelerator()
         used, most = device.memory_allocated() / 2**30, device.max_memory_allocated() / 2**30
@@ -116,7 +123,7 @@ def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, *options: Any, **named: Any) -> None:
-    """Configure activation checkpointing as `zero_core.checkpointing.configure` does.
+    """Configure activation checkpointing as `zero_core.checkpointing.configure` does, whose arguments these are.
 
     ``deepspeed_config``: a dict or the path of a JSON file.
     """

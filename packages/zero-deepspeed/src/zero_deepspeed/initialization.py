@@ -46,13 +46,16 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Scheduler | None]:
-    """Return ``(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)``; see
-    `zero_core.initialize`. Collective.
+    """Return ``(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)``. Collective.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
-    of JSON text. If a `DeepSpeedEngine` still holds the model, that engine is destroyed first. ``mpu``: the ranks that
-    share a layer, in tensor parallelism. Without an optimizer a schedule has no effect. A mesh with sequence
-    parallelism (``mesh_param``) is not available.
+    of JSON text. ``mpu``: the ranks that share a layer, in tensor parallelism. The other arguments are those of
+    `zero_core.initialize`; ``distributed_port`` has no effect. ``dist_init_required``: see `init_distributed`, which is
+    called first. If a `DeepSpeedEngine` still holds the model, that engine is destroyed. Without an optimizer a
+    schedule has no effect.
+
+    Raises `UsageError` without a configuration or with two, `ConfigError` for a wrong one, `UnsupportedError` for a
+    mesh with sequence parallelism (``mesh_param``), and what `zero_core.initialize` raises.
     """
     logger.info("DeepSpeed info: version=%s, answered by zero-deepspeed", VERSION)
     _refuse_mesh(mesh_param)
@@ -79,7 +82,8 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` (a flag for the script's own use) and ``--deepspeed_config FILE`` to a parser."""
+    """Add ``--deepspeed`` (a flag for the script's own use) and ``--deepspeed_config
+    FILE`` to ``parser``, and return it."""
     group = parser.add_argument_group("DeepSpeed", "configuration of the engine")
     group.add_argument("--deepspeed", action="store_true", help="a flag for the script itself")
     group.add_argument("--deepspeed_config", type=str, default=None, help="a JSON file")
@@ -87,7 +91,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _given_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the configuration from the one argument that has it; `UsageError` for none, and for both kinds."""
+    """Return the configuration from the one argument that has it; ``config`` comes before ``config_params``.
+
+    Raises `UsageError` for none, and if ``args.deepspeed_config`` is given as well.
+    """
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
     if given is not None and from_args is not None:
@@ -98,7 +105,7 @@ def _given_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _none_if_empty(parameters: Parameters | None) -> Parameters | None:
-    """Return the parameters; None for an empty list, which frameworks pass for inference."""
+    """Return the parameters as a list; None for None, and for an empty list, which frameworks pass for inference."""
     if parameters is None:
         return None
     listed: Any = list(parameters)
@@ -106,7 +113,7 @@ def _none_if_empty(parameters: Parameters | None) -> Parameters | None:
 
 
 def _destroy_former_engines(model: nn.Module) -> None:
-    """Destroy the engines that hold parameters of ``model``, so that a new one can take them."""
+    """Destroy the `DeepSpeedEngine`s that hold parameters of ``model``, so that a new one can take them."""
     for parameter in model.parameters():
         owner = owner_of(parameter)
         held = None if owner is None else owner.user

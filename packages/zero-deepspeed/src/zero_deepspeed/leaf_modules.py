@@ -14,7 +14,8 @@ LeafChoice = type[nn.Module] | str
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Make ``model`` a leaf module, gathered with all that is inside; with a false ``flag`` no longer."""
+    """Make ``model`` a leaf module, gathered with all that is inside; with a false
+    ``flag`` no longer. Call it before `initialize`."""
     set_leaf_modules(model, [""], leaf=flag)
     model._z3_leaf = flag  # type: ignore[assignment]
 
@@ -25,7 +26,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaf modules of ``model``."""
+    """Return the leaf modules of ``model``, itself included."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -34,7 +35,7 @@ def set_z3_leaf_modules(
 ) -> list[nn.Module]:
     """Make modules of these classes (or class names) leaf modules; return them. Call it before `initialize`.
 
-    Raises `UsageError` if there is none and ``raise_if_not_found``.
+    Raises `UsageError` if there is none and ``raise_if_not_found``, and for anything but classes and names.
     """
     return _set_leaves_by_class(model, list(leaf_module_classes), True, raise_if_not_found)
 
@@ -42,14 +43,19 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[LeafChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make modules of these classes (or class names) no leaf modules any more; return them."""
+    """Make modules of these classes (or class names) no leaf modules any more; return them. Call it before
+    `initialize`. Raises as `set_z3_leaf_modules`."""
     return _set_leaves_by_class(model, list(leaf_module_classes), False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make the modules of these names leaf modules; return them, and the names that match none."""
+    """Make the modules of these full names leaf modules; return them, and the names that match none.
+
+    ``flag``: false to make them no leaf modules any more. Raises `UsageError` if a name matches none and
+    ``raise_if_not_found``. Call it before `initialize`.
+    """
     known = dict(model.named_modules())
     wanted = list(module_names)
     return _set_leaves_by_name(wanted, lambda name: [known[name]] if name in known else [], flag, raise_if_not_found)
@@ -58,7 +64,10 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules whose names end so leaf modules; return them, and the suffixes that match none."""
+    """Make modules whose full names end so leaf modules; return them, and the suffixes that match none.
+
+    The other arguments, and errors, are as in `set_z3_leaf_modules_by_name`.
+    """
 
     def ending(suffix: str) -> list[nn.Module]:
         return [module for name, module in model.named_modules() if name.endswith(suffix)]
@@ -69,7 +78,11 @@ def set_z3_leaf_modules_by_suffix(
 def _set_leaves_by_name(
     wanted: list[str], find: Callable[[str], list[nn.Module]], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    """Set or unset the modules that ``find`` returns for the names ``wanted``; return them, and names without any."""
+    """Set (``flag``) or unset the modules that ``find`` returns for the names ``wanted``; return them, and names
+    without any.
+
+    Raises `UsageError`, and changes nothing, if a name has none and ``raise_if_not_found``.
+    """
     found = {id(module): module for name in wanted for module in find(name)}
     missing = [name for name in wanted if not find(name)]
     if missing and raise_if_not_found:
@@ -80,7 +93,8 @@ def _set_leaves_by_name(
 
 
 def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    """Set or unset the modules of these classes or class names as leaf modules; return them."""
+    """Set (``flag``) or unset the modules of these classes or class names as leaf modules;
+    return them. Raises as `set_z3_leaf_modules`."""
     for choice in classes:
         if not isinstance(choice, (str, type)):
             raise UsageError(f"leaf_module_classes: expected classes or their names, got {choice!r}")

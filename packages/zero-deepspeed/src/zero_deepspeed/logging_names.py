@@ -12,7 +12,7 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log ``message`` on the ranks given (-1 or none: all)."""
+    """Log ``message`` on the ranks in ``ranks`` (None, empty, or with -1 in it: all), with this rank in front."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -20,16 +20,20 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 @cache
 def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
-    """Call `log_dist` once for each message."""
+    """Call `log_dist`, only once in this process for the same arguments, which must be hashable."""
     log_dist(message, ranks, level)
 
 
 @cache
 def warning_once(message: str) -> None:
-    """Log a warning once for each message."""
+    """Log a warning, only once in this process for the same message."""
     logger.warning(message)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the logger's level by name (debug, info, warning, error, critical). Raises ValueError for another name."""
+    """Set a logger's level by name (debug, info, warning, error, critical), in any case. Raises ValueError for another
+    name.
+
+    ``custom_logger``: default the logger `DeepSpeed`.
+    """
     (custom_logger if custom_logger is not None else logger).setLevel(log_level_str.upper())

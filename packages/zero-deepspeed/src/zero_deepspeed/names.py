@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 
 class Unavailable(str):
-    """The row of a name, or of a whole module, that is not available: the text says what to use instead."""
+    """The row of a name, or of a whole module, that is not available: the text says what to use
+    instead. A str that is told apart by its class."""
 
     __slots__ = ()
 

@@ -13,14 +13,15 @@ from .optimizer import DeepSpeedOptimizer
 
 
 class ParameterOffload(DeepSpeedOptimizer):
-    """Removes the hooks of an engine's model and registers them again.
+    """Removes the hooks of an engine's model and registers them again; it is also the handle in its own
+    ``forward_hooks``.
 
     Without the hooks the model runs as a plain module: inside `GatheredParameters(model.parameters())`, ranks may then
     call it a different number of times.
 
     Attributes:
         module: the model (`HookedModule`).
-        forward_hooks, backward_hooks: lists of handles with ``remove()``.
+        forward_hooks, backward_hooks: lists of handles with ``remove()``, for scripts that remove all of them.
     """
 
     def __init__(self, module: nn.Module, partition: Partition) -> None:
@@ -30,7 +31,7 @@ class ParameterOffload(DeepSpeedOptimizer):
         self.backward_hooks: list[Any] = []
 
     def remove(self) -> None:
-        """Remove the hooks: from now on the model's calls gather nothing."""
+        """Remove the hooks: from now on the model's calls gather nothing. Raises `PartitionError` inside a pass."""
         self._partition.runtime.pause()
 
     def setup_zero_stage3_hooks(self) -> None:

@@ -30,7 +30,9 @@ class DeepSpeedOptimizer:
 class ZeROOptimizer(DeepSpeedOptimizer):
     """The torch optimizer of an engine, with attributes and methods of DeepSpeed's ZeRO optimizers.
 
-    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects.
+    ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects. ``parameter_offload``: at stage
+    3 an attribute of that name; else None, and no attribute. It keeps no reference to ``engine``: when that is gone,
+    most of it raises `UsageError`.
     """
 
     def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None) -> None:
@@ -66,7 +68,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor of the loss."""
+        """Return the factor by which losses are multiplied before the backward pass."""
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
@@ -83,7 +85,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Return this rank's masters: a flat tensor per unit if on the device, else one per parameter."""
+        """Return this rank's masters, unit by unit: a flat tensor per unit if on the device, else
+        one per parameter, a copy from its tier."""
         partition = self._engine.partition
         return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
 
@@ -92,7 +95,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict and the masters (no copies).
 
-        `engine.save_checkpoint` saves the state of all ranks.
+        The keys of both are those of DeepSpeed's optimizer of the stage; others say the stage, the number of ranks, the
+        version and the loss scale. `engine.save_checkpoint` saves the state of all ranks.
         """
         stage = self._engine.zero_optimization_stage()
         inner, masters = _STATE_KEYS[stage == 3]
@@ -110,7 +114,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], **_options: Any) -> None:
         """Load the torch optimizer's state from what `state_dict` returned on this rank; masters and weights stay.
 
-        It must come from the same number of ranks, and from stage 3 if and only if this is stage 3: `UsageError`.
+        ``state_dict`` must come from the same number of ranks, and from stage 3 if and only if this is stage 3, else
+        `UsageError`. ``options`` have no effect.
         """
         key = _STATE_KEYS[self._engine.zero_optimization_stage() == 3][0]
         if key not in state_dict:
@@ -125,7 +130,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._engine.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_options: Any) -> None:
-        """Call `engine.backward` without dividing the loss by the accumulation steps."""
+        """Call `engine.backward` without dividing the loss by the accumulation steps; ``options`` have no effect."""
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -135,7 +140,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._engine.step_without_schedule()
 
     def get_full_hp_param(self, parameter: nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
-        """Return the full master of a parameter, or one of its states. Collective."""
+        """Return a full copy of a parameter's master, or of its state ``optim_state_key``. Collective."""
         if optim_state_key is None:
             return self._engine.full_param(parameter)
         return self._engine.full_state(parameter, optim_state_key)
@@ -153,7 +158,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
-    """Return this rank's masters of a unit: the flat one, or those of its fragments in a store; may be empty."""
+    """Return this rank's masters of a unit: the flat one itself, or copies of those of
+    its fragments in a store; may be empty."""
     if unit.master is not None:
         return [unit.master]
     if unit.states is None:

@@ -50,7 +50,9 @@ class ZeroParamStatus(enum.Enum):
 class _Facts:
     """The data of a `ZeroParameter` besides its tensor; copies and pickles of the parameter do not contain it.
 
-    ``gathers``: number of open gathers of the user's; ``held``: the context of `ZeroParameter.all_gather`.
+    ``group``: the ranks that hold the shards until an engine owns the parameter; None for all. ``number``: `ds_id`.
+    ``gathers``: number of open gathers of the user's. ``external``: `is_external_param`. ``active``:
+    `ds_active_sub_modules`. ``held``: the context of `ZeroParameter.all_gather`, None outside of one.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -62,14 +64,17 @@ class _Facts:
         self.held: Any = None
 
     def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        """Return None: a copied parameter is plain."""
         return None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickle as None: an unpickled parameter is plain."""
         return type(None), ()
 
 
 class ZeroParameter(nn.Parameter):
-    """The class of parameters that stage 3 or `Init` shards; its attributes are computed when they are read.
+    """The class of parameters that stage 3 or `Init` shards; its attributes, named as DeepSpeed's, are computed when
+    they are read.
 
     With one rank a parameter is always full. ``ds_status`` is NOT_AVAILABLE outside of `GatheredParameters` all the
     same, so that scripts behave as they do with several ranks.
@@ -97,7 +102,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether ``data`` has the full values now, or a gather of them is in flight."""
+        """Return whether ``data`` has the full values now, is released, or is being
+        gathered. See the class about one rank."""
         place = _find_unit(self)
         if place is not None:
             unit = place[0]
@@ -113,7 +119,11 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """Return this rank's fragment, 1-D, a copy while an engine has the parameter; all of it if not sharded."""
+        """Return this rank's fragment, 1-D; empty if it has none, and all elements of a parameter that is not sharded.
+
+        While an engine has the parameter it is a copy, and writing to it changes nothing; before that it is the shard
+        itself.
+        """
         place = _find_unit(self)
         if place is None:
             record = sharded_record(self)
@@ -165,7 +175,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_secondary_tensor(self) -> torch.Tensor | None:
-        """Return a copy of the parameter's elements in this rank's secondary shard (hpZ), 1-D, as of the last gather.
+        """Return a copy of the parameter's elements in this rank's secondary shard (hpZ), 1-D, as of the last gather;
+        may be empty.
 
         None without secondary shards, and before the first gather.
         """
@@ -180,11 +191,14 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def nvme_swapper(self) -> None:
-        """Return None: the engine owns the store of its shards."""
+        """Return None, as for a parameter that is not swapped: the engine owns the store of its shards."""
         return
 
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
-        """Gather this parameter (or those of ``param_list``) until `partition`. Collective."""
+        """Gather this parameter (or those of ``param_list``) until `partition`. Collective.
+
+        Parameters that it holds already, and plain ones, are left as they are; other arguments have no effect.
+        """
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is None:
                 _facts(parameter).held = gathered_anywhere(parameter)
@@ -192,11 +206,14 @@ class ZeroParameter(nn.Parameter):
                 count_gathers([parameter], 1)
 
     def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_options: Any) -> None:
-        """Gather ``params`` as `all_gather` does. Collective."""
+        """Gather ``params`` as `all_gather` does; ``options`` have no effect. Collective."""
         self.all_gather(params)
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
-        """Release this parameter (or those of ``param_list``) after `all_gather`. Collective."""
+        """Release this parameter (or those of ``param_list``) after `all_gather`. Collective.
+
+        Parameters that no `all_gather` holds are left as they are; other arguments have no effect.
+        """
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is not None:
                 held, _facts(parameter).held = _facts(parameter).held, None
@@ -204,19 +221,22 @@ class ZeroParameter(nn.Parameter):
                 count_gathers([parameter], -1)
 
     def partition_numel(self) -> int:
-        """Return the number of elements per rank in DeepSpeed's layout, padding included."""
+        """Return the number of elements per rank in DeepSpeed's layout, padding included; shards here have other
+        sizes."""
         return math.ceil(self.ds_numel / self.ds_zero_partition_world_size)
 
     def aligned_size(self) -> int:
-        """Return the number of elements over all ranks in DeepSpeed's layout, padding included."""
+        """Return the number of elements over all ranks in DeepSpeed's layout (see `partition_numel`), padding
+        included."""
         return self.partition_numel() * self.ds_zero_partition_world_size
 
     def padding_size(self) -> int:
-        """Return the number of padding elements in DeepSpeed's layout."""
+        """Return the number of padding elements in DeepSpeed's layout (see `partition_numel`)."""
         return self.aligned_size() - self.ds_numel
 
     def ds_summary(self, **_options: Any) -> dict[str, Any]:
-        """Return the attributes of this parameter as a dict."""
+        """Return facts about this parameter by name: `id`, `status`, `numel`, `shape`, `requires_grad`,
+        `persist` and others. ``options`` have no effect."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -229,7 +249,8 @@ class ZeroParameter(nn.Parameter):
         }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a plain parameter with the full values. Collective where they are not gathered."""
+        """Return a plain parameter with the full values, the same one at each call with this
+        ``memo``. Collective where they are not gathered."""
         if id(self) not in memo:
             with nullcontext() if _is_full(self) else gathered_anywhere(self):
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -237,6 +258,7 @@ class ZeroParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter with the present ``data``, which is a placeholder of NaN while it is released."""
         with torch._C.DisableTorchFunctionSubclass():
             data = self.data
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -254,7 +276,7 @@ def add_names(parameters: Iterable[nn.Parameter], group: Group | None = None) ->
 
 
 def remove_names(parameters: Iterable[nn.Parameter]) -> None:
-    """Make parameters plain `nn.Parameter`s again."""
+    """Make `ZeroParameter`s plain `nn.Parameter`s again; parameters of other classes stay as they are."""
     for parameter in parameters:
         if present_class(parameter) is ZeroParameter:
             change_class(parameter, nn.Parameter)
@@ -262,19 +284,21 @@ def remove_names(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def count_gathers(parameters: Iterable[object], change: int) -> None:
-    """Change the number of the user's open gathers of ``parameters``: by 1 at the begin, by -1 at the end."""
+    """Add ``change`` to the number of the user's open gathers: 1 at the begin of one, -1
+    at its end. Plain ones are ignored."""
     for parameter in parameters:
         if isinstance(parameter, ZeroParameter):
             _facts(parameter).gathers += change
 
 
 def mark_external(parameter: nn.Parameter) -> None:
-    """Mark a parameter as used by a module that does not own it."""
+    """Mark a parameter as used by a module that does not own it; do nothing for a plain one."""
     if isinstance(parameter, ZeroParameter):
         _facts(parameter).external = True
 
 
 def _facts(parameter: nn.Parameter) -> _Facts:
+    """Return the parameter's `_Facts`; ``parameter`` must be a `ZeroParameter`."""
     facts: _Facts = getattr(parameter, _FACTS)
     return facts
 
@@ -294,6 +318,7 @@ def _shard_group(parameter: nn.Parameter) -> Group | None:
 
 
 def _find_unit(parameter: nn.Parameter) -> tuple[Unit, int] | None:
-    """Return the unit of the parameter and its index there; None outside of an engine, and for a replicated one."""
+    """Return the unit of the parameter and its index in the unit; None outside of an engine, and for a replicated
+    one."""
     owner: Partition | None = owner_of(parameter)
     return None if owner is None else owner.find(parameter)

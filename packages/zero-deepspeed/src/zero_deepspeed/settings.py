@@ -24,7 +24,8 @@ _CLIPPING = "DeepSpeed's default since 0.19"
 def raw_config(source: Any) -> dict[str, Any]:
     """Return a dict as it is, and the content of a JSON or Hjson file or of urlsafe base64 of JSON text as a dict.
 
-    Raises `ConfigError`.
+    ``source``: any of these; a string is taken for a path if there is such a file. Raises `ConfigError` for anything
+    else.
     """
     if isinstance(source, dict):
         return source
@@ -38,9 +39,11 @@ def raw_config(source: Any) -> dict[str, Any]:
 
 
 def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True) -> Config:
-    """Resolve DeepSpeed's configuration, with DeepSpeed's defaults where they differ.
+    """Return DeepSpeed's configuration ``raw`` (which stays as it is), resolved, with DeepSpeed's defaults where they
+    differ.
 
-    ``trains``: false without an optimizer; then the section `scheduler` has no effect.
+    ``world_size``: the ranks over which batch sizes count. ``trains``: false without an optimizer; then the section
+    `scheduler` has no effect.
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
     that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
@@ -57,7 +60,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True)
 
 
 def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
-    """Return `load_config` without batch sizes, optimizer and schedule, for building a model.
+    """Return ``raw`` resolved as by `load_config`, without batch sizes, optimizer and schedule, for building a model.
 
     Frameworks may not have filled in every "auto" of these yet.
     """
@@ -67,7 +70,10 @@ def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a file: JSON, else Hjson (JSON with comments), as DeepSpeed reads it."""
+    """Return the content of a file: JSON, else Hjson (JSON with comments), as DeepSpeed reads it.
+
+    Raises `ConfigError` if it is neither, or if Hjson is not installed.
+    """
     try:
         return read(path)
     except ConfigError as refused:
@@ -98,7 +104,7 @@ def _dialect_defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 
 def _drop_idle_removed_keys(data: dict[str, Any]) -> None:
-    """Delete removed keys that ask for nothing."""
+    """Delete from ``data`` the keys that DeepSpeed has removed and that ask for nothing (see `_asks_nothing`)."""
     for path in REMOVED_KEYS:
         parent, _, key = path.rpartition(".")
         section = data.get(parent) if parent else data
@@ -114,7 +120,8 @@ def _asks_nothing(value: Any) -> bool:
 
 
 def _replace_zero_warmup(data: dict[str, Any]) -> None:
-    """Replace 0 warm-up steps by 1: DeepSpeed before 0.19.6 did so, and older frameworks write 0 for "auto"."""
+    """Replace 0 warm-up steps in ``data`` by 1: DeepSpeed before 0.19.6 did so, and older
+    frameworks write 0 for "auto"."""
     section = data.get("scheduler")
     params = section.get("params") if isinstance(section, dict) else None
     if isinstance(params, dict) and params.get("warmup_num_steps") == 0:
@@ -122,7 +129,7 @@ def _replace_zero_warmup(data: dict[str, Any]) -> None:
 
 
 def _drop_unknown_keys(data: dict[str, Any]) -> None:
-    """Delete keys that DeepSpeed would not read, with a warning."""
+    """Delete from ``data`` the keys that DeepSpeed would not read, with a warning for each."""
     for path, section, known in _lenient_sections(data):
         for key in [key for key in section if key not in known]:
             nearest = difflib.get_close_matches(key, known, n=1)
@@ -142,7 +149,7 @@ def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _drop_idle_offload(data: dict[str, Any]) -> None:
-    """Delete `offload_optimizer` at stage 0, with a warning."""
+    """Delete `offload_optimizer` from ``data`` at stage 0, with a warning."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, "auto"):
         return

@@ -25,9 +25,11 @@ _OPTIMIZER_FILES = "*_optim_states.pt"
 
 
 def state_files(state: TrainingState, config: dict[str, Any], client_state: dict[str, Any]) -> dict[str, bytes]:
-    """Return name -> content (for `torch.load`) of the model's file and, from stage 1, the optimizer's.
+    """Return name -> content (for `torch.load`) of the model's file and, from stage 1 with an optimizer, the
+    optimizer's.
 
-    ``config``: as the user gave it.
+    ``state``: of the engine that saves. ``config``: as the user gave it. ``client_state``: as the user gave it; its
+    keys stand beside DeepSpeed's in the model's file, and replace those of the same name.
     """
     stage, part, ranks = state.partition.options.stage, state.model_part.place, state.partition.data_world_size
     facts = {"ds_config": config, "ds_version": VERSION}
@@ -60,7 +62,10 @@ def state_files(state: TrainingState, config: dict[str, Any], client_state: dict
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Return the path of the model's file in the folder of a tag. Raises FileNotFoundError."""
+    """Return the path of the model's file in ``checkpoint_dir``, the folder of a tag.
+
+    Raises FileNotFoundError if the folder or the file is not there, `UsageError` for a stage other than 0 to 3.
+    """
     path = _existing_folder(checkpoint_dir) / _model_file_name(zero_stage, 0)
     if not path.is_file():
         raise FileNotFoundError(f"there is no model states file at '{path}'")

@@ -12,7 +12,11 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the script of the command line, or with ``-m`` the module, as ``__main__``."""
+    """Run the script of the command line, or with ``-m`` the module, as ``__main__``, with `--local_rank` before its
+    arguments.
+
+    The number is that of LOCAL_RANK, or 0.
+    """
     module = sys.argv[1] == "-m"
     name, *arguments = sys.argv[2:] if module else sys.argv[1:]
     sys.argv = [name, f"--local_rank={os.environ.get('LOCAL_RANK', '0')}", *arguments]

@@ -22,8 +22,8 @@ also: zero-launch doctor, zero-launch slurm-script (each has --help)
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that reports an unknown ``--as-NAME`` as a package that is not installed. Its name is
-    like those of the other commands' parsers."""
+    """An ArgumentParser that reports an unknown ``--as-NAME`` as a package that is not
+    installed. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and exit with status 2; with advice if ``message`` is about an unknown ``--as-NAME``."""
