@@ -278,6 +278,7 @@ class Control:
             return
 
         def give_up(reason: str) -> None:
+            """Report ``reason``, and cut this rank's connections."""
             self.give_up(reason)
             sever()
 

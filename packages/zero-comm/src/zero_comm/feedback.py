@@ -59,6 +59,7 @@ class FeedbackAverage:
         first = self._group.all_to_all(arrived, sent, tag)
 
         def finish() -> None:
+            """Wait for the slices of all ranks, and send and receive the averages."""
             first.wait()
             self._answer(arrived, x, tag)
 

@@ -141,9 +141,11 @@ class Ticket:
         self._number = number
 
     def __enter__(self) -> None:
+        """Record that this rank now waits for the entry."""
         self._recorder.begin_wait(self._number)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Record that the wait is over: the entry is complete, or the wait ended with ``error``."""
         if error is None:
             self._recorder.end_wait()
         else:

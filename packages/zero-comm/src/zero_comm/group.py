@@ -292,6 +292,7 @@ class Group:
         self.issued += 1
 
         def finish() -> None:
+            """Divide the sum, and add it to ``out`` if asked to."""
             result.div_(self._divisor)
             if accumulate:
                 out.add_(result)

@@ -39,6 +39,7 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
     reference, process = weakref.ref(holder), os.getpid()
 
     def close() -> None:
+        """Close the holder, unless the process ends by an exception or is a forked one."""
         alive = reference()
         ends_by_an_exception = hasattr(sys, "last_value")
         if alive is not None and not ends_by_an_exception and os.getpid() == process:

@@ -52,6 +52,7 @@ class QuantizedGather:
         sent = self._group.all_gather(arrived.view(-1), arrived[self.rank], tag)
 
         def finish() -> None:
+            """Wait for the packets, and decode them into ``out``."""
             sent.wait()
             for packet, target in zip(arrived, out.view(self.world_size, size), strict=True):
                 packets.read(packet, target)
@@ -103,6 +104,7 @@ class QuantizedReduce:
         self._open.append(reduction)
 
         def finish() -> None:
+            """Start the second hop if that is not done, and finish it."""
             self._advance(reduction)
             reduction.finish()
 

@@ -78,6 +78,7 @@ class ReplicatedReduce:
         self._open.append(reduction)
 
         def finish() -> None:
+            """Finish the hops, and write the average into ``out`` or add it there."""
             self._advance(reduction)
             reduction.last.wait()
             average = reduction.buffer[: out.numel()]

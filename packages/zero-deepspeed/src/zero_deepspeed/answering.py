@@ -121,6 +121,7 @@ def _dir_function(module: str) -> Callable[[], list[str]]:
     """Return a module's `__dir__`, which lists available names and submodules."""
 
     def listing() -> list[str]:
+        """Return the names that are available, sorted."""
         answered = [name for name, home in _names_of(module).items() if not isinstance(home, Unavailable)]
         submodules = [name for name in _submodules_of(module) if not isinstance(NAMES[f"{module}.{name}"], Unavailable)]
         return sorted({*vars(sys.modules[module]), *answered, *submodules})

@@ -37,6 +37,7 @@ class OnDevice(TorchFunctionMode):
         self.device = torch.device(device)
 
     def __enter__(self) -> OnDevice:
+        """Begin to act, if enabled; return this context."""
         if self.enabled:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self

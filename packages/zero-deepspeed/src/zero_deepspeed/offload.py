@@ -55,6 +55,7 @@ class HookedModule:
         return iter(())
 
     def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute."""
         if name == "_module":
             raise AttributeError(name)
         return getattr(self._module, name)

@@ -283,6 +283,7 @@ class Cluster(abc.ABC):
         peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
 
     def _on_lines(self, peer: Peer, message: Message) -> None:
+        """Write the ranks' output to this process's stdout or stderr."""
         stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
         stream.write(message["text"])
         stream.flush()

@@ -95,6 +95,7 @@ class FlightRecord:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FlightRecord:
+        """Return the record that `to_json` made into ``data``."""
         entries = tuple(RecordedCollective(*row) for row in data["entries"])
         return cls(entries, **{name: data[name] for name in _COUNTS})
 

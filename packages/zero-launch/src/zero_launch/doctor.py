@@ -209,12 +209,15 @@ def _rows() -> list[tuple[str, Any]]:
     cell)."""
 
     def fact(name: str) -> Any:
+        """Return a cell with the fact as it is."""
         return lambda r: str(r.facts[name])
 
     def size(name: str) -> Any:
+        """Return a cell with a number of bytes; `unlimited` for None."""
         return lambda r: "unlimited" if r.facts[name] is None else _size(r.facts[name])
 
     def listing(name: str) -> Any:
+        """Return a cell with a list of texts; `none` for an empty one."""
         return lambda r: ", ".join(r.facts[name]) or "none"
 
     return [

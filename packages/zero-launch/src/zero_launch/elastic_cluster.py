@@ -87,13 +87,13 @@ class ElasticCluster(Cluster):
             "imported": self._on_imported,
         }
 
-    # -- calling hosts, also again
-
     @property
     def _minimum(self) -> int:
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
+        """Return the fields of `_terms` in messages.py for this host: its place, its
+        address and the fewest and most hosts."""
         address = self._roster.addresses.of_local_host(peer) or peer.hello["address"] or LOOPBACK
         return {
             "place": self._places[peer.name],
@@ -170,8 +170,6 @@ class ElasticCluster(Cluster):
             return str(error)
         return None
 
-    # -- rounds
-
     def _lead(self) -> None:
         """Handle messages and lost hosts; stop the job after `MEET_SECONDS` in which no rank ran."""
         self._leading = True
@@ -193,6 +191,7 @@ class ElasticCluster(Cluster):
                 self._stop(f"no round in {MEET_SECONDS} s: {there} ranks can take part, {self._least_ranks} are needed")
 
     def _end_all(self) -> None:
+        """Give up the hosts that have not come yet, and do as `Cluster._end_all` for the others."""
         for peer in self._roster.there:
             if peer.state == "called":
                 peer.state = "lost"
@@ -242,6 +241,7 @@ class ElasticCluster(Cluster):
         self._keeper.review(expected, slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
+        """Keep the host's report of the attempt before, and count the host in for the next round."""
         if self._rounds and peer.state == "greeted":
             self._remark(f"{title(peer)} is back")
         self._reasons.pop(peer.name, None)
@@ -315,15 +315,15 @@ class ElasticCluster(Cluster):
             self._divergence = None
             self._lost.clear()
 
-    # -- ends
-
     def _on_failed(self, peer: Peer, message: Message) -> None:
+        """Do as `Cluster._on_failed` for the attempt that runs; have the host stop too if no restart follows."""
         if message["attempt"] == self._attempt and not self._restarting:
             super()._on_failed(peer, message)
             if not self._restarting:
                 peer.send("stop")  # it would come to the next round otherwise
 
     def _restart(self) -> bool:
+        """Have the hosts whose ranks run begin again; return False if no restarts are left or the job ends anyway."""
         if self._restarts >= self._spec.job.max_restarts or self._finishing or self._stopping is not None:
             return False
         self._restarts += 1
@@ -354,6 +354,7 @@ class ElasticCluster(Cluster):
         self._review()
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
+        """Lose the host once rounds have begun; before that it stops the job, as in `Cluster`."""
         if self._rounds:
             self._lose(peer, f"{title(peer)} was lost: {message['why']}")
         else:

@@ -14,7 +14,8 @@ from zero_launch.spec import ClusterSpec
 
 
 class FixedCluster(Cluster):
-    """A `Cluster` with a fixed set of hosts: every attempt runs on all of them that were not lost."""
+    """A `Cluster` with a fixed set of hosts: every attempt runs on all of them that were not lost, and needs at least
+    the `min_hosts` of ``spec`` (None: all)."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -90,6 +91,8 @@ class FixedCluster(Cluster):
             first += len(other.slots)
 
     def _on_done(self, peer: Peer, message: Message) -> None:
+        """Record that the host's ranks are done; once those of all hosts are, have the
+        hosts finish. Not during a restart."""
         peer.state = "done"
         if not self._restarting and all(other.state == "done" for other in self._roster.there):
             self._finishing = True
@@ -97,6 +100,8 @@ class FixedCluster(Cluster):
                 other.send("finish")
 
     def _restart(self) -> bool:
+        """Have the hosts begin another attempt; return False, and do nothing, if no restarts or too
+        few hosts are left, or the job finishes."""
         enough = len(self._roster.there) >= self._minimum
         if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False

@@ -122,6 +122,7 @@ def _line(reader: BinaryIO) -> bytes:
 
 
 def _send(writer: BinaryIO, message: Mapping[str, Any]) -> None:
+    """Write ``message`` as a line of JSON, and flush it."""
     writer.write(encode(message) + b"\n")
     writer.flush()
 

@@ -13,7 +13,8 @@ from zero_launch.sockets import LOOPBACK, open_store
 
 
 class LocalRendezvous(RendezvousHandler):
-    """The rendezvous of one agent, alone; every attempt gets a store of its own. ``job_id``: torch's `run_id`."""
+    """A `RendezvousHandler` of torch's for one agent, alone; every attempt gets a store
+    of its own. ``job_id``: torch's run id."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
@@ -36,6 +37,7 @@ class LocalRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("zero-launch", self._store), 0, 1, info)
 
     def num_nodes_waiting(self) -> int:
+        """Return 0: no other agent ever waits."""
         return 0
 
     def is_closed(self) -> bool:
@@ -45,5 +47,6 @@ class LocalRendezvous(RendezvousHandler):
         """Nothing to do: there is nobody to tell."""
 
     def shutdown(self) -> bool:
+        """Drop the store; return True, as torch asks."""
         self._store = None
         return True

@@ -20,7 +20,8 @@ from zero_launch.sockets import STORE_SECONDS, open_store
 
 
 class LedRendezvous(RendezvousHandler):
-    """The rendezvous of one host's agent; the launcher leads it through ``channel``. ``job_id``: torch's `run_id`.
+    """A `RendezvousHandler` of torch's for one host's agent; the launcher leads it through ``channel``. ``job_id``:
+    torch's run id.
 
     Per attempt: we say `ready`; the first host gets `serve`, opens the store and says `store`; everyone gets `round`
     with the store's address. `restart` makes the agent come back here.
@@ -97,5 +98,6 @@ class LedRendezvous(RendezvousHandler):
         """Nothing to do: the launcher decides when the job is over."""
 
     def shutdown(self) -> bool:
+        """Drop the store, if it is here; return True, as torch asks."""
         self._server = None
         return True
