@@ -92,8 +92,7 @@ class ElasticCluster(Cluster):
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return the fields of `_terms` in messages.py for this host: its place, its
-        address and the fewest and most hosts."""
+        """Return the fields of `_terms` (messages.py) for this host, with the fewest and most hosts of a round."""
         address = self._roster.addresses.of_local_host(peer) or peer.hello["address"] or LOOPBACK
         return {
             "place": self._places[peer.name],
