@@ -12,6 +12,9 @@ from .exchange import heads_to_sequence, sequence_to_heads
 from .groups import SequenceGroups
 from .loader import SequenceLoader
 from .loss import sequence_loss, shift_labels
+from .tiled_budget import tokens_per_tile
+from .tiled_loss import tiled_cross_entropy
+from .tiled_modules import tiled
 from .ulysses import Ulysses
 
 __all__ = [
@@ -25,4 +28,7 @@ __all__ = [
     "sequence_to_heads",
     "shift_labels",
     "split_batch",
+    "tiled",
+    "tiled_cross_entropy",
+    "tokens_per_tile",
 ]
