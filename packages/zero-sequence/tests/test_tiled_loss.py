@@ -57,7 +57,9 @@ def whole(hidden: torch.Tensor, head: Any, labels: torch.Tensor, **options: Any)
     return loss + (squares / counts if reduction == "mean" else squares)
 
 
-def run(loss_of: Any, head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+def run(
+    loss_of: Any, head: nn.Module, hidden: torch.Tensor, labels: torch.Tensor, **options: Any
+) -> list[torch.Tensor]:
     head, hidden = copy.deepcopy(head), hidden.clone().requires_grad_()
     loss = loss_of(hidden, head, labels, **options)
     (loss * 3).backward()

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from .errors import SequenceError
-from .tiled_recompute import Span, run_tiles, spans_of
+from .tiled_recompute import TileSpan, run_tiles, spans_of
 
 Computes = Callable[..., torch.Tensor]
 
@@ -82,7 +82,7 @@ def call_on(module: Computes, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
 class _JoinedWork:
     """Puts the outputs of tiles one behind the other along ``output_dim``."""
 
-    def __init__(self, module: Computes, spans: Sequence[Span], dim: int, output_dim: int) -> None:
+    def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int, output_dim: int) -> None:
         self.dim = dim
         self.spans = spans
         self._module = module
@@ -93,7 +93,7 @@ class _JoinedWork:
         """Return the module's output for the tiles."""
         return call_on(self._module, tiles)
 
-    def collect(self, span: Span, output: torch.Tensor) -> None:
+    def collect(self, span: TileSpan, output: torch.Tensor) -> None:
         """Copy the output to its place. Raises `SequenceError` if it has another size than the tile."""
         dim = self._output_dim
         fits = -output.dim() <= dim < output.dim() and output.size(dim) == span.length
@@ -113,7 +113,7 @@ class _JoinedWork:
         joined, self._joined = self._joined, None
         return cast(torch.Tensor, joined)
 
-    def gradient_of(self, span: Span, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the part of the gradient that belongs to the span."""
         return gradient.narrow(self._output_dim, span.start, span.length)
 
@@ -121,7 +121,7 @@ class _JoinedWork:
 class _StackedWork:
     """Stacks the outputs of tiles along a new dimension 0."""
 
-    def __init__(self, module: Computes, spans: Sequence[Span], dim: int) -> None:
+    def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int) -> None:
         self.dim = dim
         self.spans = spans
         self._module = module
@@ -131,7 +131,7 @@ class _StackedWork:
         """Return the module's output for the tiles."""
         return call_on(self._module, tiles)
 
-    def collect(self, span: Span, output: torch.Tensor) -> None:
+    def collect(self, span: TileSpan, output: torch.Tensor) -> None:
         """Keep the output."""
         self._outputs.append(output)
 
@@ -140,6 +140,6 @@ class _StackedWork:
         outputs, self._outputs = self._outputs, []
         return torch.stack(outputs)
 
-    def gradient_of(self, span: Span, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the tile's own gradient."""
         return gradient[self.spans.index(span)]

@@ -22,19 +22,19 @@ from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
 from .errors import SequenceError
-from .tiled_surroundings import Surroundings
+from .tiled_surroundings import TileSurroundings
 
 
-class Span(NamedTuple):
+class TileSpan(NamedTuple):
     """Where a tile lies along the tiled dimension."""
 
     start: int
     length: int
 
 
-def spans_of(length: int, size: int) -> list[Span]:
+def spans_of(length: int, size: int) -> list[TileSpan]:
     """Return tiles of ``size`` that cover ``length``; the last may be smaller. One empty tile for a length of 0."""
-    return [Span(start, min(size, length - start)) for start in range(0, max(length, 1), size)]
+    return [TileSpan(start, min(size, length - start)) for start in range(0, max(length, 1), size)]
 
 
 class TileWork(Protocol):
@@ -49,18 +49,18 @@ class TileWork(Protocol):
     """
 
     dim: int
-    spans: Sequence[Span]
+    spans: Sequence[TileSpan]
 
     def compute(self, tiles: Sequence[torch.Tensor], /) -> torch.Tensor:
         """Return the output for one tile of each input."""
 
-    def collect(self, span: Span, output: torch.Tensor, /) -> None:
+    def collect(self, span: TileSpan, output: torch.Tensor, /) -> None:
         """Take the output of ``span``, without its graph, into the result."""
 
     def take_result(self) -> torch.Tensor:
         """Return the result and keep no reference to it."""
 
-    def gradient_of(self, span: Span, output: torch.Tensor, gradient: torch.Tensor, /) -> torch.Tensor:
+    def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor, /) -> torch.Tensor:
         """Return the gradient of the output of ``span``, which is given without its graph, from that of the result.
 
         It may have a wider dtype than the output, and is cast when the output's memory is free.
@@ -70,7 +70,7 @@ class TileWork(Protocol):
 def run_tiles(work: TileWork, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the result of ``work`` over ``inputs``, differentiable once; see [Note: gradients of tiles]."""
     trains = torch.is_grad_enabled()
-    surroundings = Surroundings.of(inputs)
+    surroundings = TileSurroundings.of(inputs)
     leaves: dict[int, torch.Tensor] = {}
     for span in work.spans:
         tiles = _tiles_of(work, span, inputs, [trains and tensor.requires_grad for tensor in inputs])
@@ -91,7 +91,7 @@ class _Recomputed(Function):
     """The node of the outer graph: its inputs are the tiled tensors and the leaves that the tiles' graphs reach."""
 
     @staticmethod
-    def forward(ctx: Any, work: TileWork, surroundings: Surroundings, count: int, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, work: TileWork, surroundings: TileSurroundings, count: int, *tensors: torch.Tensor) -> Any:
         ctx.work, ctx.surroundings = work, surroundings
         ctx.leaves = [(tensor.dtype, id(tensor)) for tensor in tensors[count:]]
         ctx.save_for_backward(*tensors[:count])
@@ -141,7 +141,7 @@ class _LeafTotals:
 
 def _differentiate(
     work: TileWork,
-    span: Span,
+    span: TileSpan,
     inputs: Sequence[torch.Tensor],
     gradient: torch.Tensor,
     found: Sequence[torch.Tensor | None],
@@ -194,7 +194,7 @@ def _gradients(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor
 
 
 def _tiles_of(
-    work: TileWork, span: Span, inputs: Sequence[torch.Tensor], requires: Sequence[bool]
+    work: TileWork, span: TileSpan, inputs: Sequence[torch.Tensor], requires: Sequence[bool]
 ) -> list[torch.Tensor]:
     """Return the tiles of ``inputs`` at ``span``, as leaves that require gradients where ``requires`` says so."""
     narrow = [tensor.detach().narrow(work.dim, span.start, span.length) for tensor in inputs]

@@ -57,18 +57,18 @@ class RandomState:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class TileSurroundings:
     """What a computation depends on besides its inputs: the random states and autocast."""
 
     random: RandomState
     autocast: tuple[AutocastState, ...]
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> Surroundings:
+    def of(tensors: Sequence[torch.Tensor]) -> TileSurroundings:
         """Return the present surroundings of a computation with ``tensors``."""
         types = {"cpu", _device_type(tensors)}
         usable = [kind for kind in sorted(types) if torch.amp.is_autocast_available(kind)]
-        return Surroundings(RandomState.of(tensors), tuple(AutocastState.of(kind) for kind in usable))
+        return TileSurroundings(RandomState.of(tensors), tuple(AutocastState.of(kind) for kind in usable))
 
     @contextmanager
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
