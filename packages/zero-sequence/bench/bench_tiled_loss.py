@@ -1,6 +1,6 @@
 """Cross entropy in tiles: time and memory beside the whole logits, and beside gradients computed in forward.
 
-`python packages/zero-sequence/bench/bench_tiled_loss.py [tokens width classes]`, by default 4096 512 16384, float32. Each
+`python packages/zero-sequence/bench/bench_tiled_loss.py [tokens width classes]`, default 4096 512 16384, float32. Each
 measurement is forward and backward of the head and the loss; the ratio is to the whole logits in the same round. "In
 forward" differentiates each tile as soon as its logits are there, so backward only scales: it computes the head's
 product once less, and holds the gradients of the head and of the hidden states from forward on.
