@@ -13,6 +13,7 @@ from .groups import SequenceGroups
 from .loader import SequenceLoader
 from .loss import sequence_loss, shift_labels
 from .tiled_budget import tokens_per_tile
+from .tiled_causal import TiledCausalLoss
 from .tiled_loss import tiled_cross_entropy
 from .tiled_modules import tiled
 from .ulysses import Ulysses
@@ -22,6 +23,7 @@ __all__ = [
     "SequenceError",
     "SequenceGroups",
     "SequenceLoader",
+    "TiledCausalLoss",
     "Ulysses",
     "heads_to_sequence",
     "sequence_loss",
