@@ -123,8 +123,7 @@ def test_every_name_leads_somewhere_and_every_refusal_says_what_to_use() -> None
     assert answered > 230
     assert sorted(absent) == [
         f"deepspeed.{name}"
-        for name in """compression inference module_inject moe pipe profiling runtime.pipe runtime.sequence_parallel
-        sequence""".split()
+        for name in "compression inference module_inject moe pipe profiling runtime.pipe sequence".split()
     ]
     assert all(f"{name} is not available in zero-deepspeed: " in message for name, message in absent.items())
     assert len(refused) == asked > 30

@@ -21,7 +21,7 @@ _ACCELERATOR = "set the variable DS_ACCELERATOR"
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention"
 _LEAF = "ask z3_leaf_module of the module that owns the parameter"
 _PIPELINE = "train the model with ZeRO stage 3, which needs no stages"
-_SEQUENCE = "train long sequences with activation checkpointing and offload"
+_SEQUENCE = "use deepspeed.runtime.sequence_parallel.ulysses_sp"
 _SERVE = "call the model itself, or a serving engine on the exported weights"
 _SHARD = "shard the parameters with ZeRO stage 3 instead"
 _TILED = "use TiledLinear and add the bias"
@@ -253,7 +253,13 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "WarmupLR": "zero_optim:",
     },
     "deepspeed.runtime.pipe": Unavailable(_PIPELINE),
-    "deepspeed.runtime.sequence_parallel": Unavailable(_SEQUENCE),
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "sequence_tiled_compute": "zero_deepspeed.sequence_tiles:",
+        "SequenceTiledCompute": "zero_deepspeed.sequence_tiles:",
+        "TiledFusedLogitsLoss": "zero_deepspeed.sequence_tiles:",
+        "TiledMLP": "zero_deepspeed.sequence_tiles:",
+    },
     "deepspeed.runtime.utils": {
         "clip_grad_norm_": Unavailable("use engine.clip_grad_norm_"),
         "DummyOptim": "zero_deepspeed.helpers:",
