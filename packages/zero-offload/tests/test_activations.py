@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_offload import offload_activations
 from zero_offload._activation_tiers import HostActivations, TensorForm
+from zero_offload.ends import HostUse, tier_ends
 
 
 class Block(nn.Module):
@@ -207,6 +210,57 @@ def test_on_the_cpu_the_host_tier_moves_nothing() -> None:
     assert offload.memory() == {"host": 0, "nvme": 0}
     loss.backward()
     assert all(map(torch.equal, gradients(model, x), want))
+
+
+class CountedMemory:
+    """Provides host memory, and counts the bytes that are alive."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0
+
+    def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(memory.untyped_storage(), self._gone, nbytes)
+        return memory
+
+    def _gone(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+    def io_engine(self, given: Any) -> Any:
+        return given
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["dense", "strided"])
+def test_a_large_boundary_is_written_in_pieces_within_the_bytes_in_flight(tmp_path: Path, dense: bool) -> None:
+    limit = 5 * 4096
+    counted = CountedMemory()
+    whole = torch.randn(3, 1, 400, 70)
+    x = (whole if dense else whole[..., :65]).transpose(0, 2).detach().requires_grad_()
+    assert x.nbytes > 10 * limit
+    with tier_ends(counted):
+        offload = offload_activations(
+            nn.Identity(), tier="nvme", path=tmp_path, min_bytes=1, in_flight_bytes=limit, verify=True, device="cpu"
+        )
+        with offload:
+            loss = (x * x).sum()
+    assert 0 < counted.peak <= limit
+    loss.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach())
+    offload.close()
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 4096, 1 << 20])
+def test_pieces_are_the_elements_in_the_order_of_memory(nbytes: int) -> None:
+    whole = torch.arange(2 * 6 * 5 * 4, dtype=torch.float32).view(2, 6, 5, 4)
+    views = (whole, whole.permute(2, 0, 3, 1), whole[:, 1:4], whole[:1, ::2, :, 1:].transpose(1, 3), whole[0, 0, 0, 0])
+    for tensor in views:
+        form = TensorForm.of(tensor)
+        pieces = list(form.pieces(tensor, nbytes))
+        assert all(piece.numel() * 4 <= max(nbytes, 4) for piece in pieces)
+        assert torch.equal(form.over(torch.cat(pieces).view(torch.uint8)), tensor)
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:

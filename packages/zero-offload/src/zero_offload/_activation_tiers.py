@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -10,12 +11,14 @@ import torch
 
 from ._copy_streams import CopyStream
 from ._extents import aligned_buffer, naming, open_extents
-from ._memory import HostBlock, page_rounded
+from ._memory import PAGE, HostBlock, page_rounded
 from ._protocols import Request
 from .ends import HostUse
 from .trace import Trace
 
-__all__ = ["ActivationTier", "FiledActivations", "TensorForm", "HostActivations"]
+__all__ = ["ActivationTier", "FiledActivations", "HostActivations", "TensorForm"]
+
+_PIECE_BYTES = 16 << 20  # of a tensor that is copied at a time, so that a copy never needs the tensor's size again
 
 
 class TensorForm(NamedTuple):
@@ -45,9 +48,35 @@ class TensorForm(NamedTuple):
         """
         return memory[: self.nbytes].view(self.dtype).as_strided(self.shape, self.stride)
 
+    def pieces(self, tensor: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+        """Yield the elements of ``tensor``, of this form, in the order in which they lie in memory of this form, in
+        flat pieces of ``nbytes`` or fewer (one element if that is larger).
+
+        A tensor that is dense is only viewed, and all pieces but the last have the same size. Of others, each piece is
+        a copy.
+        """
+        count = max(1, nbytes // self.dtype.itemsize)
+        if tuple(tensor.stride()) == self.stride:
+            yield from tensor.as_strided((tensor.numel(),), (1,)).split(count)
+            return
+        outermost_first = sorted(range(tensor.dim()), key=lambda dim: -self.stride[dim])
+        yield from _flat_pieces(tensor.permute(outermost_first), count)
+
     def empty(self) -> torch.Tensor:
         """Return a new tensor of this form, on its device, with arbitrary content."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _flat_pieces(tensor: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
+    """Yield the elements of ``tensor`` in order, in flat copies of ``count`` or fewer."""
+    if tensor.numel() <= count:
+        yield tensor.flatten()
+    elif tensor.size(0) == 1:
+        yield from _flat_pieces(tensor[0], count)
+    else:
+        half = tensor.size(0) // 2
+        yield from _flat_pieces(tensor[:half], count)
+        yield from _flat_pieces(tensor[half:], count)
 
 
 class ActivationTier(Protocol):
@@ -103,7 +132,10 @@ class HostActivations:
         else:
             block = HostBlock(form.nbytes, HostUse("offloaded activations", pin=self._pin))
             self._kept_bytes += form.nbytes
-        self._copy_stream.copy(form.over(block.tensor), tensor)
+        flat, begin = block.tensor[: form.nbytes].view(form.dtype), 0
+        for piece in form.pieces(tensor, _PIECE_BYTES):
+            self._copy_stream.copy(flat[begin : begin + piece.numel()], piece)
+            begin += piece.numel()
         return block
 
     def start(self, place: HostBlock, form: TensorForm) -> tuple[torch.Tensor, torch.Event | None]:
@@ -136,8 +168,8 @@ class HostActivations:
 
 
 class FiledActivations:
-    """An `ActivationTier` in files under ``paths`` for tensors of ``device``. Buffers being written hold at most
-    ``in_flight_bytes``, or one tensor if that is larger; `save` waits for room.
+    """An `ActivationTier` in files under ``paths`` for tensors of ``device``. Tensors are written in pieces,
+    so buffers being written hold at most ``in_flight_bytes``, or a page if that is more; `save` waits for room.
 
     `memory` counts as ``host`` the buffers being written, not those being read, and as ``nvme`` the bytes in files,
     places free for reuse included. ``checksums``, ``verify``, ``prefix`` and ``engine`` are those of `open_extents`;
@@ -161,6 +193,7 @@ class FiledActivations:
         self._trace = trace
         self._on_cpu = device.type == "cpu"
         self._limit = in_flight_bytes
+        self._piece_bytes = max(PAGE, min(_PIECE_BYTES, in_flight_bytes) // PAGE * PAGE)
         self._store = open_extents(paths, prefix=prefix, checksums=checksums, verify=verify, engine=engine)
         self._writing: deque[tuple[str, Request, torch.Tensor]] = deque()
         self._writing_bytes = 0
@@ -169,32 +202,41 @@ class FiledActivations:
         self._file_bytes = 0
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
-        """Copy a tensor to a buffer and start writing that to a free place of its size in the files, or a new one;
-        return the place's name. Waits for the copy, and for earlier writes where ``in_flight_bytes`` are under way.
+        """Copy a tensor, piece by piece, to buffers and start writing those to a free place of its size in the files,
+        or a new one; return the place's name. Waits for the copies, and for earlier writes where ``in_flight_bytes``
+        are under way.
         """
         waiting = self._free.get(form.nbytes)
         name = waiting.pop() if waiting else self._new_name(form)
-        while self._writing and self._writing_bytes + page_rounded(form.nbytes) > self._limit:
-            self._finish_oldest_write()
-        buffer = aligned_buffer(page_rounded(form.nbytes), HostUse("buffers of activations"))
-        event = self._copy_stream.copy(form.over(buffer), tensor)
-        if event is not None:
-            event.synchronize()
-        with naming(name, "write"):
-            request = self._store.write(name, buffer[: form.nbytes])
-        self._trace_transfer("activations out", name, form, request)
-        self._writing.append((name, request, buffer))
-        self._writing_bytes += buffer.numel()
+        begin = 0
+        for piece in form.pieces(tensor, self._piece_bytes):
+            self._write(name, piece, begin)
+            begin += piece.numel() * piece.element_size()
         while self._writing and self._writing[0][1].done():
             self._finish_oldest_write()
         return name
+
+    def _write(self, name: str, piece: torch.Tensor, offset_bytes: int) -> None:
+        """Start writing a flat piece of a tensor at an offset of its place. Waits as `save` does."""
+        nbytes = piece.numel() * piece.element_size()
+        while self._writing and self._writing_bytes + page_rounded(nbytes) > self._limit:
+            self._finish_oldest_write()
+        buffer = aligned_buffer(page_rounded(nbytes), HostUse("buffers of activations"))
+        event = self._copy_stream.copy(buffer[:nbytes].view(piece.dtype), piece)
+        if event is not None:
+            event.synchronize()
+        with naming(name, "write"):
+            request = self._store.write(name, buffer[:nbytes], offset_bytes)
+        self._trace_transfer("activations out", name, nbytes, request)
+        self._writing.append((name, request, buffer))
+        self._writing_bytes += buffer.numel()
 
     def start(self, place: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
         """Start reading a saved tensor into new host memory; return what `finish` needs."""
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
         with naming(place, "read"):
             request = self._store.read(place, flat)
-        self._trace_transfer("activations in", place, form, request)
+        self._trace_transfer("activations in", place, form.nbytes, request)
         return place, request, flat, form
 
     def finish(self, started: tuple[str, Request, torch.Tensor, TensorForm]) -> torch.Tensor:
@@ -230,12 +272,14 @@ class FiledActivations:
         self._writing.clear()
 
     def _new_name(self, form: TensorForm) -> str:
-        """Return a name for a new extent of this form; it ends with "x" and the number of its bytes, which `free` reads
+        """Return the name of a new extent of this form; it ends with "x" and the number of its bytes, which `free` reads
         from it.
         """
         self._count += 1
         self._file_bytes += form.nbytes
-        return f"activation {self._count} of {'x'.join(map(str, form.shape))} {form.dtype} bytes x{form.nbytes}"
+        name = f"activation {self._count} of {'x'.join(map(str, form.shape))} {form.dtype} bytes x{form.nbytes}"
+        self._store.declare(name, form.nbytes)
+        return name
 
     def _finish_oldest_write(self) -> None:
         """Wait for the oldest write and free its buffer; ShardError if the write failed."""
@@ -244,12 +288,12 @@ class FiledActivations:
         with naming(name, "write"), self._trace_wait("activations out", name, request):
             request.wait()
 
-    def _trace_transfer(self, hop: str, name: str, form: TensorForm, request: Request) -> None:
+    def _trace_transfer(self, hop: str, name: str, nbytes: int, request: Request) -> None:
         """Record a transfer until it ends, if there is a trace. ``hop``: its kind, "activations in" or "activations
         out".
         """
         if self._trace is not None:
-            self._trace.follow(hop, name, form.nbytes, request.wait)
+            self._trace.follow(hop, name, nbytes, request.wait)
 
     def _trace_wait(self, hop: str, name: str, request: Request) -> AbstractContextManager[None]:
         """Return a context that records the wait for a request; an empty one if it has ended or there is no trace."""
