@@ -57,7 +57,7 @@ class TensorForm(NamedTuple):
         """
         count = max(1, nbytes // self.dtype.itemsize)
         if tuple(tensor.stride()) == self.stride:
-            yield from tensor.as_strided((tensor.numel(),), (1,)).split(count)
+            yield from torch.split(tensor.as_strided((tensor.numel(),), (1,)), count)
             return
         outermost_first = sorted(range(tensor.dim()), key=lambda dim: -self.stride[dim])
         yield from _flat_pieces(tensor.permute(outermost_first), count)
@@ -272,8 +272,8 @@ class FiledActivations:
         self._writing.clear()
 
     def _new_name(self, form: TensorForm) -> str:
-        """Return the name of a new extent of this form; it ends with "x" and the number of its bytes, which `free` reads
-        from it.
+        """Return the name of a new extent of this form; it ends with "x" and the number of its bytes, which `free`
+        reads from it.
         """
         self._count += 1
         self._file_bytes += form.nbytes
