@@ -17,8 +17,9 @@ import mmap
 import os
 import struct
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,7 @@ from .tag import Tag
 RECORDER_VARIABLE = "ZERO_COMM_RING"
 """The environment variable that names the file; a launcher sets it. Without it nothing is recorded."""
 _SLOTS = 1024
+_STANDS_AFTER = 5.0  # seconds in which an accelerator finishes no collective: it may compute for some time
 _HEADER = struct.Struct("<8sIIIIQQQ")
 _COUNT, _WAITING, _FINISHED, _FAILED = 3, 4, 5, 6  # of the header's 8-byte words
 _SLOT = struct.Struct("<QQqQd24s16s112s64s")
@@ -59,6 +61,9 @@ class FlightRecorder:
         self._words = memoryview(self._map)[:_HEADER_BYTES].cast("Q")
         self._slots = slots
         self._count = 0
+        self._on_device: deque[tuple[int, torch.Event]] = deque()
+        self._moved_at = 0.0
+        self._lock = threading.Lock()  # the watch's thread calls `look_at_device` too
         self._named: Counter[str] = Counter()
 
     def label_group(self, group_name: str) -> bytes:
@@ -76,6 +81,7 @@ class FlightRecorder:
 
         ``group``: from `label_group`. ``sequence``: of the collective in its group. ``same_bytes``: see `Track.start`.
         """
+        self.look_at_device()
         number = self._count + 1
         _SLOT.pack_into(
             self._map,
@@ -95,7 +101,35 @@ class FlightRecorder:
 
     def begin_wait(self, number: int) -> None:
         """Record that this rank now blocks until entry ``number`` is complete."""
-        self._words[_WAITING] = number
+        with self._lock:
+            self._words[_WAITING] = number
+
+    def leave_to_device(self, number: int, complete: torch.Event) -> None:
+        """Record that entry ``number`` is complete with the event ``complete``, for which streams wait and not the
+        host.
+        """
+        with self._lock:
+            if not self._on_device:
+                self._moved_at = time.monotonic()
+            self._on_device.append((number, complete))
+            self._words[_WAITING] = 0
+        self.look_at_device()
+
+    def look_at_device(self) -> None:
+        """Count the entries that the accelerator has finished. The first that is not, after none has been for 5 s, is
+        the one that this rank waits for, unless the host waits for another. Never blocks; any thread may call it.
+        """
+        if not self._on_device:
+            return
+        with self._lock:
+            first = self._on_device[0][0] if self._on_device else 0
+            while self._on_device and self._on_device[0][1].query():
+                self._on_device.popleft()
+                self._words[_FINISHED] += 1
+                self._moved_at = time.monotonic()
+            if self._words[_WAITING] in (0, first):
+                stands = bool(self._on_device) and time.monotonic() - self._moved_at >= _STANDS_AFTER
+                self._words[_WAITING] = self._on_device[0][0] if stands else 0
 
     def fail_wait(self, number: int) -> None:
         """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it."""
@@ -106,6 +140,7 @@ class FlightRecorder:
         """Record that the entry for which this rank waited is complete."""
         self._words[_WAITING] = self._words[_FAILED] = 0
         self._words[_FINISHED] += 1
+        self.look_at_device()
 
 
 class Track:
@@ -134,19 +169,28 @@ class Ticket:
     """One entry of the flight recorder: a context manager around the wait for it, which
     records the wait and its outcome."""
 
-    __slots__ = ("_number", "_recorder")
+    __slots__ = ("_complete", "_number", "_recorder")
 
     def __init__(self, recorder: FlightRecorder, number: int) -> None:
         self._recorder = recorder
         self._number = number
+        self._complete: torch.Event | None = None
+
+    def ends_with(self, complete: torch.Event) -> None:
+        """Say inside the context that the wait has only ordered streams: the entry is complete with this event."""
+        self._complete = complete
 
     def __enter__(self) -> None:
         """Record that this rank now waits for the entry."""
         self._recorder.begin_wait(self._number)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Record that the wait is over: the entry is complete, or the wait ended with ``error``."""
-        if error is None:
+        """Record that the wait is over: the entry is complete, or will be with the event of `ends_with`, or the wait
+        ended with ``error``.
+        """
+        if error is None and self._complete is not None:
+            self._recorder.leave_to_device(self._number, self._complete)
+        elif error is None:
             self._recorder.end_wait()
         else:
             self._recorder.fail_wait(self._number)

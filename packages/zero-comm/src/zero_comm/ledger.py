@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
+from .device_times import DeviceTimes
 from .tag import Tag
 
 
@@ -14,7 +17,8 @@ class LedgerRow:
 
     ``calls``: collectives. ``sent_bytes``: sent by this rank. ``across_bytes``: the part of ``sent_bytes`` that went to
     other nodes. ``open_seconds``: from the start of a collective to the end of waiting for it. ``waited_seconds``: the
-    part of ``open_seconds`` in which this rank waited.
+    part of ``open_seconds`` in which this rank waited. ``untimed``: collectives on an accelerator whose seconds are in
+    neither.
     """
 
     calls: int = 0
@@ -22,6 +26,7 @@ class LedgerRow:
     across_bytes: int = 0
     open_seconds: float = 0.0
     waited_seconds: float = 0.0
+    untimed: int = 0
 
 
 class Ledger:
@@ -29,10 +34,15 @@ class Ledger:
 
     One ledger serves all groups of an engine. Reading it sends nothing. Bytes to other nodes are also counted
     separately, where the groups know their `Topology`.
+
+    ``times_devices``: whether collectives of accelerator tensors are timed, by three events each; set it before they
+    start. Without it they count as untimed.
     """
 
     def __init__(self) -> None:
+        self.times_devices = False
         self._rows: dict[tuple[str, str], LedgerRow] = {}
+        self._device_times = DeviceTimes()
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
         """Add one collective in which this rank sends ``sent_bytes``, ``across_bytes`` of them to other nodes."""
@@ -41,16 +51,34 @@ class Ledger:
         row.sent_bytes += sent_bytes
         row.across_bytes += across_bytes
 
-    def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
+    def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
         """Add the times of a finished collective: ``open_seconds`` since its start, ``waited_seconds`` of them spent
-        waiting."""
+        waiting. ``ended``: when, by `time.perf_counter`; None for now."""
         row = self._row(tag)
         row.open_seconds += open_seconds
         row.waited_seconds += waited_seconds
 
+    def count_on_device(self, tag: Tag, launched: torch.Event, needed: torch.Event, complete: torch.Event) -> None:
+        """Add a collective on an accelerator by its events; its times are counted by a later call, once it is complete.
+        See `DeviceTimes`."""
+        self._device_times.add(tag, launched, needed, complete)
+        self.count_completed()
+
+    def count_completed(self) -> None:
+        """Count the times of the collectives that the accelerator has completed, without waiting for it."""
+        for found in self._device_times.completed():
+            self.count_seconds(found.tag, found.open_seconds, found.waited_seconds, found.ended)
+        while self._device_times.unmeasured:
+            self.count_untimed(self._device_times.unmeasured.pop())
+
+    def count_untimed(self, tag: Tag) -> None:
+        """Add a collective on an accelerator that is not timed."""
+        self._row(tag).untimed += 1
+
     def reset(self) -> None:
         """Drop all counts."""
         self._rows.clear()
+        self._device_times = DeviceTimes()
 
     def sent_bytes(self, phase: str | None = None) -> int:
         """Return the bytes that this rank sent in ``phase``; in all phases for None."""
@@ -70,9 +98,18 @@ class Ledger:
 
         A message that has arrived counts as open until this rank waits for it. So 1 - waited / open is the fraction of
         communication that overlaps with this rank's other work, not the fraction of time that the network was busy.
+        On an accelerator, only of the collectives that it has completed; see `untimed`.
         """
+        self.count_completed()
         rows = [row for (phase, _), row in self._rows.items() if phase in phases]
         return sum(row.open_seconds for row in rows), sum(row.waited_seconds for row in rows)
+
+    def untimed(self, *phases: str) -> int:
+        """Return the number of collectives of ``phases`` whose times `seconds` leaves out: on an accelerator, those
+        that were not timed, or are not complete."""
+        self.count_completed()
+        rows = sum(row.untimed for (phase, _), row in self._rows.items() if phase in phases)
+        return rows + self._device_times.waiting(phases)
 
     def __iter__(self) -> Iterator[tuple[str, str, LedgerRow]]:
         """Yield ``(phase, name, row)`` for every pair that was counted, in order of first use."""

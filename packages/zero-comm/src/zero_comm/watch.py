@@ -16,6 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from .flight_recorder import process_recorder
 from .stacks import CodePlace, describe_failure, failed_backward, place_of_main_thread
 from .vitals import Process, own_process, processor_ticks
 from .watched import Watched
@@ -135,6 +136,9 @@ class Watch:
 
         Raises RuntimeError when the store is gone.
         """
+        recorder = process_recorder()
+        if recorder is not None:
+            recorder.look_at_device()
         now = time.monotonic()
         waiting = self._watched.waiting
         if waiting is not None and now - waiting[1] >= _ASK_AFTER:

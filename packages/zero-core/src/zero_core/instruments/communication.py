@@ -79,4 +79,6 @@ def ledger_for(config: Config, rank: int) -> Ledger:
     """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives."""
     phases = chosen_phases(config)
     section = config.comms_logger
-    return SpokenLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()
+    ledger = SpokenLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()
+    ledger.times_devices = section.enabled or config.wall_clock_breakdown
+    return ledger

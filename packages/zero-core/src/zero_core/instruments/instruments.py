@@ -226,10 +226,11 @@ class Speaking:
             yield communication_table(state.ledger, self._phases, state.counters.global_steps)
 
     def _overlap_line(self) -> str:
-        """Return a line on communication since the last such line: seconds open and waited, overlapped fraction."""
+        """Return a line on the communication that has ended since the last such line: seconds, overlapped fraction."""
         before, self._open_waited = self._open_waited, self._state.ledger.seconds("gather", "reduce", "publish")
         open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
-        hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else ""
+        unknown = ", not measured here" if self._state.ledger.untimed("gather", "reduce", "publish") else ""
+        hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else unknown
         step = self._state.counters.global_steps
         return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 

@@ -19,6 +19,7 @@ class RecordedLedger(Ledger):
 
     def __init__(self, inner: Ledger, writer: RecordWriter) -> None:
         super().__init__()
+        self.times_devices = True
         self._inner = None if type(inner) is Ledger else inner
         self._writer = writer
         self._kinds: Mapping[str, SpanKind] = {kind.name.lower(): kind for kind in SpanKind}
@@ -44,10 +45,10 @@ class RecordedLedger(Ledger):
             pending = self._pending[key] = deque(maxlen=_PENDING)
         pending.append((time.perf_counter(), sent_bytes))
 
-    def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float) -> None:
+    def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
         """Add the times of a collective that has ended (open, of these waited for), and record its span."""
         super().count_seconds(tag, open_seconds, waited_seconds)
-        now = time.perf_counter()
+        now = time.perf_counter() if ended is None else ended
         pending = self._pending.get((tag.phase, tag.name))
         nbytes = pending.popleft()[1] if pending else 0
         self._writer.span(self._kinds[tag.phase], tag.name, now - open_seconds, now, waited_seconds, nbytes)
