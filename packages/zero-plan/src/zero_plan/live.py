@@ -54,7 +54,9 @@ def _address_key(parameter: Tensor) -> Hashable:
 def estimate_zero1_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero1` for the parameters of ``model``; errors as of `count_parameters` too."""
+    """Return `estimate_zero1` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    """
     total = count_parameters(model).total
     return estimate_zero1(
         total, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor
@@ -64,7 +66,9 @@ def estimate_zero1_live(
 def estimate_zero2_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero2` for the parameters of ``model``; errors as of `count_parameters` too."""
+    """Return `estimate_zero2` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    """
     total = count_parameters(model).total
     return estimate_zero2(
         total, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor
@@ -74,7 +78,9 @@ def estimate_zero2_live(
 def estimate_zero3_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
-    """Return `estimate_zero3` for the parameters of ``model``; errors as of `count_parameters` too."""
+    """Return `estimate_zero3` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    """
     total, largest = count_parameters(model)
     return estimate_zero3(
         total, largest, gpus_per_node=gpus_per_node, nodes=nodes, additional_buffer_factor=additional_buffer_factor

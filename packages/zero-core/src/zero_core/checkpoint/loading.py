@@ -162,7 +162,7 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
 
 
 def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
-    """Remove a state whose step is 0, as a tier saves before its first step: a torch optimizer has none by then."""
+    """Remove the moments of ``owned`` if ``kept``, the loaded state by key, has step 0: a tier saves it so at first."""
     if state.optimizer is not None and not kept["step"]:
         state.optimizer.replace_state(owned, None)
 

@@ -54,11 +54,12 @@ class KernelOptimizer(Optimizer):
 
     Subclasses set `moments` and implement `_run`. Parameters must be contiguous and on the CPU; ``TypeError`` or
     ``ValueError`` names one that is not, before anything is written. ``params`` and ``defaults`` are those of torch's
-    class, the other arguments those of `CPUAdam`.
+    class. ``state_dtype``: of the moments, ``float32``, ``bfloat16`` or ``int8``. ``bf16_weights``: how bfloat16
+    weights are rounded, ``"stochastic"`` by ``seed`` or ``"exact"``. ``threads`` of a kernel: 0 for torch's number.
 
-    ``positions``: for each parameter the global index of its first element over all processes, a multiple of 256. With
-    an entry for every parameter, stochastic rounding gives the same bits however parameters are sharded. When empty,
-    parameters count as adjacent.
+    The owner may fill the attribute ``positions`` before the first step: for each parameter the global index of its
+    first element over all processes, a multiple of 256. With an entry for every parameter, stochastic rounding gives
+    the same bits however parameters are sharded. When empty, parameters count as adjacent.
     """
 
     moments: tuple[Moment, ...] = ()
