@@ -256,7 +256,7 @@ print([name for name in sys.modules if name.startswith("zero_report")], threads)
 
 def test_nothing_is_imported_and_no_thread_runs_when_it_is_off() -> None:
     done = subprocess.run([sys.executable, "-c", OFF], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] []"
+    assert done.stdout.splitlines()[-1] == "[] []"  # gloo of torch 2.8 prints a line of its own
 
 
 WITHOUT_IO_URING = """

@@ -24,7 +24,7 @@ class BatchedRead:
         self._staged_bytes = 0
 
     def add(self, name: str, kind: str, offset: int, out: torch.Tensor) -> None:
-        """Request a parameter's ``kind`` (param, master, a moment) from element ``offset`` into 1-D ``out``, cast to it."""
+        """Request a parameter's ``kind`` (param, master, a moment) from element ``offset`` into 1-D ``out``, cast."""
         dtype = torch_dtype(self.checkpoint.entry(name, kind).dtype)
         target = out
         if out.device.type != "cpu" or out.dtype != dtype or not out.is_contiguous():
