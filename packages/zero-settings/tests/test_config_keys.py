@@ -125,6 +125,29 @@ def test_the_old_offload_flags_are_noted_even_when_off(loaded, refused):
     assert refused({"zero_optimization": {"cpu_offload": "yes"}}).path == "zero_optimization.cpu_offload"
 
 
+@pytest.mark.parametrize("new", ["offload_optimizer", "offload_param"])
+def test_an_old_offload_flag_counts_beside_a_section_that_is_null(new, loaded):
+    old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[new]
+    for value, device in ((True, "cpu"), (False, "none")):
+        config = loaded({"zero_optimization": {"stage": 3, old: value, new: None}})
+        row = {row.path: row for row in config.report()}[f"zero_optimization.{new}.device"]
+        assert row.value == device and row.note == f"from the deprecated zero_optimization.{old}"
+
+
+@pytest.mark.parametrize("value", [False, None])
+def test_a_section_beside_an_old_offload_flag_that_is_off_is_not_said_to_come_from_it(value, loaded):
+    section = {"stage": 2, "cpu_offload": value, "offload_optimizer": {"device": "cpu"}}
+    row = {row.path: row for row in loaded({"zero_optimization": section}).report()}
+    assert row["zero_optimization.offload_optimizer.device"].value == "cpu"
+    assert "deprecated" not in row["zero_optimization.offload_optimizer.device"].note
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_an_old_offload_flag_that_is_a_number_is_refused(value, refused):
+    error = refused({"zero_optimization": {"stage": 2, "cpu_offload": value}})
+    assert error.path == "zero_optimization.cpu_offload" and "expected true or false" in str(error)
+
+
 def test_a_key_and_its_alias_together_are_refused(refused):
     error = refused({"zero_optimization": {"prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 1}})
     assert "they are one key" in str(error)

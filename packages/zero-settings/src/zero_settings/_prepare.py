@@ -129,14 +129,14 @@ def _without_cpu_offload(zero: dict[str, Any], prepared: PreparedSource) -> dict
         if old not in zero:
             continue
         path, value = f"zero_optimization.{old}", zero.pop(old)
-        if value not in (None, False, True):
+        if value is not None and not isinstance(value, bool):
             prepared.problems.append(Problem(path, "expected true or false", show(value)))
         elif value and zero.get(new) is not None:
             expected, action = f"expected either {old} or {new}", "keep only the newer one"
             prepared.problems.append(Problem(path, expected, "both", action=action))
-        else:
+        elif value is not None and zero.get(new) is None:
             prepared.notes[f"zero_optimization.{new}.device"] = f"from the deprecated {path}"
-        if value is True and new not in zero:
+        if value is True and zero.get(new) is None:
             zero[new] = {"device": "cpu", **({} if pinned is None else {"pin_memory": pinned})}
     return zero
 
