@@ -48,7 +48,7 @@ def test_watching_ends_with_the_run_and_leaves_a_page_that_does_not_reload(tmp_p
     assert data_of(tmp_path / "report.html")["totals"]["steps"] == 6
 
 
-def test_the_trace_holds_every_span_of_every_rank_once(tmp_path: Path) -> None:
+def test_the_trace_holds_every_span_of_every_rank_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulate(tmp_path, Simulation(ranks=3, steps=6, disk={1: 0.01}))
     assert main([str(tmp_path), "--perfetto", str(tmp_path / "trace.json")]) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -56,6 +56,8 @@ def test_the_trace_holds_every_span_of_every_rank_once(tmp_path: Path) -> None:
     blocks = [record.block(step) for record in read_run(tmp_path).last.ranks.values() for step in range(1, 7)]
     assert len(whole) == sum(len(block.spans) for block in blocks if block is not None)
     assert {event["pid"] for event in whole} == {0, 1, 2}
+    assert any(event["ph"] == "X" and event["tid"] % 2 for event in events)  # some were partly waited in
+    assert f"trace.json: {len(whole):,} spans" in capsys.readouterr().out
 
 
 def test_the_terminal_shows_verdict_loss_and_throughput(tmp_path: Path) -> None:

@@ -15,10 +15,9 @@ _TRACKS = ("passes", "collectives", "tiers", "units")
 
 
 def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write a trace of the last attempt to ``path``, replacing the file, and return the number of its events with a
-    duration.
+    """Write a trace of the last attempt to ``path``, replacing the file, and return the number of its spans.
 
-    It has the steps whose spans all ranks kept, one process per rank; a span that was partly waited in is two events.
+    It has the steps whose spans all ranks kept, one process per rank. A span that was partly waited in is two events.
     Raises `RecordError` if there is no record.
     """
     run = read_run(Path(record))
@@ -29,7 +28,7 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
         for event in _events(run.last):
             file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
-            count += event["ph"] == "X"
+            count += event["ph"] == "X" and not _is_waiting_track(event["tid"])
         file.write("\n]}\n")
     return count
 
@@ -49,6 +48,11 @@ def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
             for span in () if block is None else block.spans:
                 assert block is not None
                 yield from _span(span, rank, step, block.began * 1e6)
+
+
+def _is_waiting_track(number: int) -> bool:
+    """Return whether the track of this number has only the waited parts of spans."""
+    return number % 2 == 1
 
 
 def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
