@@ -99,6 +99,13 @@ def test_output_and_gradients_are_those_of_the_whole(kind: str, shape: tuple[int
     check(run(lambda module, x: tiled(module, x, tiles=tiles), module, x), run(plain, module, x))
 
 
+def test_tiles_of_several_samples_are_contiguous_for_modules_that_view_them() -> None:
+    x = data(2, 5, WIDTH).requires_grad_()
+    output = tiled(lambda x: x.view(-1, WIDTH).exp().view(x.shape), x, tiles=2)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad, x.detach().exp(), rtol=1e-12, atol=1e-12)
+
+
 def test_several_inputs_are_cut_alike_along_any_dimension() -> None:
     x, y = data(2, 7).requires_grad_(), data(2, 7)
     tiled(lambda a, b: a * b + 1, x, y, tiles=3, dim=1).square().sum().backward()

@@ -196,8 +196,11 @@ def _gradients(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor
 def _tiles_of(
     work: TileWork, span: TileSpan, inputs: Sequence[torch.Tensor], requires: Sequence[bool]
 ) -> list[torch.Tensor]:
-    """Return the tiles of ``inputs`` at ``span``, as leaves that require gradients where ``requires`` says so."""
-    narrow = [tensor.detach().narrow(work.dim, span.start, span.length) for tensor in inputs]
+    """Return the tiles of ``inputs`` at ``span``, as leaves that require gradients where ``requires`` says so.
+
+    They are contiguous, as hidden states are: modules view them in other shapes.
+    """
+    narrow = [tensor.detach().narrow(work.dim, span.start, span.length).contiguous() for tensor in inputs]
     return [tile.requires_grad_(needs) for tile, needs in zip(narrow, requires, strict=True)]
 
 
