@@ -49,8 +49,8 @@ class FixedCluster(Cluster):
             self._begin_round()
 
     def _begin_round(self) -> None:
-        """Have the first host open the ranks' store; on a restart, print the failure first, or stop the job if it is
-        hopeless. Call it when all hosts are ready."""
+        """Have the first host open the ranks' store, unless it has been asked and has not answered; on a restart, print
+        the failure first, or stop the job if it is hopeless. Call it when all hosts are ready."""
         if self._restarting and self._is_hopeless(self._attempt):
             return
         if self._restarting:
@@ -62,15 +62,18 @@ class FixedCluster(Cluster):
         for peer in self._roster.there:
             peer.forget_attempt()
         self._began_at = time.time()
-        self._store_host = self._roster.there[0]
-        address = self._spec.bind_address or self._roster.addresses.of_store(self._store_host)
-        self._store_host.send("serve", address=address, port=self._roster.store_port)
+        first = self._roster.there[0]
+        if self._store_host is not first:  # else it was asked, and its answer is on its way
+            self._store_host = first
+            address = self._spec.bind_address or self._roster.addresses.of_store(first)
+            first.send("serve", address=address, port=self._roster.store_port)
 
     def _on_store(self, peer: Peer, message: Message) -> None:
         """Begin the round: send every host its ranks and the address of the store, which ``peer`` has opened. Does
         nothing if ``peer`` was not asked to open it."""
         if peer is not self._store_host:
             return
+        self._store_host = None
         address = self._roster.addresses.of_store(peer)
         peers = self._roster.there
         ranks = sum(len(other.slots) for other in peers)
@@ -100,8 +103,8 @@ class FixedCluster(Cluster):
                 other.send("finish")
 
     def _restart(self) -> bool:
-        """Have the hosts begin another attempt; return False, and do nothing, if no restarts or too
-        few hosts are left, or the job finishes."""
+        """Have the hosts begin another attempt, at once if no host has begun this one; return False, and do nothing, if
+        no restarts or too few hosts are left, or the job finishes."""
         enough = len(self._roster.there) >= self._minimum
         if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False
@@ -110,6 +113,8 @@ class FixedCluster(Cluster):
         for peer in self._roster.there:
             if peer.state in ("running", "done"):
                 peer.send("restart")
+        if all(peer.state == "ready" for peer in self._roster.there):
+            self._begin_round()
         return True
 
     def _lose(self, peer: Peer, why: str) -> None:
