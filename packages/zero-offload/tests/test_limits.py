@@ -77,6 +77,24 @@ def test_a_container_that_sees_only_its_own_part_of_the_hierarchy_finds_its_limi
     assert cgroup_limits(root) == {"memory": 6000}
 
 
+def test_names_of_groups_and_mount_points_may_have_spaces(tmp_path: Path) -> None:
+    root = system(
+        tmp_path,
+        own="4:memory:/user jobs/one two\n0::/app.slice/my app\n",
+        mounts=(
+            "41 31 0:38 / /mnt/c\\040groups rw,relatime - cgroup2 cgroup2 rw\n"
+            "35 31 0:32 / /mnt/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n"
+        ),
+        files={
+            "mnt/c groups/app.slice/my app/memory.max": "10000\n",
+            "mnt/c groups/app.slice/my app/memory.current": "4000\n",
+            "mnt/memory/user jobs/one two/memory.limit_in_bytes": "50000\n",
+            "mnt/memory/user jobs/one two/memory.usage_in_bytes": "12000\n",
+        },
+    )
+    assert cgroup_limits(root) == {"my app": 6000, "one two": 38000}
+
+
 def test_memory_that_the_kernel_calls_available_is_a_limit(tmp_path: Path) -> None:
     root = system(tmp_path, own="", mounts="", files={})
     assert memory_limits(root)[0] == Limit("MemAvailable", 8192 * 1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def _cgroup_limits(root: Path) -> list[Limit]:
     listing, mounts = root / "proc/self/cgroup", root / "proc/self/mountinfo"
     if not listing.exists() or not mounts.exists():
         return []
-    own = {controllers: path for _, controllers, path in (line.split(":", 2) for line in listing.read_text().split())}
+    lines = (line.split(":", 2) for line in listing.read_text().splitlines())
+    own = {controllers: path for _, controllers, path in lines}
     found: list[Limit] = []
     for kind, mount_root, mount_point in _cgroup_mounts(mounts.read_text()):
         path = own.get("") if kind == "v2" else next((p for c, p in own.items() if "memory" in c.split(",")), None)
@@ -118,12 +120,19 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
     """
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
-        root, point = before.split()[3:5]
+        root, point = map(_unescaped, before.split()[3:5])
         kind, _, options = after.split(" ", 2)
         if kind == "cgroup2":
             yield "v2", root, point
         elif kind == "cgroup" and "memory" in options.split()[-1].split(","):
             yield "v1", root, point
+
+
+def _unescaped(path: str) -> str:
+    """Return a path of /proc/self/mountinfo, where spaces, tabs, newlines and backslashes are octal escapes (``\\040``),
+    as it is.
+    """
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
 def _groups_up_from(mount: Path, mount_root: str, path: str) -> Iterator[Path]:
