@@ -7,6 +7,7 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 from shards import Lender, one_step, plans, update_of
 
@@ -29,15 +30,61 @@ def test_busy_time_is_the_union_and_waiting_is_not_hidden() -> None:
     trace.close()
 
 
-def test_a_transfer_that_fails_moves_nothing() -> None:
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, SystemExit])
+def test_a_transfer_that_fails_moves_nothing_and_those_after_it_are_recorded(
+    tmp_path: Path, kind: type[BaseException]
+) -> None:
     trace = Trace()
 
     def fail() -> None:
-        raise OSError("no")
+        raise kind("no")
 
     trace.follow("read", "a", 500, fail)
-    assert trace.report()[0].nbytes == 0
+    trace.follow("read", "b", 300, lambda: None)
+    assert [(row.hop, row.nbytes) for row in trace.report()] == [("read", 300)]
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    told = {event["name"]: event["args"] for event in events if event["ph"] == "X"}
+    assert told["a"]["bytes"] == 0 and "no" in told["a"]["failed"]
+    assert told["b"] == {"bytes": 300}
+    trace.clear()
     trace.close()
+
+
+def test_a_sink_that_fails_is_an_error_of_whoever_waits() -> None:
+    seen: list[str] = []
+
+    def sink(hop: str, name: str, *_: object) -> None:
+        seen.append(name)
+        if name == "a":
+            raise ValueError("the sink is full")
+
+    trace = Trace(sink=sink)
+    trace.follow("read", "a", 500, lambda: None)
+    trace.follow("read", "b", 300, lambda: None)
+    with pytest.raises(ValueError, match="the sink is full"):
+        trace.report()
+    assert trace.report()[0].nbytes == 800
+    assert seen == ["a", "b"]
+    trace.close()
+
+
+def test_it_may_be_closed_while_transfers_begin() -> None:
+    trace = Trace()
+    count, threads = 300, 2
+
+    def begin() -> None:
+        for _ in range(count):
+            trace.follow("read", "a", 1, lambda: None)
+
+    beginning = [threading.Thread(target=begin) for _ in range(threads)]
+    for thread in beginning:
+        thread.start()
+    while any(thread.is_alive() for thread in beginning):
+        trace.close()
+    trace.close()
+    assert trace.report()[0].nbytes == count * threads
+    assert not [thread for thread in threading.enumerate() if thread.name == "zero-offload trace"]
 
 
 def test_a_step_over_nvme_is_accounted_to_the_byte(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 __all__ = ["HopReport", "Trace"]
 
@@ -45,7 +46,7 @@ class HopReport:
 @dataclass(frozen=True)
 class _Event:
     """One transfer, wait or computation; times in seconds of the trace's clock. ``waiting``: it was spent waiting for a
-    transfer of this hop.
+    transfer of this hop. ``failure``: the error of a transfer that failed, as text.
     """
 
     hop: str
@@ -54,6 +55,20 @@ class _Event:
     end: float
     nbytes: int
     waiting: bool
+    failure: str | None = None
+
+
+class _Transfer(NamedTuple):
+    """A transfer under way, with the arguments of `Trace.follow`; ``begin`` in seconds of the trace's clock."""
+
+    hop: str
+    name: str
+    begin: float
+    nbytes: int
+    wait: Callable[[], object]
+
+
+_Transfers: TypeAlias = "queue.SimpleQueue[_Transfer | None]"
 
 
 class Trace:
@@ -62,7 +77,8 @@ class Trace:
     Pass one to the stores and the optimizers to be traced. ``rank`` is the process number in the file. It records until
     `stop`; events are kept until `clear`. A thread records when asynchronous transfers end; `close` ends it.
     Thread-safe. ``sink`` is called with every event, from any thread, also after `stop`; with ``keep`` false events go
-    to the sink only. ``clock`` returns seconds.
+    to the sink only. An error of the sink in the recording thread is raised by the next call that waits for transfers.
+    ``clock`` returns seconds.
     """
 
     def __init__(
@@ -78,9 +94,10 @@ class Trace:
         self._sink = sink
         self._events: list[_Event] = []
         self._lock = threading.Lock()
-        self._running: queue.SimpleQueue[tuple[str, str, float, int, Callable[[], object]] | None] = queue.SimpleQueue()
+        self._running: _Transfers = queue.SimpleQueue()
         self._watcher: threading.Thread | None = None
         self._open = 0
+        self._sink_failure: BaseException | None = None
         self._recording = keep
         self._idle = threading.Condition(self._lock)
 
@@ -97,16 +114,20 @@ class Trace:
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer of ``nbytes`` that has just begun and ends when ``wait``, called in another thread, returns
-        or raises OSError (then it counts 0 bytes). Transfers are waited for in the order of the calls.
+        or raises (then it counts 0 bytes). Transfers are waited for in the order of the calls.
         """
         with self._lock:
             if not self._recording and self._sink is None:
                 return
-            self._open += 1
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._record_ends, name="zero-offload trace", daemon=True)
-                self._watcher.start()
-        self._running.put((hop, name, self._clock(), nbytes, wait))
+                running: _Transfers = queue.SimpleQueue()
+                watcher = threading.Thread(
+                    target=self._record_ends, args=(running,), name="zero-offload trace", daemon=True
+                )
+                watcher.start()
+                self._watcher, self._running = watcher, running
+            self._open += 1
+            self._running.put(_Transfer(hop, name, self._clock(), nbytes, wait))
 
     def report(self) -> list[HopReport]:
         """Wait for the transfers under way; return one row for each hop that was recorded, sorted by name."""
@@ -154,7 +175,7 @@ class Trace:
                     "dur": (event.end - event.begin) * 1e6,
                     "pid": self._rank,
                     "tid": number,
-                    "args": {"bytes": event.nbytes},
+                    "args": {"bytes": event.nbytes} | ({"failed": event.failure} if event.failure else {}),
                 }
             )
         names: list[dict[str, object]] = [
@@ -181,41 +202,48 @@ class Trace:
         """Wait for the transfers under way and end the thread that follows them; `follow` starts it again. Recorded
         events stay.
         """
-        self._finished_events()
-        with self._lock:
-            watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            self._running.put(None)
-            watcher.join()
+        try:
+            self._finished_events()
+        finally:
+            with self._lock:
+                watcher, self._watcher = self._watcher, None
+                self._running.put(None)
+            if watcher is not None:
+                watcher.join()
 
     def _add(self, event: _Event) -> None:
-        """Pass an event to the sink, and keep it unless recording was stopped."""
-        if self._sink is not None:
-            self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
+        """Keep an event unless recording was stopped, and pass it to the sink."""
         with self._lock:
             if self._recording:
                 self._events.append(event)
+        if self._sink is not None:
+            self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
 
     def _finished_events(self) -> list[_Event]:
-        """Wait for the transfers under way; return all events, by their beginning."""
+        """Wait for the transfers under way; return all events, by their beginning. Raises an error of the sink once."""
         with self._idle:
             self._idle.wait_for(lambda: self._open == 0)
+            failure, self._sink_failure = self._sink_failure, None
+            if failure is not None:
+                raise failure
             return sorted(self._events, key=lambda event: event.begin)
 
-    def _record_ends(self) -> None:
-        """Wait for each followed transfer in turn and record its end; runs in a thread."""
-        while (item := self._running.get()) is not None:
-            hop, name, begin, nbytes, wait = item
+    def _record_ends(self, running: _Transfers) -> None:
+        """Wait for each transfer of ``running`` in turn and record its end, until None comes; runs in a thread, which
+        no error ends.
+        """
+        while (transfer := running.get()) is not None:
+            hop, name, begin, nbytes, wait = transfer
+            failure: str | None = None
             try:
                 wait()
-            except OSError:
-                nbytes = 0  # whoever uses the data meets the error
-            event = _Event(hop, name, begin, self._clock(), nbytes, False)
-            if self._sink is not None:
-                self._sink(hop, name, begin, event.end, nbytes, False)
+            except BaseException as error:  # whoever uses the data meets it
+                nbytes, failure = 0, f"{type(error).__name__}: {error}"
+            try:
+                self._add(_Event(hop, name, begin, self._clock(), nbytes, False, failure))
+            except BaseException as error:
+                self._sink_failure = error
             with self._idle:
-                if self._recording:
-                    self._events.append(event)
                 self._open -= 1
                 self._idle.notify_all()
 
