@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextvars
+import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from zero_deepspeed.communication import get_all_ranks_from_group, get_global_ra
 from zero_deepspeed.configuration import DeepSpeedConfig
 from zero_deepspeed.estimators import zero2_cold, zero3_live
 from zero_deepspeed.helpers import OnDevice, clone_tensors_for_torch_save, move_to_device
+from zero_deepspeed.logging_names import log_dist_once
 from zero_deepspeed.settings import load_for_construction, raw_config
 from zero_settings import ConfigError
 
@@ -38,6 +42,33 @@ def test_aio_handle_moves_tensors_to_files_and_back(tmp_path: Path) -> None:
     assert part.tolist() == [10.0, 11.0, 12.0]
     with pytest.raises(UsageError, match="contiguous"):
         handle.sync_pwrite(torch.zeros(4, 4).t()[1:], tmp_path / "b")
+
+
+def test_aio_handle_works_after_a_transfer_that_failed(tmp_path: Path) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    from zero_deepspeed.aio import AsyncIOBuilder
+
+    handle = AsyncIOBuilder().load().aio_handle()
+    handle.sync_pwrite(torch.arange(8.0), tmp_path / "a")
+    target = torch.zeros(8)
+    handle.async_pread(torch.zeros(8), tmp_path / "a", file_offset=1 << 20)
+    handle.async_pread(target, tmp_path / "a")
+    with pytest.raises(OSError):
+        handle.wait()
+    assert target.tolist() == list(range(8))
+    assert handle.sync_pread(target, tmp_path / "a") == 1
+
+
+def test_a_long_configuration_may_come_as_base64() -> None:
+    data = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "tensorboard": {"output_path": "p" * 5000}}
+    assert raw_config(base64.urlsafe_b64encode(json.dumps(data).encode()).decode()) == data
+
+
+def test_a_message_for_some_ranks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="DeepSpeed"):
+        for _ in range(2):
+            log_dist_once("told once", ranks=[0])
+    assert [record.message for record in caplog.records] == ["[Rank 0] told once"]
 
 
 def test_models_on_device_take_no_memory_and_the_dtype() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -110,14 +111,15 @@ class aio_handle:
         return 0
 
     def wait(self) -> int:
-        """Finish everything that was begun, close the files, and return how many transfers that were."""
-        done = 0
-        for request, file, _ in self._pending:
-            request.wait()
-            file.close()
-            done += 1
-        self._pending.clear()
-        return done
+        """Finish everything that was begun, close the files, and return how many transfers that were. If some failed,
+        raise the last one's error once all have ended; nothing is pending then.
+        """
+        pending, self._pending = self._pending, []
+        with ExitStack() as ends:  # it calls what it was given last first, each although others raise
+            for request, file, _ in reversed(pending):
+                ends.callback(file.close)
+                ends.callback(request.wait)
+        return len(pending)
 
 
 def is_available() -> bool:

@@ -18,9 +18,14 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         logger.log(level, "[Rank %d] %s", rank, message)
 
 
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Call `log_dist`, only once in this process for the same arguments."""
+    _log_once(message, None if ranks is None else tuple(ranks), level)
+
+
 @cache
-def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
-    """Call `log_dist`, only once in this process for the same arguments, which must be hashable."""
+def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
+    """Call `log_dist`, only once in this process for the same arguments."""
     log_dist(message, ranks, level)
 
 

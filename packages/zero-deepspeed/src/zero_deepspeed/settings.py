@@ -29,7 +29,7 @@ def raw_config(source: Any) -> dict[str, Any]:
     """
     if isinstance(source, dict):
         return source
-    if isinstance(source, (str, os.PathLike)) and not Path(source).exists():
+    if isinstance(source, (str, os.PathLike)) and not os.path.exists(source):  # false too for a name that is too long
         try:
             return read(json.loads(base64.urlsafe_b64decode(os.fspath(source)).decode()))
         except (binascii.Error, UnicodeDecodeError, json.JSONDecodeError) as error:

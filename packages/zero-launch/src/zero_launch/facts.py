@@ -127,4 +127,6 @@ def _io_engine() -> str:
         return "zero-nvme-aio is not installed"
     code = "import zero_nvme_aio; print(zero_nvme_aio.probe().chosen)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 else f"probe failed: {done.stderr.strip().splitlines()[-1]}"
+    if done.returncode == 0:
+        return done.stdout.strip()
+    return f"probe failed: {(done.stderr.strip() or f'exit status {done.returncode}').splitlines()[-1]}"
