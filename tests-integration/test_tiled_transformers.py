@@ -1,4 +1,4 @@
-"""Models of Transformers whose losses and MLPs run in tiles train under the engine as they do untiled in one process."""
+"""Models of Transformers whose losses and MLPs run in tiles train under the engine as untiled in one process."""
 
 from __future__ import annotations
 

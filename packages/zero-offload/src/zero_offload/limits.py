@@ -129,9 +129,7 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _unescaped(path: str) -> str:
-    """Return a path of /proc/self/mountinfo, where spaces, tabs, newlines and backslashes are octal escapes (``\\040``),
-    as it is.
-    """
+    """Return a path of /proc/self/mountinfo without its octal escapes of spaces, tabs and backslashes (``\\040``)."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
 
 
