@@ -70,7 +70,8 @@ def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
     late = [step for step in common if step > common[0]] or common
     lead = attempt.first
     took = {step: block.us for step in late[-256:] if (block := lead.block(step)) is not None}
-    picked.add(max(took, key=lambda step: took[step]))
+    if took:
+        picked.add(max(took, key=lambda step: took[step]))
     looked = [step for step in common if lead.has_memory(step)][-2:]
     return sorted({*picked, *common[-2:], *looked, max(newest)})
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +45,7 @@ class Lines(NamedTuple):
 def read(path: Path) -> Lines:
     """Read the file ``path``, and return the JSON of its undamaged lines with the extent of the damage. Raises OSError
     if it cannot be read."""
-    data = path.read_bytes()
+    data = read_regular(path)
     bodies: list[bytes] = []
     damaged = lines = 0
     for line in _split_lines(data):
@@ -53,6 +56,14 @@ def read(path: Path) -> Lines:
             damaged += len(line)
             lines += 1
     return Lines(bodies, damaged, lines)
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the bytes of a regular file. Raises OSError if it cannot be read or is none, such as a pipe, which would
+    be waited for."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.read_bytes()
 
 
 def _split_lines(data: bytes) -> Iterator[bytes]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from . import lines
 from .schema import COLUMN_NAMES, FAILURE_FILE, SCHEMA_VERSION, rank_file
+from .shapes import failure_fault, is_block, is_head, is_note, is_number, load_json
 
 Array = NDArray[np.float64]
 _STEP_PREFIX = re.compile(rb'\{"step":(\d+)')
@@ -89,12 +91,13 @@ class RankRecord:
         return sorted(self._bodies)
 
     def block(self, step: int) -> Block | None:
-        """Return the spans of a step, parsed at every call; None if they were not kept."""
+        """Return the spans of a step, parsed at every call; None if they were not kept, or are not laid out as
+        spans."""
         body = self._bodies.get(step)
-        return None if body is None else _parse_block(json.loads(body))
+        return None if body is None else _parse_block(body)
 
     def last_block(self) -> Block | None:
-        """Return the spans of the newest step, which may not have ended; None if no spans were kept."""
+        """Return the spans of the newest step, which may not have ended; None as for `block`."""
         return self.block(max(self._bodies)) if self._bodies else None
 
     def has_memory(self, step: int) -> bool:
@@ -185,7 +188,7 @@ def read_run(path: str | Path) -> Run:
     """
     root = Path(path)
     problems: list[str] = []
-    folders = sorted(folder for folder in root.glob("attempt-*") if folder.is_dir() and folder.name[8:].isdigit())
+    folders = _attempt_folders(root, problems)
     attempts = [attempt for folder in folders if (attempt := _read_attempt(folder, problems)) is not None]
     if not attempts:
         detail = f": {'; '.join(problems)}" if problems else ""
@@ -200,36 +203,57 @@ def read_run(path: str | Path) -> Run:
     return Run(root, attempts, problems, failure)
 
 
-def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    """Return the content of `failure.json`; None if it does not exist, is no object or cannot be read.
-
-    Only the last adds a sentence to ``problems``.
-    """
-    if not path.exists():
-        return None
+def _attempt_folders(root: Path, problems: list[str]) -> list[Path]:
+    """Return the folders of attempts in ``root``, ascending; files in place of them, and an unreadable ``root``, are
+    added to ``problems``."""
     try:
-        value = json.loads(path.read_bytes())
+        found = sorted(path for path in root.iterdir() if re.fullmatch(r"attempt-\d+", path.name))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        problems.append(f"{root}: cannot be read: {error.strerror}")
+        return []
+    folders = [path for path in found if os.path.isdir(path)]
+    problems += [f"{path.name}: expected a folder, got something else" for path in found if path not in folders]
+    return folders
+
+
+def _read_failure(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    """Return the content of `failure.json`; None if it does not exist, or with a sentence in ``problems`` if it cannot
+    be read or has other types than the format."""
+    try:
+        value = load_json(lines.read_regular(path))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
         problems.append(f"{path.name}: cannot be read: {error}")
         return None
-    return value if isinstance(value, dict) else None
+    if fault := failure_fault(value):
+        problems.append(f"{path.name}: {fault}; it is left out")
+        return None
+    report: dict[str, Any] = value
+    return report
 
 
 def _read_attempt(folder: Path, problems: list[str]) -> Attempt | None:
-    """Return the attempt in a folder; None if it has no files of ranks.
+    """Return the attempt in a folder; None if it has no files of ranks, or cannot be read.
 
     A sentence for damaged files, and one for ranks that wrote nothing, is added to ``problems``. Raises `RecordError`
     for a newer schema.
     """
-    found = {int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.match(path.name))}
+    try:
+        found = {int(match[1]) for path in folder.iterdir() if (match := _RANK_FILE.match(path.name))}
+    except OSError as error:
+        problems.append(f"{folder.name}: cannot be read: {error.strerror}")
+        return None
     ranks = {rank: _read_rank(folder, rank, problems) for rank in sorted(found)}
     if not ranks:
         return None
     attempt = Attempt(int(folder.name[8:]), ranks)
-    missing = sorted(set(range(attempt.world_size)) - found)
-    if missing:
-        names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        problems.append(f"{folder.name}: {len(missing)} of {attempt.world_size} ranks wrote nothing: {names}")
+    if count := attempt.world_size - sum(rank < attempt.world_size for rank in found):
+        missing = list(islice((rank for rank in range(attempt.world_size) if rank not in found), 8))
+        names = ", ".join(map(str, missing)) + (f" and {count - 8} more" if count > 8 else "")
+        problems.append(f"{folder.name}: {count} of {attempt.world_size} ranks wrote nothing: {names}")
     return attempt
 
 
@@ -238,17 +262,33 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
 
     Raises `RecordError` for a newer schema.
     """
-    notes = [note for body in _read_lines(folder / rank_file(rank, "notes"), problems) if (note := _parse_note(body))]
-    head = notes.pop(0) if notes and notes[0]["note"] == "head" else {}
+    files = {part: folder / rank_file(rank, part) for part in ("notes", "table", "timeline")}
+    bodies = _read_lines(files["notes"], problems)
+    parsed = [_parse_line(body) for body in bodies]
+    head: dict[str, Any] = parsed.pop(0) if parsed and is_head(parsed[0]) else {}
     if head.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
         raise RecordError(
             f"{folder}: written in schema {head['schema']}, this zero-report reads up to {SCHEMA_VERSION}; "
             "update it: pip install -U zero-report"
         )
-    table = _parse_table(_read_lines(folder / rank_file(rank, "table"), problems))
-    bodies = _read_lines(folder / rank_file(rank, "timeline"), problems)
-    by_step = {int(match[1]): body for body in bodies if (match := _STEP_PREFIX.match(body))}
-    return RankRecord(rank, head, table, notes, by_step)
+    notes = [note for note in parsed if is_note(note) and note["note"] != "head"]
+    _count_misshapen(files["notes"], len(parsed) - len(notes), len(bodies), problems)
+    bodies = _read_lines(files["table"], problems)
+    table, left_out = _parse_table(bodies)
+    _count_misshapen(files["table"], left_out, len(bodies), problems)
+    bodies = _read_lines(files["timeline"], problems)
+    steps = [(match, body) for body in bodies if (match := _STEP_PREFIX.match(body))]
+    _count_misshapen(files["timeline"], len(bodies) - len(steps), len(bodies), problems)
+    return RankRecord(rank, head, table, notes, {int(match[1]): body for match, body in steps})
+
+
+def _count_misshapen(path: Path, count: int, lines_read: int, problems: list[str]) -> None:
+    """Add a sentence to ``problems`` if ``count`` of the undamaged lines of a file are not what the format has."""
+    if count:
+        problems.append(
+            f"{path.parent.name}/{path.name}: {count} of {lines_read:,} lines are whole but not laid out as the "
+            f"format says; left out"
+        )
 
 
 def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
@@ -270,37 +310,63 @@ def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
     return found.bodies
 
 
-def _parse_note(body: bytes) -> dict[str, Any] | None:
-    """Return the note in the JSON of a line; None unless it is an object with a kind and a time."""
-    value = json.loads(body)
-    whole = isinstance(value, dict) and isinstance(value.get("note"), str) and isinstance(value.get("at"), (int, float))
-    return value if whole else None
+def _parse_line(body: bytes) -> Any:
+    """Return the value of a line's JSON; None if it is no JSON."""
+    try:
+        return load_json(body)
+    except ValueError:
+        return None
 
 
-def _parse_table(bodies: list[bytes]) -> dict[str, Array]:
-    """Return the columns of a table by name, with NaN for missing ones; ``bodies``: the JSON of its lines, of which the
-    first is removed.
+def _parse_lines(bodies: list[bytes]) -> list[Any]:
+    """Return the value of each line's JSON, as `_parse_line` does, faster where all lines are JSON."""
+    try:
+        values = load_json(b"[" + b",".join(bodies) + b"]")
+    except ValueError:
+        values = []
+    return values if len(values) == len(bodies) else [_parse_line(body) for body in bodies]
 
-    If the line with the names is damaged, they are taken to be those of this version. Rows with another number of
-    values are left out.
+
+def _is_cell(value: Any) -> bool:
+    """Return whether a table may have ``value`` in a row."""
+    return value is None or is_number(value)
+
+
+def _parse_table(bodies: list[bytes]) -> tuple[dict[str, Array], int]:
+    """Return the columns of a table by name, with NaN for missing ones, and the number of lines left out: rows with
+    another number of values, or with no numbers for the steps and seconds that they cover.
+
+    If the line with the names is damaged, they are taken to be those of this version.
     """
-    names = list(COLUMN_NAMES)
-    if bodies and bodies[0].startswith(b'["'):
-        names = [str(name) for name in json.loads(bodies.pop(0))]
-    rows = json.loads(b"[" + b",".join(bodies) + b"]")
-    values = np.array([row for row in rows if len(row) == len(names)], dtype=np.float64).reshape(-1, len(names))
+    rows, names = _parse_lines(bodies), list(COLUMN_NAMES)
+    if rows and isinstance(rows[0], list) and rows[0] and all(isinstance(name, str) for name in rows[0]):
+        names = rows.pop(0)
+    whole = [row for row in rows if isinstance(row, list) and len(row) == len(names)]
+    try:
+        values = np.array(whole, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        values = np.empty(0)
+    if whole and values.ndim != 2:
+        values = np.array([row for row in whole if all(map(_is_cell, row))], dtype=np.float64)
+    values = values.reshape(-1, len(names))
     columns = {name: values[:, number] for number, name in enumerate(names)}
-    return {**{name: np.full(len(values), np.nan) for name in COLUMN_NAMES}, **columns}
+    table = {**{name: np.full(len(values), np.nan) for name in COLUMN_NAMES}, **columns}
+    known = np.logical_and.reduce([np.isfinite(table[name]) for name in ("first", "steps", "began", "seconds")])
+    if not known.all():
+        table = {name: column[known] for name, column in table.items()}
+    return table, len(rows) - int(known.sum())
 
 
-def _parse_block(value: dict[str, Any]) -> Block:
-    """Return the spans of a step from the object of a line of the timeline."""
-    names, flat = value["names"], value["spans"]
+def _parse_block(body: bytes) -> Block | None:
+    """Return the spans of a step from the JSON of a line of the timeline; None if it is not laid out as such."""
+    value = _parse_line(body)
+    if not is_block(value):
+        return None
     return Block(
         step=value["step"],
         began=value["began"],
         us=value["us"],
-        spans=tuple(_parse_spans(names, flat)),
+        spans=tuple(_parse_spans(value["names"], value["spans"])),
         left_out=value["left_out"],
         memory=tuple((at, owners) for at, owners in value["memory"]),
         open=value.get("open", False),
