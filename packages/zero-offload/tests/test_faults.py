@@ -186,7 +186,7 @@ def test_an_activation_that_was_damaged_is_found_in_backward(tmp_path: Path) -> 
     with offload_activations(model, tier="nvme", path=tmp_path, min_bytes=1000, verify=True) as offload:
         loss = model(torch.randn(64, 128)).square().mean()
     offload.flush()
-    flip(data_file(tmp_path), 1234)
+    flip(data_file(tmp_path), 4096 + 1234)  # behind the page that is kept for a header
     with pytest.raises(ShardCorruptError, match="cannot read 'activation") as caught:
         loss.backward()
     assert caught.value.path == str(data_file(tmp_path))
