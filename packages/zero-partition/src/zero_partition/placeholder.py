@@ -64,9 +64,9 @@ class Placeholders:
     def verify_values(self) -> None:
         """Raise `ReleasedParameterError`, naming the first one, if a placeholder's value is not NaN any more. Waits for
         the device."""
-        written = torch.isnan(self._nans).logical_not_()  # once: what still writes may make a second look another
-        if bool(written.any()):
-            index = int(written.nonzero()[0, 0])
+        released = torch.isnan(self._nans)  # once: what still writes may make a second look another
+        if not bool(released.all()):
+            index = int(released.logical_not_().nonzero()[0, 0])
             raise ReleasedParameterError(
                 f"parameter '{self._names[index]}' was written while it was released; the value is lost. "
                 "Change it inside `gathered([...], modifier_rank=0)`."
