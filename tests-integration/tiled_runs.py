@@ -16,7 +16,7 @@ CLASSES, WIDTH, BATCH, LENGTH = 13, 8, 4, 5
 
 
 class Run(NamedTuple):
-    """What to train. ``tiles``: of the loss and the MLPs, 0 for none. ``uneven``: rank 1 has more of them. ``inside``:
+    """A run. ``tiles``: of the loss and the MLPs, 0 for none. ``uneven``: rank 1 has more of them. ``inside``:
     the loss is a part of the model's forward. ``plain``: backward is called on the loss, not on the engine."""
 
     tiles: int = 3

@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_by_name(options: dict[str, Any], words: st
 
 
 def peak_of_tokens(tokens: int, tile_tokens: int, dtype: torch.dtype, **options: Any) -> LiveStorages:
-    """What a loss and its backward hold, apart from the hidden states' gradient."""
+    """Return the storages of logits that live during a loss and its backward."""
     head = nn.Linear(4, 1000, dtype=dtype)
     hidden, labels = torch.randn(tokens, 4, dtype=dtype).requires_grad_(), torch.randint(0, 1000, (tokens,))
     with LiveStorages(lambda tensor: tensor.dim() == 2 and tensor.size(1) == 1000) as logits:

@@ -237,7 +237,7 @@ class Trace:
             failure: str | None = None
             try:
                 wait()
-            except BaseException as error:  # whoever uses the data meets it
+            except BaseException as error:  # the user of the data meets it too
                 nbytes, failure = 0, f"{type(error).__name__}: {error}"
             try:
                 self._add(_Event(hop, name, begin, self._clock(), nbytes, False, failure))

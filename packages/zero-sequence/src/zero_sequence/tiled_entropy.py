@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class EntropyTerms:
-    """What the loss of a token consists of; see `losses_of`.
+    """The terms of the loss of a token; see `losses_of`.
 
     ``smoothing``: between 0 and 1. ``z``: factor of the squared logarithm of the sum of exponentials. ``weight``: of
     each class, or None.

@@ -4,7 +4,7 @@
 tile by tile in the same order, and differentiates it with a nested call of autograd whose inputs are the tile and the
 leaves (parameters) that its graph reaches. Nothing is accumulated into a leaf there. The sum over the tiles, taken in
 the order of the tiles and in float32 for dtypes that are narrower, is the gradient that the one node of the outer graph
-returns for the leaf: hooks of the leaf run once, and whoever waits for its gradient (an engine, DDP) gets it once.
+returns for the leaf: hooks of the leaf run once, and an engine or DDP gets its gradient once.
 
 The leaves are found in the graph of each tile, so no list of parameters is asked for, and those of a closure count too.
 Forward runs with gradients enabled where they are enabled around it, although its graphs are dropped: that is how the

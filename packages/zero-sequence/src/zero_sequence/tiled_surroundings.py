@@ -58,7 +58,7 @@ class RandomState:
 
 @dataclass(frozen=True)
 class TileSurroundings:
-    """What a computation depends on besides its inputs: the random states and autocast."""
+    """The inputs of a computation that are no arguments: the random states and autocast."""
 
     random: RandomState
     autocast: tuple[AutocastState, ...]
