@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -27,15 +28,40 @@ class DeviceTime(NamedTuple):
     ended: float
 
 
-class _Marks(NamedTuple):
-    """Three events of one collective: in the stream of its launch, and in the stream that waits for it, before and
-    after the wait.
+class DeviceMarks:
+    """Marks one collective of tensors on ``device`` by events, since its `wait` only orders streams. Make it where the
+    collective is launched. ``timed``: the events have times, and there are three; else only `complete`, if it is asked
+    for.
     """
 
-    tag: Tag
-    launched: torch.Event
-    needed: torch.Event
-    complete: torch.Event
+    def __init__(self, device: torch.device, *, timed: bool) -> None:
+        self.timed = timed
+        self._device = device
+        self._launched = self._mark() if timed else None
+        self._needed: torch.Event | None = None
+
+    def begin_wait(self) -> None:
+        """Mark in the current stream that it needs the result from here on."""
+        self._needed = self._mark() if self.timed else None
+
+    @cached_property
+    def complete(self) -> torch.Event:
+        """The event that completes with the result, in the stream that was current when it was first asked for, after
+        the wait.
+        """
+        return self._mark()
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the seconds from the launch, and from the need, to completion, once `complete` has completed; timed
+        marks only. Raises RuntimeError on a device whose events have no times.
+        """
+        return _seconds_between(self._launched, self.complete), _seconds_between(self._needed, self.complete)
+
+    def _mark(self) -> torch.Event:
+        """Return an event recorded now in the current stream."""
+        event = torch.Event(self._device, enable_timing=self.timed)
+        event.record()
+        return event
 
 
 class DeviceTimes:
@@ -48,27 +74,27 @@ class DeviceTimes:
     """
 
     def __init__(self) -> None:
-        self._marks: deque[_Marks] = deque()
+        self._running: deque[tuple[Tag, DeviceMarks, torch.Event]] = deque()
         self._base: torch.Event | None = None
         self._base_time = 0.0
         self.unmeasured: list[Tag] = []
 
-    def add(self, tag: Tag, launched: torch.Event, needed: torch.Event, complete: torch.Event) -> None:
-        """Add a collective by its recorded events, which have times (``enable_timing``)."""
-        self._marks.append(_Marks(tag, launched, needed, complete))
+    def add(self, tag: Tag, marks: DeviceMarks) -> None:
+        """Add a collective that was waited for, by its timed marks."""
+        self._running.append((tag, marks, marks.complete))
 
     def waiting(self, phases: Collection[str]) -> int:
         """Return how many collectives of ``phases`` `completed` has not yielded yet."""
-        return sum(marks.tag.phase in phases for marks in self._marks)
+        return sum(tag.phase in phases for tag, *_ in self._running)
 
     def completed(self) -> Iterator[DeviceTime]:
         """Yield the times of the collectives that the device has completed since the last call, in the order in which
         they were added; those behind one that is not complete come later.
         """
-        while self._marks and self._marks[0].complete.query():
-            tag, launched, needed, complete = self._marks.popleft()
+        while self._running and self._running[0][2].query():
+            tag, marks, complete = self._running.popleft()
             try:
-                open_seconds, waited = _seconds_between(launched, complete), _seconds_between(needed, complete)
+                open_seconds, waited = marks.seconds()
             except RuntimeError:  # a device whose events have no times
                 self.unmeasured.append(tag)
                 continue
@@ -88,13 +114,6 @@ class DeviceTimes:
         return ended
 
 
-def timing_event(device: torch.device) -> torch.Event:
-    """Return an event with times, recorded now in the current stream of ``device``."""
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(first: torch.Event, last: torch.Event) -> float:
-    """Return the seconds between two completed events; 0 if ``last`` came first."""
-    return max(0.0, first.elapsed_time(last) / 1e3)
+def _seconds_between(first: torch.Event | None, last: torch.Event) -> float:
+    """Return the seconds between two completed events; 0 if ``last`` came first, or there is no ``first``."""
+    return 0.0 if first is None else max(0.0, first.elapsed_time(last) / 1e3)

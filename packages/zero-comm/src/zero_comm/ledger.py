@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
-from .device_times import DeviceTimes
+from .device_times import DeviceMarks, DeviceTimes
 from .tag import Tag
 
 
@@ -58,22 +56,21 @@ class Ledger:
         row.open_seconds += open_seconds
         row.waited_seconds += waited_seconds
 
-    def count_on_device(self, tag: Tag, launched: torch.Event, needed: torch.Event, complete: torch.Event) -> None:
-        """Add a collective on an accelerator by its events; its times are counted by a later call, once it is complete.
-        See `DeviceTimes`."""
-        self._device_times.add(tag, launched, needed, complete)
-        self.count_completed()
+    def count_on_device(self, tag: Tag, marks: DeviceMarks) -> None:
+        """Add a collective on an accelerator by its marks, after its wait. If they are timed, its times are counted by
+        a later call, once it is complete; else it counts as untimed."""
+        if marks.timed:
+            self._device_times.add(tag, marks)
+            self.count_completed()
+        else:
+            self._row(tag).untimed += 1
 
     def count_completed(self) -> None:
         """Count the times of the collectives that the accelerator has completed, without waiting for it."""
         for found in self._device_times.completed():
             self.count_seconds(found.tag, found.open_seconds, found.waited_seconds, found.ended)
         while self._device_times.unmeasured:
-            self.count_untimed(self._device_times.unmeasured.pop())
-
-    def count_untimed(self, tag: Tag) -> None:
-        """Add a collective on an accelerator that is not timed."""
-        self._row(tag).untimed += 1
+            self._row(self._device_times.unmeasured.pop()).untimed += 1
 
     def reset(self) -> None:
         """Drop all counts."""

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from .device_times import timing_event
+from .device_times import DeviceMarks
 from .errors import CommError, PeerError
 from .flight_recorder import Ticket
 from .ledger import Ledger
@@ -63,9 +63,9 @@ class Work:
         self._watched = watched
         self._failure: CommError | None = None
         self._began = time.perf_counter()
-        self._device = next((b.device for b in buffers if b.device.type != "cpu"), None) if pending else None
-        timed = self._device is not None and ledger is not None and ledger.times_devices
-        self._launched = timing_event(self._device) if timed and self._device is not None else None
+        device = next((b.device for b in buffers if b.device.type != "cpu"), None) if pending else None
+        timed = ledger is not None and ledger.times_devices
+        self._marks = None if device is None else DeviceMarks(device, timed=timed)
 
     @property
     def has_hops(self) -> bool:
@@ -96,15 +96,17 @@ class Work:
             before = time.perf_counter()
             if self._watched is not None:
                 self._watched.waiting = (self.tag, time.monotonic(), False)
-            needed = None if self._launched is None or self._device is None else timing_event(self._device)
+            if self._marks is not None:
+                self._marks.begin_wait()
             with self._ticket or nullcontext():
                 self._wait_for_transport(() if patience is None else (patience,))
-                complete = self._mark_complete(needed)
-                if self._ticket is not None and complete is not None:
-                    self._ticket.ends_with(complete)
+                if self._ticket is not None and self._marks is not None:
+                    self._ticket.ends_with(self._marks.complete)
             if self._watched is not None:
                 self._watched.waiting = None
-            if self._ledger is not None and complete is None:
+            if self._ledger is not None and self._marks is not None:
+                self._ledger.count_on_device(self.tag, self._marks)
+            elif self._ledger is not None:
                 now = time.perf_counter()
                 self._ledger.count_seconds(self.tag, now - self._began, now - before)
         self._pending.clear()
@@ -113,24 +115,6 @@ class Work:
         if finish is not None:
             finish()
         self._buffers = ()
-
-    def _mark_complete(self, needed: torch.Event | None) -> torch.Event | None:
-        """Return an event that completes with the result on the accelerator, recorded in the current stream, and tell
-        the ledger of it; None on the host. ``needed``: recorded before the wait, if the collective is timed.
-        """
-        if self._device is None:
-            return None
-        if needed is None or self._launched is None:
-            complete = torch.Event(self._device)
-            complete.record()
-        else:
-            complete = timing_event(self._device)
-        if self._ledger is not None:
-            if needed is None or self._launched is None:
-                self._ledger.count_untimed(self.tag)
-            else:
-                self._ledger.count_on_device(self.tag, self._launched, needed, complete)
-        return complete
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
         """Wait for all pending operations. ``limit``: the argument of their `wait`, empty for none."""
