@@ -14,6 +14,16 @@ from zero_comm import Group, Tag, run_ranks, sum_slices
 
 WORLD_SIZES = [1, 2, 3, 4]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+BROADCAST_DTYPES = [
+    *DTYPES,
+    torch.int64,
+    torch.int16,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+]
+"""Buffers of a model have any dtype, also ones that a backend does not know."""
 TAG = Tag("gather", "block", 3)
 
 
@@ -60,7 +70,8 @@ def reductions() -> dict[Any, torch.Tensor]:
 
 def broadcasts() -> dict[torch.dtype, torch.Tensor]:
     group = data_group()
-    tensors = {dtype: values(group.rank, 11, dtype) for dtype in (*DTYPES, torch.int64, torch.bool)}
+    tensors = {dtype: values(group.rank, 11, dtype) for dtype in BROADCAST_DTYPES}
+    tensors[torch.int32] = torch.tensor(group.rank, dtype=torch.int32)
     for tensor in tensors.values():
         group.broadcast(tensor, group.world_size - 1, Tag("broadcast", "buffer")).wait()
     return tensors
@@ -113,12 +124,14 @@ def test_empty_tensors_pass_through(world_size: int) -> None:
         assert all(out.numel() == 0 for case, out in cases.items() if case[0] == 0)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", BROADCAST_DTYPES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_broadcast_gives_every_rank_the_source_values(world_size: int, dtype: torch.dtype) -> None:
     expected = values(world_size - 1, 11, dtype)
     for rank in range(world_size):
-        assert torch.equal(results(broadcasts, world_size)[rank][dtype], expected)
+        found = results(broadcasts, world_size)[rank]
+        assert torch.equal(found[dtype].view(torch.uint8), expected.view(torch.uint8))
+        assert found[torch.int32].item() == world_size - 1
 
 
 def overlapping() -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -217,14 +217,19 @@ class Group:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> Work:
-        """Start to copy the ``tensor`` (contiguous) of this group's rank ``source`` into every rank's ``tensor``; it
-        is complete once `Work.wait` has returned."""
+        """Start to copy the ``tensor`` of this group's rank ``source`` into every rank's ``tensor``; it is complete
+        once `Work.wait` has returned.
+
+        ``tensor``: contiguous, of any shape and dtype, the same on all ranks. It travels as bytes, as no backend has
+        every dtype that a buffer may have.
+        """
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
         sent = tensor.nbytes if self.rank == source else 0
         self.ledger.count(tag, sent, sent if self._far_peers else 0)
         ticket = self._track.start(tag, tensor.nbytes)
-        work = dist.broadcast(tensor, group=self._process_group, async_op=True, group_src=source)
+        data = tensor.detach().view(-1).view(torch.uint8)
+        work = dist.broadcast(data, group=self._process_group, async_op=True, group_src=source)
         self.issued += 1
         return Work(
             tag,
