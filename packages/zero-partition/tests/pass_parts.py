@@ -19,8 +19,9 @@ from zero_partition.held_gradients import HeldGradients
 from zero_partition.interleaving import Interleaving
 from zero_partition.live import UnitState
 from zero_partition.messages import StepNumber
+from zero_partition.ordered_reductions import OrderedReductions
 from zero_partition.recovery import Recovery
-from zero_partition.reducer import OrderedReductions, Reducer
+from zero_partition.reducer import Reducer
 from zero_partition.training_loop import FollowedLoop
 from zero_partition.unannounced import UnannouncedUse
 from zero_partition.unit import Unit

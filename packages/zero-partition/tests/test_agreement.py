@@ -14,7 +14,7 @@ from zero_partition.agreement import Agreement, Liveness
 from zero_partition.gatherer import OrderedGathers
 from zero_partition.live import UnitState
 from zero_partition.messages import LockStep, StepNumber
-from zero_partition.reducer import OrderedReductions
+from zero_partition.ordered_reductions import OrderedReductions
 from zero_partition.route import Secondary
 from zero_partition.training_loop import FollowedLoop
 from zero_partition.user_edits import UserEdits

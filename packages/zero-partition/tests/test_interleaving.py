@@ -14,7 +14,8 @@ from zero_partition.agreement import Agreement, Liveness
 from zero_partition.gatherer import Gatherer, OrderedGathers
 from zero_partition.interleaving import Interleaving
 from zero_partition.messages import LockStep, StepNumber
-from zero_partition.reducer import OrderedReductions, Reducer
+from zero_partition.ordered_reductions import OrderedReductions
+from zero_partition.reducer import Reducer
 from zero_partition.training_loop import FollowedLoop
 from zero_partition.user_edits import UserEdits
 from zero_partition.user_gradients import UserGradients

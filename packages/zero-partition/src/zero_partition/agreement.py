@@ -11,7 +11,7 @@ from zero_comm import CommError, Message
 from .errors import STEP_DROPPED, EditRefusedError, PartitionError
 from .gatherer import OrderedGathers
 from .messages import LockStep, Observations, StepNumber, decode_each, distinct
-from .reducer import OrderedReductions
+from .ordered_reductions import OrderedReductions
 from .unit import Unit
 from .user_edits import UserEdits
 from .user_gradients import UserGradients

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .gatherer import OrderedGathers
 from .messages import LockStep, distinct
-from .reducer import OrderedReductions
+from .ordered_reductions import OrderedReductions
 from .unit import Unit
 
 

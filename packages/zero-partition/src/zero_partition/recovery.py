@@ -10,7 +10,8 @@ from zero_comm import CommError, EngineGroups
 from .gatherer import Gatherer, OrderedGathers
 from .interleaving import Interleaving
 from .messages import PassProgress, StepNumber
-from .reducer import OrderedReductions, Reducer
+from .ordered_reductions import OrderedReductions
+from .reducer import Reducer
 
 logger = logging.getLogger("zero_partition")
 

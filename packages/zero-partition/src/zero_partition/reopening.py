@@ -8,9 +8,9 @@ from zero_comm import CommError, EngineGroups
 
 from .gradients import UnitGradients
 from .messages import Standing
+from .ordered_reductions import OrderedReductions
 from .pass_parts import PassParts
 from .passes import Passes
-from .reducer import OrderedReductions
 
 
 class Reopening:

@@ -26,10 +26,11 @@ from .interception import Interception
 from .interleaving import Interleaving
 from .live import LiveElements
 from .messages import StepNumber
+from .ordered_reductions import OrderedReductions
 from .pass_parts import PassParts
 from .passes import Passes, forward_key
 from .recovery import Recovery
-from .reducer import OrderedReductions, Reducer
+from .reducer import Reducer
 from .released_use import ReleasedUse
 from .reopening import Reopening
 from .residency import Residency

@@ -1,0 +1,277 @@
+"""The state of one fragment on a tier, as a mapping from kinds to tensors; see [Note: states on a tier] in
+tier_states.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, ValuesView
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .errors import PartitionError
+from .guarded_tensors import REFERENCE, FragmentReference, check_same_parameter, plain
+from .tier import StateTier
+from .tier_values import TierValue, TierWindow, plain_value
+from .updates import OwnedFragment
+
+_STEP, _MASTER, _SCALE = "step", "master", "_scale"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _publishes_refusal(method: _Method) -> _Method:
+    """Decorate a method of `TierState` to publish a `PartitionError` that it raises to the other ranks, which may have
+    no part of the parameter and so no error of their own."""
+
+    @functools.wraps(method)
+    def wrapped(self: TierState, *args: Any) -> Any:
+        """Call the method; publish a `PartitionError` that it raises, and raise it."""
+        try:
+            return method(self, *args)
+        except PartitionError as refusal:
+            self.tell(f"failed: {type(refusal).__name__}: {refusal}")
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+class TierState(MutableMapping[str, Any]):
+    """Maps kinds to the values of one fragment's state on a tier: ``step`` and its moments, in the fragment's shape;
+    empty before its first step.
+
+    Assigned values are copied to the tier, and copied again if their tensor is written later, as its version counter
+    shows. Raises `PartitionError` for values that the tier cannot keep. ``owned``: the fragment. ``assigned``: by
+    parameter name, the states with such tensors; this one adds itself. The other arguments are as in `TierStates`.
+    """
+
+    def __init__(
+        self,
+        tier: StateTier,
+        owned: OwnedFragment,
+        await_readers: Callable[[], None],
+        tell: Callable[[str], None],
+        assigned: dict[str, TierState],
+    ) -> None:
+        self._tier, self._owned, self._await_readers, self.tell = tier, owned, await_readers, tell
+        self._all_assigned = assigned
+        self._assigned: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._step_given = False
+        self._windows: weakref.WeakValueDictionary[str, TierWindow] = weakref.WeakValueDictionary()
+
+    @property
+    def name(self) -> str:
+        """The parameter's name."""
+        return self._owned.fragment.entry.name
+
+    @property
+    def reference(self) -> FragmentReference | None:
+        """The guard's reference for tensors of this state; None if nothing guards them."""
+        found = self._owned.tensor.__dict__.get(REFERENCE)
+        return None if found is None else dataclasses.replace(found, is_updated=False)
+
+    def __getitem__(self, kind: str) -> torch.Tensor:
+        """Return the value of ``kind`` as a window on the tier; raises KeyError for a kind that the state does not
+        have."""
+        if kind not in self:
+            raise KeyError(kind)
+        return self._shown(kind, self.read)
+
+    def items(self) -> ItemsView[str, Any]:
+        """Return all kinds with their values, windows on the tier, from one read of it."""
+        kept = self._kept() if len(self) else {}
+        return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
+
+    def values(self) -> ValuesView[Any]:
+        """Return all values, windows on the tier, from one read of it."""
+        return dict(self.items()).values()
+
+    def __setitem__(self, kind: str, value: Any) -> None:
+        """Copy ``value`` to the tier as the new value of ``kind``; windows on the former value keep that.
+
+        Nothing if ``value`` is the window itself. The first value also gives the state a ``step`` of 1.
+        """
+        window = self._windows.get(kind)
+        if window is not None and window.is_shown_by(value):  # `state[k] = state[k].to(…)` of what is there already
+            return
+        self._step_given |= kind == _STEP
+        is_first = not self._step_given and not self._tier.held(self.name)[0]
+        counted = {_STEP: 1} if is_first else {}  # torch's SGD has moments and counts no steps
+        self.write({**counted, kind: value})
+        self._windows.pop(kind, None)
+        self._watch({kind: value})
+
+    @_publishes_refusal
+    def __delitem__(self, kind: str) -> None:
+        """Raise `PartitionError`, as a tier keeps all kinds or none."""
+        raise PartitionError(
+            f"the optimizer's state '{kind}' of parameter '{self.name}' is on a tier (offload_optimizer), which keeps "
+            "all kinds or none: delete the whole state, optimizer.state.pop(p), or assign zeros. Nothing was changed."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds())
+
+    def __contains__(self, kind: object) -> bool:
+        return kind in self._kinds()
+
+    def __len__(self) -> int:
+        return len(self._kinds())
+
+    def clear(self) -> None:
+        """Drop the moments and the step count; tensors that code has taken from this state keep their last values."""
+        self._step_given = False
+        self.detach()
+        self._await_readers()
+        self._tier.restart([self.name])
+
+    def replace(self, state: Any) -> None:
+        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped. Raises
+        `PartitionError`, changing nothing, for values that the tier cannot keep."""
+        given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
+        packed = self._packed(given)
+        self.clear()
+        self._step_given = _STEP in packed
+        if packed:
+            self._tier.write({self.name: {_STEP: 1, **packed}})
+        self._watch(given)
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Return a plain dict of plain copies of the values, by kind."""
+        return {kind: plain_value(value).clone() for kind, value in self.items()}
+
+    __copy__ = copy
+
+    def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the values ``kept`` (by kind), which were just read from the tier, as windows on it that no guard
+        checks."""
+        return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
+
+    def detach(self) -> None:
+        """Disconnect tensors taken from here, which keep their last values, and stop watching assigned ones."""
+        self._windows.clear()
+        self._assigned.clear()
+
+    def store_assigned(self) -> None:
+        """Store again assigned tensors that were written since; forget those that no longer exist."""
+        for kind, (reference, version) in list(self._assigned.items()):
+            value = reference()
+            if value is None:
+                del self._assigned[kind]
+            elif value._version != version:
+                self._assigned[kind] = reference, value._version
+                self.write({kind: value})
+
+    def _watch(self, given: Mapping[str, Any]) -> None:
+        """Remember the plain tensors among the values ``given`` (by kind) with their versions, for `store_assigned`."""
+        plain = {k: v for k, v in given.items() if isinstance(v, torch.Tensor) and not isinstance(v, TierValue)}
+        self._assigned |= {kind: (weakref.ref(value), value._version) for kind, value in plain.items()}
+        if plain:
+            self._all_assigned[self.name] = self
+
+    def is_current_window(self, window: TierWindow) -> bool:
+        """Return whether ``window`` is still this state's window on its kind: False once the kind was assigned again or
+        cleared. Its memory may be out of date; see `version`."""
+        return self._windows.get(window.kind) is window and window.kind in self
+
+    def version(self) -> tuple[int, int]:
+        """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
+        return self._tier.writes, self._tier.held(self.name)[0]
+
+    def read(self, kind: str) -> torch.Tensor:
+        """Return a 1-D copy of the tier's present value of ``kind``."""
+        return self._kept()[kind]
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay. Raises `PartitionError`,
+        writing nothing, for kinds, sizes and other parameters' states that the tier cannot keep."""
+        packed = self._packed(state)
+        self._await_readers()
+        self._tier.write({self.name: packed})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
+        return self.copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self.copy(),)
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+    def _kinds(self) -> list[str]:
+        """Return ``step`` and the kinds of moments; empty before the fragment's first step."""
+        held = self._tier.held(self.name)[1]
+        moments = [kind for kind in held if kind != _MASTER and not kind.endswith(_SCALE)]
+        return [_STEP, *moments] if moments else []
+
+    @_publishes_refusal
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """Return copies of all values on the tier, by kind. Raises `PartitionError` for 8-bit moments."""
+        self.store_assigned()
+        held = self._tier.held(self.name)[1]
+        if any(kind.endswith(_SCALE) for kind in held):
+            raise PartitionError(
+                f"the optimizer's states of parameter '{self.name}' are 8-bit codes on their tier "
+                "(offload.state_dtype): optimizer.state has no values of them. Save and load them by "
+                "engine.save_checkpoint and engine.load_checkpoint, or clear them: optimizer.state.clear()."
+            )
+        self._await_readers()
+        return dict(self._tier.states([self.name]))[self.name]
+
+    def _shown(self, kind: str, value: Callable[[str], torch.Tensor], *, is_guarded: bool = True) -> TierValue:
+        """Return the value of ``kind`` for user code, a window on the tier; ``value`` reads it if there is no window on
+        it yet.
+
+        ``is_guarded``: uses of it are checked, which those of ``step`` never are.
+        """
+        window = self._windows.get(kind)
+        if window is None:
+            self._windows[kind] = window = TierWindow(self, kind, self._in_shape(kind, value(kind)))
+        return window.show(window.values, is_guarded=is_guarded and kind != _STEP)
+
+    def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
+        """Return a value of the tier (1-D) in the fragment's shape; ``step`` as it is."""
+        return value if kind == _STEP else value.view(self._owned.shape)
+
+    @_publishes_refusal
+    def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return ``state`` (by kind) in the tier's format: 1-D tensors on the host, and ``step`` as an int.
+
+        Raises `PartitionError` for kinds, sizes and other parameters' states that the tier cannot keep.
+        """
+        kinds = {
+            _STEP,
+            *(kind for kind in self._tier.kinds(self.name) if kind != _MASTER and not kind.endswith(_SCALE)),
+        }
+        packed: dict[str, Any] = {}
+        for kind, value in state.items():
+            self._check_own(kind, value)
+        for kind, value in tree_map(plain, state).items():
+            numel = 1 if kind == _STEP else self._owned.fragment.length
+            fits = value.numel() == numel if isinstance(value, torch.Tensor) else kind == _STEP
+            if kind not in kinds or not fits:
+                raise PartitionError(
+                    f"optimizer.state of parameter '{self.name}': a tier keeps {sorted(kinds)} of it "
+                    f"(offload_optimizer), as tensors of {self._owned.fragment.length} elements, got '{kind}': "
+                    f"{_described(value)}. Nothing was changed."
+                )
+            packed[kind] = int(value) if kind == _STEP else value.detach().flatten().cpu()
+        return packed
+
+    def _check_own(self, kind: str, value: Any) -> None:
+        """Raise `PartitionError` if ``value`` is, or was computed from, another state or another parameter's."""
+        window = value.window if isinstance(value, TierValue) else None
+        if window is not None and (window.state is not self or window.kind != kind):
+            raise PartitionError(
+                f"optimizer.state of parameter '{self.name}': '{kind}' was set to the state '{window.kind}' of "
+                f"parameter '{window.state.name}', which is on a tier (offload_optimizer) where each has memory of its "
+                "own: set a copy, value.clone(). Nothing was changed."
+            )
+        check_same_parameter(self.name, kind, value)
+
+
+def _described(value: object) -> str:
+    """Return words for a value that a tier cannot keep: a tensor by its shape."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
