@@ -14,3 +14,11 @@ def shutdown_timeout(seconds: int) -> dict[str, int]:
     Empty for torch before 2.12, which always waits up to 30 s.
     """
     return {"timeout": seconds} if TORCH >= (2, 12) else {}
+
+
+def gloo_thread_names(process_name: str) -> frozenset[str]:
+    """Return the names that the kernel may have for threads of gloo's process groups.
+
+    ``process_name``: the kernel's name of the process. Before torch 2.11 it may also be theirs (it is in 2.8).
+    """
+    return frozenset({"pt_gloo_runloop"} if TORCH >= (2, 11) else {"pt_gloo_runloop", process_name})

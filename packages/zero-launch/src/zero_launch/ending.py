@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-_GLOO_THREAD = "pt_gloo_runloop"
 _SECONDS = 1.0
 _COUNTED = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 logger = logging.getLogger(__name__)
@@ -57,11 +57,20 @@ def _rest(deadline: float) -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Return thread id -> state and numbers of context switches, for this process's gloo threads."""
+    """Return thread id -> state and numbers of context switches, for this process's gloo threads.
+
+    Where they have no name of their own, any thread that is not Python's is taken for one.
+    """
+    from .compat import gloo_thread_names
+
+    names = gloo_thread_names(Path("/proc/self/comm").read_text().strip())
+    of_python = {str(thread.native_id) for thread in threading.enumerate()}
     threads = {}
     for task in Path("/proc/self/task").iterdir():
+        if task.name in of_python:
+            continue
         with suppress(OSError):  # a thread that ended meanwhile
-            if (task / "comm").read_text().strip() == _GLOO_THREAD:
+            if (task / "comm").read_text().strip() in names:
                 lines = (task / "status").read_text().splitlines()
                 threads[task.name] = " ".join(line for line in lines if line.startswith(_COUNTED))
     return threads
