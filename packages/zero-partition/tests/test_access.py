@@ -247,6 +247,33 @@ def test_whole_values_are_replaced_by_rank_0s(stage: int) -> None:
         assert all(facts.values()), facts
 
 
+def set_what_one_rank_cannot(stage: int) -> list[str]:
+    """Return what each refused call raised here: only rank 0 has a fragment of the parameter, or another shape."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    parts = cut(model, stage)
+    optimizer = ShardedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), parts)
+    first = model[0].weight
+    short = torch.zeros(4, 4 if parts.rank else 3)
+    raised = []
+    for call in (
+        lambda: set_full_state(parts, optimizer, model[1].weight, "exp_avg", torch.zeros(1, 4)),
+        lambda: set_full_parameter(parts, first, short),
+    ):
+        with pytest.raises(PartitionError) as error:
+            call()
+        raised.append(str(error.value))
+    set_full_parameter(parts, first, torch.ones(4, 4))
+    assert full_parameter(parts, first).sum() == 16
+    return raised
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_value_that_one_rank_cannot_take_is_refused_on_every_rank(stage: int) -> None:
+    here, there = run_ranks(set_what_one_rank_cannot, 2, stage)
+    assert here == there
+    assert "'1.weight' has no optimizer state 'exp_avg' yet" in here[0] and "expected (4, 4)" in here[1]
+
+
 def wholes(stage: int) -> dict[str, Any]:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model.register_parameter("order", nn.Parameter(torch.arange(3) + torch.distributed.get_rank(), requires_grad=False))

@@ -182,7 +182,7 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
         partition.finish_updates()
         zeros = torch.zeros(unit.layout.entries[index].shape, device=partition.device)
         return _gather_full_from_tier(partition, unit, unit.states, index, key, zeros)
-    held = [o for o in optimizer.fragments if o.unit is unit and o.number == index]
+    held = _held(optimizer, unit, index)
     pieces = [(o, state) for o in held if (state := _elementwise_state(optimizer, o, key)) is not None]
     entry = unit.layout.entries[index]
     has_full = any(o.fragment.length == entry.numel for o, _ in pieces)
@@ -254,41 +254,43 @@ def set_full_state(
     """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (the full state); other ranks pass any
     tensor of that shape. Collective.
 
-    Raises `PartitionError` for another shape, and when the optimizer has no such state yet: on every rank if a tier
-    keeps the states, else only on ranks that hold a part of the parameter.
+    Raises `PartitionError` on every rank if one rank has a value of another shape or the optimizer has no such state
+    yet, and for a parameter that is not trained.
     """
     partition.runtime.reopen("set_full_state")
     unit, index = _find(partition, parameter)
-    flat = _broadcast_value(partition, unit, index, f"state '{key}'", value)
+    missing = _why_no_state(partition, optimizer, unit, index, key)
+    flat = _broadcast_value(partition, unit, index, f"state '{key}'", value, missing)
     partition.readers.wait()
     with partition.runtime.writing("set_full_state"):
-        _set_state(partition, optimizer, unit, index, key, flat)
-
-
-def _set_state(
-    partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str, flat: torch.Tensor
-) -> None:
-    """Write this rank's fragments of ``flat``, the full state ``key`` of parameter ``index`` of ``unit`` (1-D), into
-    the optimizer or the tier.
-
-    Raises `PartitionError` where there is no such state. Collective if a tier keeps the states.
-    """
-    if unit.states is not None:
-        name = unit.names[index]
-        here = any(f.entry.name == name for f in unit.layout.fragments(partition.rank))
-        if not all(partition.runtime.agree("set full state", key, not here or key in unit.states.kinds(name))):
-            raise PartitionError(f"parameter '{name}' has no optimizer state '{key}'")
-        _write_to_tier(partition, unit, unit.states, index, key, flat)
-        return
-    for owned in optimizer.fragments:
-        if owned.unit is unit and owned.number == index:
+        if unit.states is not None:
+            _write_to_tier(partition, unit, unit.states, index, key, flat)
+            return
+        for owned in _held(optimizer, unit, index):
             state = _elementwise_state(optimizer, owned, key)
-            if state is None:
-                raise PartitionError(
-                    f"parameter '{unit.names[index]}' has no optimizer state '{key}' yet; take a step first"
-                )
-            start = owned.fragment.param_offset
-            state.view(-1).copy_(flat[start : start + owned.fragment.length])
+            if state is not None:
+                start = owned.fragment.param_offset
+                state.view(-1).copy_(flat[start : start + owned.fragment.length])
+
+
+def _why_no_state(partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str) -> str | None:
+    """Return why this rank has no state ``key`` for its fragments of parameter ``index`` of ``unit``; None if it has,
+    or holds no fragment."""
+    name = unit.names[index]
+    if not unit.plan.trainable:
+        return f"parameter '{name}' is not trained and has no optimizer state"
+    if unit.states is not None:
+        here = unit.layout.fragment_of(unit.layout.entries[index], partition.rank) is not None
+        if here and key not in unit.states.kinds(name):
+            return f"parameter '{name}' has no optimizer state '{key}'"
+    elif any(_elementwise_state(optimizer, owned, key) is None for owned in _held(optimizer, unit, index)):
+        return f"parameter '{name}' has no optimizer state '{key}' yet; take a step first"
+    return None
+
+
+def _held(optimizer: ShardedOptimizer, unit: Unit, index: int) -> list[OwnedFragment]:
+    """Return the fragments of parameter ``index`` of ``unit`` that this rank's optimizer updates."""
+    return [owned for owned in optimizer.fragments if owned.unit is unit and owned.number == index]
 
 
 def _gather_full_from_tier(
@@ -339,16 +341,21 @@ def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: s
     return state if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length else None
 
 
-def _broadcast_value(partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor) -> torch.Tensor:
+def _broadcast_value(
+    partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor, refusal: str | None = None
+) -> torch.Tensor:
     """Return rank 0's ``value`` of parameter ``index`` of ``unit``, flattened, on every rank, in float32 at least.
     Collective.
 
-    ``what``: names the value in messages. Raises `PartitionError` if it has not the parameter's shape.
+    ``what``: names the value in messages. ``refusal``: why this rank cannot take a value, or None. Raises
+    `PartitionError` on every rank if one has a refusal, or a value that has not the parameter's shape.
     """
     entry = unit.layout.entries[index]
     if tuple(value.shape) != entry.shape:
-        raise PartitionError(f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}")
-    partition.runtime.agree(f"set full {what}", entry.name, None)
+        refusal = f"the new {what} of '{entry.name}' has shape {tuple(value.shape)}, expected {entry.shape}"
+    for told in partition.runtime.agree(f"set full {what}", entry.name, refusal):
+        if told is not None:
+            raise PartitionError(told)
     partition.finish_updates()
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
     flat = value.detach().to(partition.device, wide, copy=True).flatten()
