@@ -13,7 +13,7 @@ import torch.distributed as dist
 from _tensor_parallel import CLASSES, WIDTH, Grid, Net, whole_of
 
 import zero_core
-from zero_ckpt import CheckpointError
+from zero_ckpt import CheckpointError, MismatchError
 from zero_comm import run_ranks
 from zero_core.supervision import supervised
 from zero_verify import Bitwise, Recording, Variant, compare
@@ -199,6 +199,36 @@ def test_every_part_has_its_own_checkpoints_and_all_parts_resume_from_the_same(s
         assert later == pytest.approx(norms[2:], abs=1e-12, rel=0)
         assert path == str(tmp_path / f"mp_rank_{rank % 2:02d}" / "two")
         assert "model in 2 parts" in refusal and "mpu" in refusal
+
+
+def fewer(folder: str) -> tuple[list[str], list[str]]:
+    """Return what four parts say of checkpoints in two, on every call, and where two parts resume theirs."""
+    said = []
+    engine = start(Grid(4), 1)
+    for call in (engine.load_checkpoint, engine.resume, engine.save_checkpoint):
+        with pytest.raises(MismatchError) as error:
+            call(folder)
+        said.append(str(error.value))
+    engine.save_checkpoint(f"{folder}/new", "one")
+    engine.save_checkpoint(f"{folder}/new", "two")
+    engine.destroy()
+    parts = sorted(str(path.relative_to(folder)) for path in Path(folder, "new").glob("mp_*"))
+    return said, parts
+
+
+def two_parts(folder: str) -> None:
+    engine = start(Grid(2), 1)
+    engine.save_checkpoint(folder, "two")
+    engine.destroy()
+
+
+def test_checkpoints_of_fewer_parts_are_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(two_parts, 4, str(tmp_path))
+    answers = run_ranks(fewer, 4, str(tmp_path))
+    assert answers == [answers[0]] * 4
+    said, parts = answers[0]
+    assert all("in 2 parts" in text and "here has 4" in text for text in said)
+    assert parts == [f"new/mp_rank_{part:02d}" for part in range(4)]
 
 
 class Wrong(Grid):

@@ -128,7 +128,7 @@ def assemble(
             groups,
             options,
             device=on,
-            trainable=_parameters_of(torch_optimizer),
+            trainable=[p for group in torch_optimizer.param_groups for p in group["params"]] if torch_optimizer else [],
             residency=offloading.parameter_store(options.policy.param_dtype),
             make_states=offloading.state_tier(torch_optimizer),
         )
@@ -219,11 +219,6 @@ def _autocast_dtypes(config: Config, model: nn.Module) -> dict[str, torch.dtype]
     if not section.enabled:
         return {}
     return autocast_dtypes(model, parse_dtype(section.dtype or "bf16"), eligible=autocast_modules(config))
-
-
-def _parameters_of(optimizer: Optimizer | None) -> list[nn.Parameter]:
-    """Return the parameters of all param groups; none without an optimizer."""
-    return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sharded_optimizer(

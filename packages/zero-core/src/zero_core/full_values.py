@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from zero_ckpt.coordination import together
 from zero_partition import (
     full_gradient,
     full_parameter,
@@ -21,6 +21,7 @@ from zero_partition import (
     set_full_state,
 )
 
+from .checkpoint.saving import coordinator_of
 from .errors import UsageError
 from .state import TrainingState
 
@@ -32,11 +33,9 @@ class FullValues:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
 
-    @contextmanager
-    def gathered(self, parameters: Any, modifier_rank: int | None) -> Iterator[None]:
+    def gathered(self, parameters: Any, modifier_rank: int | None) -> AbstractContextManager[None]:
         """Gather ``parameters``, one or several, in full for the block; keep the changes of ``modifier_rank``."""
-        with gathered(self._state.partition, parameters, modifier_rank):
-            yield
+        return gathered(self._state.partition, parameters, modifier_rank)
 
     def param(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of the full parameter, from its master if it has one."""
@@ -92,16 +91,22 @@ class FullValues:
         return {name: tensors[name] for name in stored if name in tensors}
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
-        """Write `state_dict` by torch.save to ``save_dir/filename`` atomically. Raises `UsageError` for safetensors."""
+        """Write `state_dict` by torch.save to ``save_dir/filename`` atomically. Raises `UsageError` for
+        safetensors, and `zero_ckpt.CheckpointError` on every rank if the file cannot be written."""
         if Path(filename).suffix == ".safetensors":
             raise UsageError(
                 f"save_16bit_model(save_filename={filename!r}): this call writes torch.save's format; "
                 "for safetensors save a checkpoint and run `zero-ckpt convert`"
             )
         tensors = self.state_dict(exclude_frozen)
-        if tensors is not None:
-            folder = self._state.model_part.folder(Path(save_dir))
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / f".{filename}.unfinished"
-            torch.save(tensors, unfinished)
-            unfinished.replace(folder / filename)
+
+        def write() -> None:
+            """Write the weights if this rank has them."""
+            if tensors is not None:
+                folder = self._state.model_part.subfolder(Path(save_dir))
+                folder.mkdir(parents=True, exist_ok=True)
+                unfinished = folder / f".{filename}.unfinished"
+                torch.save(tensors, unfinished)
+                unfinished.replace(folder / filename)
+
+        together(self._state.model_part.coordinator or coordinator_of(self._state), "save_16bit_model", write)

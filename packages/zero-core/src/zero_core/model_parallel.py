@@ -65,22 +65,31 @@ class ModelPart:
         self.place = place
         self.norms = norms
         self._everybody = everybody
+        self._roots: set[Path] = set()
 
     @property
     def coordinator(self) -> Coordinator | None:
         """Return the coordinator of the ranks of all parts; None if there is one part only."""
         return None if self._everybody is None else DistCoordinator(self._everybody.process_group)
 
+    def subfolder(self, root: Path) -> Path:
+        """Return where this part's files are: ``root`` if there is one part, else its subfolder ``mp_rank_XX``."""
+        return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
+
     def folder(self, root: Path) -> Path:
-        """Return the folder of this part's files: ``root`` if there is one part, else its subfolder ``mp_rank_XX``.
-        Raises `MismatchError` when ``root`` holds checkpoints of a model in more parts than this one's."""
-        found = len(list(root.glob(_PART.format("*")))) if root.is_dir() else 0
-        if found > (self.place.size if self.place.size > 1 else 0):
+        """Return `subfolder` of ``root``, where checkpoints are. Collective. Raises `MismatchError` on every rank when
+        ``root`` holds checkpoints of a model in another number of parts."""
+        names = {path.name for path in root.glob(_PART.format("*"))}
+        if self._everybody is not None and root in self._roots:  # a save behind training may not have made it yet
+            names.add(self.subfolder(root).name)
+        found = len(set().union(*self._tell("folder", sorted(names))))
+        if found not in (0, 0 if self._everybody is None else self.place.size):
             raise MismatchError(
                 f"{root} holds checkpoints of a model in {found} parts ({_PART.format('00')} and so on), but the model "
                 f"here has {self.place.size}: give initialize the mpu that they were written with"
             )
-        return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
+        self._roots.add(root)
+        return self.subfolder(root)
 
     @contextmanager
     def together(self, call: str) -> Iterator[None]:
@@ -91,13 +100,15 @@ class ModelPart:
             yield
         except CheckpointError as error:
             failure = error
-        if self._everybody is not None:
-            told = self._everybody.agree(Message(call, "", 0, None if failure is None else str(failure)))
-            first = next((reason for reason in told if reason is not None), None)
-            if failure is None and first is not None:
-                raise CheckpointError(f"{call} failed in another part of the model: {first}")
+        told = self._tell(call, None if failure is None else str(failure))
         if failure is not None:
             raise failure
+        for reason in filter(None, told):
+            raise CheckpointError(f"{call} failed in another part of the model: {reason}")
+
+    def _tell(self, call: str, payload: Any) -> list[Any]:
+        """Return the ``payload`` of every rank of all parts; only this rank's if there is one part. Collective."""
+        return [payload] if self._everybody is None else self._everybody.agree(Message(call, "", 0, payload))
 
     def abort(self, failure: BaseException) -> None:
         """Make the ranks of other parts that wait for this one raise, with ``failure`` as the cause."""

@@ -44,7 +44,8 @@ _PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)
 def agree_on_configuration(control: Control, config: Config) -> None:
     """Raise `ConfigError` on every rank of ``control``, naming each key that differs and its values by rank, unless the
     configurations are equal apart from `_PER_RANK`. Collective."""
-    own = {path: value for path, value in _leaves("", config.to_plain()) if not _is_per_rank(path)}
+    values = [leaf for leaf in _leaves("", config.to_plain()) if leaf[0] not in _PER_RANK]
+    own = {path: value for path, value in values if not path.startswith(_PER_RANK_SECTIONS)}
     _agree(control, "configuration", own, "give every rank the same configuration")
 
 
@@ -95,11 +96,6 @@ def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
     return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]
-
-
-def _is_per_rank(path: str) -> bool:
-    """Return whether the key ``path`` may have another value on each rank."""
-    return path in _PER_RANK or path.startswith(_PER_RANK_SECTIONS)
 
 
 _BLOCK: dict[BlockFormat, int] = {"int8": 256, "fp8_e4m3": 256, "int4": 512}

@@ -11,6 +11,7 @@ from engine_cases import OUTPUTS, RANKS, WIDTH, Net, build, config, outcome, sta
 from torch import nn
 
 import zero_core
+from zero_ckpt import CheckpointError
 from zero_comm import run_ranks
 
 
@@ -61,3 +62,20 @@ def test_half_precision_weights_are_exported_as_they_compute(alone: None) -> Non
     found = engine.consolidated_state_dict()
     assert found is not None and {value.dtype for value in found.values()} == {torch.bfloat16}
     assert found["head.weight"].shape == (OUTPUTS, WIDTH)
+
+
+def export_into_a_file(folder: str) -> list[str]:
+    """Save below a path that is a file, then where it works; return what the first raised and the files of the
+    second."""
+    engine = start(3, Tied().double())
+    with pytest.raises(CheckpointError) as error:
+        engine.save_16bit_model(f"{folder}/taken/below")
+    engine.save_16bit_model(f"{folder}/free")
+    return [str(error.value), *(path.name for path in Path(folder, "free").iterdir())]
+
+
+def test_a_file_that_rank_0_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    here, there = run_ranks(export_into_a_file, RANKS, str(tmp_path))
+    assert here == there and here[1:] == ["pytorch_model.bin"]
+    assert "save_16bit_model failed" in here[0] and "NotADirectoryError" in here[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -50,19 +50,16 @@ class PeriodicAuditor:
         """Return the name of the unit whose gradient was computed again in the current step; None if there is none."""
         return None if self._chosen is None or self._chosen.obstacle is not None else self._chosen.unit.name
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
+    def forward(self) -> AbstractContextManager[None]:
         """Record calls of modules inside the block, for `backward` to repeat one. Records only before the first
         backward pass of an audited step, and never when the engine is compiled, gradients are disabled or no unit can
         be audited."""
         noted = self._is_due() and not self._seen and self._candidates and not self._state.compiled
         if not noted or not torch.is_grad_enabled():
-            yield
-            return
+            return nullcontext()
         if self._noted is None:
             self._noted = NotedCalls(self._candidates, self._order(), self._state.device)
-        with self._noted.forward():
-            yield
+        return self._noted.forward()
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:

@@ -91,7 +91,7 @@ class InMemory:
         """Return the node memory, opened at the first call with a process group of its own. Collective then."""
         if self._memory is None:
             self._group = own_group(self._state)
-            self._memory = NodeMemory(self._state.model_part.folder(self._path), self._group, allow=check_room)
+            self._memory = NodeMemory(self._state.model_part.subfolder(self._path), self._group, allow=check_room)
         return self._memory
 
 

@@ -141,16 +141,10 @@ def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool
         else:
             (report.loaded if name in trained else report.ignored).append(here)
     report.defaulted += [f"{name} ({kind})" for name, kind in ours if (name, kind) not in checkpoint.tensors]
-    report.converted += sorted(
-        f"{name} (param)" for name, dtype in _dtypes(state).items() if _is_converted(checkpoint, name, dtype)
-    )
+    weights = [(entry.name, unit.plan.dtype) for unit in state.partition.units for entry in unit.layout.entries]
+    report.converted += sorted(f"{name} (param)" for name, dtype in weights if _is_converted(checkpoint, name, dtype))
     report.not_requested += sorted(left_out)
     return report
-
-
-def _dtypes(state: TrainingState) -> dict[str, torch.dtype]:
-    """Return the dtype in which the weights of each parameter are kept, by name."""
-    return {entry.name: unit.plan.dtype for unit in state.partition.units for entry in unit.layout.entries}
 
 
 def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool:
