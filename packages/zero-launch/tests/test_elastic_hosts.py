@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import psutil
@@ -181,6 +183,38 @@ def test_a_node_that_waits_for_a_round_when_the_job_ends_well_ends_well_too(star
     (tmp_path / "enough").touch()
     assert [first.wait(60), again.wait(60)] == [0, 0], heard.text
     assert not list(tmp_path.glob("round2.*"))
+
+
+LOSES_ONE = """
+    import sys
+    from zero_launch.elastic_cluster import ElasticCluster
+    from zero_launch.hostfile import Hostfile
+    from zero_launch.spec import ClusterSpec, LaunchSpec, Transport
+
+    class LosesOne(ElasticCluster):
+        '''A cluster that loses a host when the other has opened the store of the round that both agreed on.'''
+
+        def _on_served(self, peer, message):
+            (other,) = [host for host in self._roster.peers.values() if host.name != peer.name]
+            if other.generation == 0:
+                other.process.kill()
+                self._lose(other, f"host {other.name} was lost")
+            super()._on_served(peer, message)
+
+    job = LaunchSpec(sys.argv[1], elastic=(2, 2), max_restarts=1, standby=False)
+    LosesOne(ClusterSpec(job, Hostfile({"a": (0,), "b": (0,)}), Transport("local"))).run()
+"""
+
+
+def test_a_round_of_which_too_few_ranks_are_left_does_not_begin(write_script, tmp_path):
+    script = write_script(LOOP).rename(tmp_path / "loop.py")
+    (tmp_path / "enough").touch()
+    job = subprocess.run(
+        [sys.executable, write_script(LOSES_ONE), script], cwd=tmp_path, capture_output=True, text=True, timeout=90
+    )
+    assert job.returncode == 0, job.stderr
+    assert "was lost" in job.stderr and "is back" not in job.stderr  # no round had begun
+    assert sorted(path.name for path in tmp_path.glob("round*")) == ["round0.0.2", "round0.1.2"]
 
 
 @pytest.mark.soak

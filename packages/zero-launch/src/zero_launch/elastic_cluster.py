@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_launch.cluster import Cluster, title
+from zero_launch.host_bounds import host_bounds
 from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order
@@ -34,26 +35,6 @@ class _Question:
     number: int
     replaced: bool
     until: float
-
-
-def host_bounds(slots: list[int], least: int, most: int) -> tuple[int, int]:
-    """Return the fewest and the most hosts with which a job has from ``least`` to ``most`` ranks.
-
-    ``slots``: number of ranks of each host. With fewer hosts than the first number there are never ``least`` ranks;
-    with the second number there are from ``least`` to ``most``, whichever hosts they are. Raises ValueError if no
-    number of hosts fits.
-    """
-    down = sorted(slots, reverse=True)
-    fewest = next((n for n in range(1, len(down) + 1) if sum(down[:n]) >= least), None)
-    if fewest is None:
-        raise ValueError(f"--elastic {least}:{most}: the hosts have {sum(slots)} ranks together, {least} are needed")
-    fitting = max((n for n in range(len(down) + 1) if sum(down[:n]) <= most), default=0)
-    if fitting < fewest or sum(down[len(down) - fitting :]) < least:
-        raise ValueError(
-            f"--elastic {least}:{most}: with {', '.join(map(str, slots))} ranks per host no number of hosts always has "
-            f"from {least} to {most} ranks; choose wider bounds, or as many slots on every host"
-        )
-    return fewest, fitting
 
 
 class ElasticCluster(Cluster):
@@ -266,9 +247,16 @@ class ElasticCluster(Cluster):
 
     def _on_served(self, peer: Peer, message: Message) -> None:
         """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members
-        their ranks and the store's address."""
-        members = [p for p in self._roster.there if self._places[p.name] in self._keeper.participants]
+        their ranks and the store's address. If some were lost since and the rest has too few ranks, all meet again."""
+        takes_part = self._keeper.participants
+        members = [
+            p for p in self._roster.there if p.state in ("ready", "running") and self._places[p.name] in takes_part
+        ]
         if peer not in members:
+            return
+        ranks = sum(len(member.slots) for member in members)
+        if ranks < self._least_ranks:
+            self._keeper.dissolve()
             return
         if self._restarting and self._is_hopeless(self._restarts):
             return
@@ -279,7 +267,7 @@ class ElasticCluster(Cluster):
         self._restarting = self._all_lost = False
         self._last_call = None
         self._began_at = time.time()
-        self._ranks = sum(len(member.slots) for member in members)
+        self._ranks = ranks
         address = (self._terms(peer) or {})["address"]
         self._presence = Presence(self._ranks, f"{address}:{message['port']}")
         self._remark(

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zero_launch.elastic_cluster import host_bounds
 from zero_launch.handshake import TOKEN_VARIABLE
+from zero_launch.host_bounds import host_bounds
 from zero_launch.orders import LEFT_STATUS
 
 KINDS = ("jobset", "pytorchjob")

@@ -146,3 +146,9 @@ class StateKeeper:
         if here >= set(expected) and sum(slots[place] for place in here) >= least:
             state["deadline"] = 0.0
             self._version += 1
+
+    def dissolve(self) -> None:
+        """End the agreed round before it begins: its participants meet again for the next one."""
+        if self._state is not None:
+            self._state |= {"round": self._state["round"] + 1, "complete": False, "deadline": None, "participants": []}
+            self._version += 1
