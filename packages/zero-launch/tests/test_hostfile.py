@@ -67,6 +67,22 @@ def test_filters_select_hosts_and_slots_in_the_files_order(filters, left):
 
 
 @pytest.mark.parametrize(
+    ("filter", "left"),
+    [
+        ("you@a", {"you@a": (0, 1)}),
+        ("b@you@a:1", {"you@a": (1,), "b": (0,)}),
+        ("you@a:0,1@b:0", {"you@a": (0, 1), "b": (0,)}),
+        ("me@a@b", {"me@a": (0,), "b": (0,)}),
+    ],
+)
+def test_a_filter_may_name_a_host_with_its_user(filter, left):
+    hosts = Hostfile.parse("you@a slots=2\nme@a slots=1\nb slots=1")
+    assert list(hosts.select(include=filter).hosts.items()) == list(left.items())
+    excluded = dict(hosts.select(exclude=filter).hosts)
+    assert all(not set(slots) & set(excluded.get(host, ())) for host, slots in left.items())
+
+
+@pytest.mark.parametrize(
     ("filters", "message"),
     [
         ({"include": "node-x"}, "include 'node-x': no host 'node-x' in the hostfile; it has node-a, node-b, 10.0.0.3"),

@@ -111,6 +111,32 @@ def test_nodes_that_are_started_one_by_one_find_the_first(start, write_script):
     assert (first.returncode, second.wait(30)) == (0, 0)
 
 
+IMPATIENT = """
+    import sys
+    from zero_launch import cli, roster
+    roster.START_SECONDS = float(sys.argv[1])
+    sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+def test_a_job_begins_with_the_fewest_nodes_and_tells_one_that_comes_later_at_once(start, write_script, tmp_path):
+    launcher = write_script(IMPATIENT).rename(tmp_path / "launcher.py")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["--no_ssh", "--nnodes", "1:2", "--master_addr", "127.0.0.1", "--master_port", port, "--nproc", 1]
+    script = write_script("import os, time; open('begun', 'w')\nwhile not os.path.exists('enough'): time.sleep(0.1)")
+    command = [sys.executable, launcher, "3", *words, "--node_rank", "0", script]
+    with subprocess.Popen([str(word) for word in command], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as first:
+        told = Lines(first.stderr)
+        assert wait_until((tmp_path / "begun").exists, 60), told.text
+        late = start(*words, "--node_rank", 1, script)
+        _, err = late.communicate(timeout=30)
+        assert late.returncode == 1 and "the job has begun without this node" in err, err
+        assert first.poll() is None
+        (tmp_path / "enough").touch()
+        assert first.wait(30) == 0, told.text
+
+
 @pytest.mark.soak
 def test_a_launcher_says_for_which_nodes_and_ranks_it_waits(start, write_script, hosts):
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -170,6 +170,7 @@ def _run_node(options: argparse.Namespace, node: Node) -> None:
             job,
             here,
             Transport("local"),
+            min_hosts=_node_count(options)[0] if options.no_ssh else None,
             master_address=node.address,
             master_port=node.port,
             nodes=node.nodes,

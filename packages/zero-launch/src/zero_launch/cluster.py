@@ -16,7 +16,7 @@ from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.heard_signals import HeardSignals
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order, left_alone, notes
-from zero_launch.peers import Inbox, Peer
+from zero_launch.peers import Inbox, Peer, title
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
 from zero_launch.repeats import Repeats
@@ -233,9 +233,12 @@ class Cluster(abc.ABC):
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
-        """Handle a message of the host with key ``name``; drop it if that host no longer takes part."""
+        """Handle a message of the host with key ``name``; drop it if that host no longer takes part, and tell one that
+        comes only now."""
         peer = self._roster.peers.get(name)
         if peer is None or not peer.there:
+            if peer is not None and peer.channel is not None and message["kind"] == "hello":
+                peer.channel.send("stop", why="the job has begun without this node")
             return
         handler = self._handlers.get(message["kind"])
         if handler is None:
@@ -247,6 +250,7 @@ class Cluster(abc.ABC):
         """Take the host in, or drop it if a package there has another version than here."""
         peer.hello = message
         if (other := other_version(message["versions"])) is not None:
+            peer.send("stop", why=other)
             self._drop(peer, f"{title(peer)}: {other}")
             return
         peer.state = "greeted"
@@ -392,8 +396,3 @@ class Cluster(abc.ABC):
 
     def _say(self, text: str) -> None:
         print(f"zero-launch: {text}", file=sys.stderr, flush=True)
-
-
-def title(peer: Peer) -> str:
-    """Return the host's name as messages use it."""
-    return f"host {peer.name}"

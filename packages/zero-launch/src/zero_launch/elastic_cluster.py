@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from zero_launch.cluster import Cluster, title
+from zero_launch.cluster import Cluster
 from zero_launch.host_bounds import host_bounds
 from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order
-from zero_launch.peers import Peer
+from zero_launch.peers import Peer, title
 from zero_launch.presence import Presence
 from zero_launch.report import LaunchError, RankFailure
 from zero_launch.sockets import LOOPBACK
@@ -122,7 +122,7 @@ class ElasticCluster(Cluster):
             return
         why = self._has_too_many(peer)
         if why is not None:
-            peer.send("stop")
+            peer.send("stop", why=why)
             peer.slots = ()
             self._drop(peer, f"{title(peer)}: {why}")
         elif self._leading:

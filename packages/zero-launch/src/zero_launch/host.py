@@ -55,6 +55,8 @@ class Hand:
         self._asked_to_stop = False
         self._dismissed = False
         """True once the job has ended well on other hosts while this one waited for a round."""
+        self.refusal: str | None = None
+        """Why the launcher does not let this host take part, if it has said so."""
         self.left = False
         """True once the job has ended because it was asked to, after saving."""
 
@@ -71,6 +73,7 @@ class Hand:
             self._channel.close()
             return 0
         if order["kind"] != "job":
+            self.refusal = order.get("why") if order["kind"] == "stop" else None
             return int(order["kind"] != "dismiss")
         for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, _stop_early)

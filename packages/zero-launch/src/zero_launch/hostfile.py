@@ -95,7 +95,8 @@ class Hostfile:
     def select(self, *, include: str = "", exclude: str = "") -> Hostfile:
         """Return the hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
 
-        The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b.
+        The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b;
+        `you@a` is one host where the hostfile names it so.
         Hosts keep their order, and hosts without a slot are left out; with neither filter it is this hostfile. Raises
         ValueError for a host or slot that the hostfile does not have, a host named twice, both filters, or when nothing
         is left.
@@ -133,8 +134,12 @@ class Hostfile:
         Raises ValueError for a host or slot that the hostfile does not have, and for a host named twice.
         """
         named: dict[str, set[int]] = {}
-        for part in text.split("@"):
-            host, colon, slots = part.strip().partition(":")
+        parts = [part.strip() for part in text.split("@")]
+        while parts:
+            host, colon, slots = parts.pop(0).partition(":")
+            if parts and f"{host}@{parts[0].partition(':')[0]}" in self.hosts and not colon:
+                user, (host, colon, slots) = host, parts.pop(0).partition(":")
+                host = f"{user}@{host}"
             if host not in self.hosts:
                 raise ValueError(f"{what} {text!r}: no host {host!r} in the hostfile; it has {', '.join(self.hosts)}")
             if host in named:

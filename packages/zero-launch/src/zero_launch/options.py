@@ -137,7 +137,7 @@ def add_placement_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nnodes",
         metavar="N or MIN:MAX",
-        help="number of hosts; with MIN:MAX, MIN are enough after a restart",
+        help="number of hosts; with MIN:MAX, MIN are enough to begin and after a restart",
     )
     group.add_argument("--bind_cores_to_rank", action="store_true", help="give each rank its own cores, by NUMA node")
     group.add_argument("--bind_core_list", default="", metavar="LIST", help="with these cores only, as in 0,2-5")

@@ -315,3 +315,8 @@ class Listener:
             peer.claimed = True
             peer.slots = tuple(range(nproc))
             return peer, None
+
+
+def title(peer: Peer) -> str:
+    """Return the host's name as messages use it."""
+    return f"host {peer.name}"

@@ -7,6 +7,7 @@ import queue
 from zero_launch.channel import Channel
 from zero_launch.connection import connect
 from zero_launch.facts import greeting
+from zero_launch.handshake import Refused
 from zero_launch.host import Hand
 from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.nodes import Node
@@ -35,6 +36,8 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
     channel.send("hello", **{**greeting(), "address": connection.own_address})
     hand = Hand(channel, inbox)
     if hand.run(spec) != 0:
+        if hand.refusal is not None:
+            raise Refused(f"node 0 ({node.address}) does not let this node take part: {hand.refusal}")
         raise LaunchError([], spec.nproc, [f"node 0 ({node.address}) reports why"])
     if hand.left and node.source != "Slurm":  # srun would end node 0, which puts the job back into the queue
         raise LeftEarly(leads=False)
