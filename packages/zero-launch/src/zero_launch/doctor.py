@@ -147,7 +147,7 @@ def _take(
         offset = 0.0 if peer.channel is None else peer.channel.clock_offset
         reports[peer.name] = HostReport(peer.name, message["facts"], skew=offset, shared_folder=message["sees_mark"])
     elif message["kind"] == "eof":
-        status = None if peer.process is None else peer.process.wait()
+        status = peer.exit_status()
         why = message["why"] if status is None else transport.explain(status)
         reports[peer.name] = HostReport(peer.name, trouble="; ".join([why, *list(peer.errors)[-2:]]))
 
@@ -212,9 +212,9 @@ def _rows() -> list[tuple[str, Any]]:
         """Return a cell with the fact as it is."""
         return lambda r: str(r.facts[name])
 
-    def size(name: str) -> Any:
-        """Return a cell with a number of bytes; `unlimited` for None."""
-        return lambda r: "unlimited" if r.facts[name] is None else _size(r.facts[name])
+    def size(name: str, otherwise: str = "") -> Any:
+        """Return a cell with a number of bytes; ``otherwise`` for None."""
+        return lambda r: otherwise if r.facts[name] is None else _size(r.facts[name])
 
     def listing(name: str) -> Any:
         """Return a cell with a list of texts; `none` for an empty one."""
@@ -228,8 +228,8 @@ def _rows() -> list[tuple[str, Any]]:
         ("clock", lambda r: f"{-r.skew:+.3f} s"),
         ("cores", fact("cores")),
         ("memory free", lambda r: f"{_size(r.facts['memory_free'])} of {_size(r.facts['memory'])}"),
-        ("/dev/shm free", size("shared_memory_free")),
-        ("memlock", size("memlock")),
+        ("/dev/shm free", size("shared_memory_free", "none")),
+        ("memlock", size("memlock", "unlimited")),
         ("open files", fact("open_files")),
         ("free port", fact("free_port")),
         ("disk free here", size("disk_free")),

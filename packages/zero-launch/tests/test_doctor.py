@@ -1,0 +1,40 @@
+"""The doctor's report on hosts that lack something, or hang."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from zero_launch import doctor, facts
+from zero_launch.hostfile import Hostfile
+from zero_launch.transport import Transport
+
+
+def test_a_host_without_shared_memory_has_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {**facts.examination(str(Path.cwd())), "shared_memory_free": None, "memlock": None}
+    monkeypatch.setattr(doctor, "examination", lambda folder: found)
+    doctor.main(["--local"])
+    rows = {
+        line.split("│")[1].strip(): line.split("│")[2].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if "│" in line
+    }
+    assert (rows["/dev/shm free"], rows["memlock"]) == ("none", "unlimited")
+
+
+def test_a_program_that_closes_its_output_and_lives_on_does_not_hold_the_doctor_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\nexec sleep 60 >&- <&-\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    began = time.monotonic()
+    (report,) = doctor.examine(Hostfile({"a": (0,)}), Transport("ssh"))
+    assert time.monotonic() - began < 30
+    assert report.facts is None and report.trouble == "the connection was closed"
