@@ -65,6 +65,15 @@ def test_each_starters_variables_give_the_place(environ: dict[str, str], place: 
         assert 1024 < found.port < 32768
 
 
+def test_ranks_that_mpich_starts_on_several_hosts_agree_on_a_port() -> None:
+    common = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MASTER_ADDR": "a"}
+    places = [
+        discover({**common, "PMI_RANK": rank, "PMI_ID": rank, "PMI_PORT": f"host{rank}:{4000 + int(rank)}"})
+        for rank in "01"
+    ]
+    assert len({place.port for place in places if place is not None}) == 1 and None not in places
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [

@@ -26,14 +26,16 @@ class Connections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the sockets that are opened inside the block and still open at its end, for `sever`; none if the block
+        """Record the sockets that are opened inside the block and still open at its end, for `sever`; also if the block
         raises.
 
         Sockets that other threads open meanwhile are recorded too.
         """
         before = set(open_sockets())
-        yield
-        self._inodes |= set(open_sockets()) - before
+        try:
+            yield
+        finally:
+            self._inodes |= set(open_sockets()) - before
 
     def sever(self) -> int:
         """Shut down the recorded connections that are still open, forget all, and return the number shut down.

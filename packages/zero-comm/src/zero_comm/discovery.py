@@ -81,9 +81,9 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
     local, locals_ = int(env.get("MPI_LOCALRANKID", "0")), int(env.get("MPI_LOCALNRANKS", "1"))
-    job = env.get("PMI_ID", "") or env.get("PMI_PORT", "")
     sizes = (rank, world_size, local, locals_)
-    return _rank_environment(env, "PMI", sizes, job, "mpiexec -genv MASTER_ADDR <host of rank 0>")
+    # MPICH's PMI_ID is the rank, its PMI_PORT that of each host's own proxy: nothing here is the job's.
+    return _rank_environment(env, "PMI", sizes, "", "mpiexec -genv MASTER_ADDR <host of rank 0>")
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
