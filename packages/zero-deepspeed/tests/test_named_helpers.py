@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_core.errors import UsageError
-from zero_deepspeed.accelerator import compute_device, get_accelerator
+from zero_deepspeed.accelerator import Accelerator, compute_device, get_accelerator
 from zero_deepspeed.communication import get_all_ranks_from_group, get_global_rank, init_distributed
 from zero_deepspeed.configuration import DeepSpeedConfig
 from zero_deepspeed.estimators import zero2_cold, zero3_live
@@ -105,6 +106,14 @@ def test_the_device_is_the_one_that_the_variable_names(monkeypatch: pytest.Monke
     monkeypatch.setenv("DS_ACCELERATOR", "npu")
     with pytest.raises(UsageError, match="npu"):
         compute_device()
+
+
+def test_total_memory_is_the_current_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [80, 24]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=sizes[index]))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    device = Accelerator(torch.device("cuda"))
+    assert (device.total_memory(), device.total_memory(None), device.total_memory(0)) == (24, 24, 80)
 
 
 @pytest.mark.usefixtures("alone")

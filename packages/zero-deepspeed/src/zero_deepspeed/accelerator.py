@@ -179,10 +179,11 @@ class Accelerator:
         return {} if self._on_cpu else dict(self._module.memory_stats(device_index))
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device's memory (None: device 0); on the CPU of the host's."""
+        """Return the bytes of the device's memory (None: the current device's); on the CPU of the host's."""
         if self._on_cpu:
             return int(psutil.virtual_memory().total)
-        return int(self._module.get_device_properties(device_index or 0).total_memory)
+        index = torch.accelerator.current_device_index() if device_index is None else device_index
+        return int(self._module.get_device_properties(index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device's memory that this process has not allocated; on

@@ -25,7 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(words)
     if not options.no_local_rank and not options.no_python:
         target = [options.target, *options.args]
-        own = words[: len(words) - len(target)]
+        own = words[: len(words) - len(options.args)]
+        while own.pop() != options.target:  # argparse takes two dashes after the target away
+            continue
+        if own[-1:] == ["--"]:  # they ended our options, and would end those that follow here
+            own.pop()
         if options.module:
             own = [word for word in own if word not in ("-m", "--module")]
             target = ["-m", *target]
