@@ -155,14 +155,17 @@ class Within:
 
     A loss and the norm: relative to the expected one. A tensor: the root mean square of the difference, relative to
     that of the expected tensor or of all tensors of its kind, whichever is larger: where a tensor's gradient is a small
-    difference of large numbers, only the latter means anything.
+    difference of large numbers, only the latter means anything. A value that is not finite equals its like only: two
+    losses that are not a number are equal, as for `Bitwise`.
     """
 
     def __init__(self, bound: float) -> None:
         self.bound = bound
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Accept a relative difference of up to the bound per step taken."""
+        """Accept a relative difference of up to the bound per step taken; what is not finite as `Bitwise` does."""
+        if not (math.isfinite(expected) and math.isfinite(got)):
+            return Bitwise().loss(number, expected, got)
         limit = self.bound * (number + 1)
         if abs(expected - got) <= limit * max(abs(expected), limit):
             return ""
@@ -177,12 +180,16 @@ class Within:
         yield from ()
 
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
-        """Yield the tensors that deviate (root mean square) by more than the bound per step taken."""
+        """Yield the tensors that deviate (root mean square) by more than the bound per step taken, and those with an
+        element that is not finite in one run only."""
         limit = self.bound * (number + 1)
         rows = []
         for name, ours, theirs in _pairs(kind, expected, got):
-            reference = ours.double()
-            rows.append((name, _rms(theirs.double() - reference), _rms(reference), reference.numel()))
+            reference, other = ours.double(), theirs.double()
+            alike = (reference == other) | (reference.isnan() & other.isnan())
+            deviation = (other - reference).masked_fill(alike, 0.0)
+            size = _rms(reference.masked_fill(~reference.isfinite(), 0.0))
+            rows.append((name, _rms(deviation), size, reference.numel()))
         numel = max(1, sum(count for *_, count in rows))
         overall = math.sqrt(sum(size * size * count for *_, size, count in rows) / numel)
         for name, deviation, size, _ in rows:
