@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +17,8 @@ from zero_partition import PartitionError
 class Overwriting(nn.Module):
     """Writes an activation in place that backward needs, where ``again`` says so."""
 
+    hidden: weakref.ref[torch.Tensor]
+
     def __init__(self, *, again: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -21,6 +26,7 @@ class Overwriting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).exp()
+        self.hidden = weakref.ref(hidden)
         found: torch.Tensor = self.second(hidden)
         if self.again:
             hidden.mul_(2)
@@ -43,6 +49,20 @@ def refusals(stage: int) -> list[str]:
             said.append(str(error))
         engine.destroy(unshard=False)
     return said
+
+
+def outlives_its_graph(stage: int) -> bool:
+    """Whether a result that its own operation saves is alive after a forward whose loss was dropped."""
+    model = Overwriting(again=False)
+    zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine(torch.ones(2, 6))
+    gc.collect()
+    lives = model.hidden() is not None
+    engine.destroy(unshard=False)
+    return lives
 
 
 def refused_without_hooks(stage: int) -> str:
@@ -70,3 +90,8 @@ def test_a_forward_without_saved_tensor_hooks_is_refused_at_stage_3_alone() -> N
 def test_an_activation_written_in_place_after_it_was_saved_is_refused(stage: int) -> None:
     for quiet, said in run_ranks(refusals, 2, stage):
         assert not quiet and "modified by an inplace operation" in said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_forward_without_backward_leaves_no_activation_behind(stage: int) -> None:
+    assert run_ranks(outlives_its_graph, 2, stage) == [False, False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,8 @@ class SavedViews:
     """Saved-tensor hooks that make backward gather a unit before it reads a saved view of it.
 
     Other tensors go through the hooks that were active before `open`, if any (save_on_cpu and the like), else are saved
-    as they are. torch does not check the versions of tensors that go through hooks, so this class does.
+    as they are, in an object whose attribute ``stays`` is True: hooks inside, which call these, may store such a tensor
+    elsewhere. torch does not check the versions of tensors that go through hooks, so this class does.
 
     ``unit_of_storage``: returns the gathered unit whose memory is at an address, else None. ``before_backward``:
     gathers units that backward is about to read.
@@ -75,8 +76,8 @@ class SavedViews:
             if unit is not None:
                 if outer is not None and is_counted:
                     outer[0](tensor)
-                return _SavedView(unit, tensor)
-            return (tensor, tensor._version) if outer is None else _SavedOuter(outer[1], outer[0](tensor))
+                return _SavedView(unit, _without_graph(tensor))
+            return _SavedTensor(_without_graph(tensor)) if outer is None else _SavedOuter(*outer, tensor)
 
         return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
@@ -85,12 +86,7 @@ class SavedViews:
 
         Raises `PartitionError` for such a view, RuntimeError for any other tensor, if it was written since.
         """
-        if isinstance(packed, tuple):
-            saved: torch.Tensor = packed[0]
-            if saved._version != packed[1]:
-                _refuse_changed(*packed)
-            return saved
-        if isinstance(packed, _SavedOuter):
+        if isinstance(packed, (_SavedTensor, _SavedOuter)):
             return packed.restore()
         view: torch.Tensor = packed.tensor
         if view._version != packed.version:
@@ -130,28 +126,57 @@ class _SavedView:
         self.memory.saved -= self.holds
 
 
-def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the RuntimeError that torch raises for a saved ``tensor`` that was written since; ``version``: its counter
-    when it was saved."""
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
-        f"{version} instead. Write out of place, or after backward."
-    )
+class _SavedTensor:
+    """A tensor that was saved as it is.
+
+    Attributes:
+        stays: True; no hooks have taken the tensor elsewhere.
+    """
+
+    __slots__ = ("_tensor", "_version")
+    stays = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor. Raises the RuntimeError that torch raises if it was written since it was saved."""
+        tensor, version = self._tensor, self._version
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected "
+                f"version {version} instead. Write out of place, or after backward."
+            )
+        return tensor
 
 
 class _SavedOuter:
-    """A tensor that was packed by hooks of user code, with their unpack hook."""
+    """A tensor that was packed by hooks around the engine, with their unpack hook.
 
-    __slots__ = ("_packed", "_unpack")
+    Attributes:
+        stays: those hooks have left the tensor as it is.
+    """
 
-    def __init__(self, unpack: Callable[[Any], torch.Tensor], packed: Any) -> None:
+    __slots__ = ("_packed", "_unpack", "stays")
+
+    def __init__(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor], tensor: torch.Tensor
+    ) -> None:
         self._unpack = unpack
-        self._packed = packed
+        self._packed = pack(tensor)
+        self.stays: bool = self._packed is tensor or getattr(self._packed, "stays", False)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, unpacked by the user's hook."""
+        """Return the tensor, unpacked by the hooks."""
         return self._unpack(self._packed)
+
+
+def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` for an operation to save: the result of one is detached, as the graph that saves it would
+    otherwise hold itself, and never be freed without a backward."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def address_of(tensor: torch.Tensor) -> int:
