@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import zero_core
 from zero_comm import run_ranks
 from zero_core import checkpointing
 from zero_core.checkpointing.activation_stores import ContiguousStore, PartitionedStore, PlainStore
+from zero_offload import offload_activations
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -113,6 +116,53 @@ def test_recomputation_changes_no_weight_wherever_inputs_wait(stage: int, every:
     for found in run_ranks(trained, RANKS, stage, every):
         for case, result in found.items():
             assert distance(result, weights(reference)) <= 1e-12, case
+
+
+class Watched(Recomputed):
+    """Notes the memory of the inputs of segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def _layer(self, block: nn.Module, h: torch.Tensor) -> torch.Tensor:
+        self.inputs.append(weakref.ref(h.untyped_storage()))
+        return super()._layer(block, h)
+
+
+def alive_after_forward(stage: int, folder: str) -> dict[str, tuple[int, int]]:
+    """By option: how many inputs of segments that nothing else saves are in memory after forward, and the bytes that a
+    tier holds for segments."""
+    found = {}
+    for name, options in OPTIONS.items():
+        model = made(Watched)
+
+        def steps(model: Watched = model, options: dict[str, Any] = options, on_tier: bool = "host" in name) -> Any:
+            checkpointing.configure(WorldIsOneLayer(), **options)
+            tier = offload_activations(
+                lambda _: False, tier="nvme", path=f"{folder}/{dist.get_rank()}", device="cpu", min_bytes=1
+            )
+            if on_tier:  # the host is no other place than the CPU
+                current: Any = checkpointing.api._current()
+                current._offload = tier
+            engine = zero_core.initialize(model=model, config=config(stage))[0]
+            loss = engine(*batch(0, whole=True))
+            counts = sum(storage() is not None for storage in model.inputs[1:]), tier.memory()["nvme"]
+            engine.backward(loss)
+            engine.destroy(unshard=False)
+            tier.close()
+            return counts
+
+        found[name] = contextvars.copy_context().run(steps)
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_inputs_wait_where_the_options_say_at_every_stage(stage: int, tmp_path: Path) -> None:
+    for found in run_ranks(alive_after_forward, RANKS, stage, str(tmp_path)):
+        alive = {name: count for name, (count, _) in found.items()}
+        assert alive == {name: int(name == "plain") for name in OPTIONS}
+        assert {name for name, (_, nbytes) in found.items() if nbytes} == {"all on the host"}
 
 
 def kept() -> dict[str, Any]:

@@ -152,9 +152,9 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class _Inputs:
-    """The saved-tensor hook that stores one segment's inputs. ``outer``: the hooks outside, which come first; tensors
-    that they pack (views of sharded parameters, or all under save_on_cpu) are theirs. The others go to ``store``, and
-    the tensors that it stores to ``offload``."""
+    """The saved-tensor hook that stores one segment's inputs. ``outer``: the hooks outside, which come first; what they
+    pack (views of sharded parameters, or all under save_on_cpu) is theirs, unless the result is the tensor or says by
+    ``stays`` that it holds it. The others go to ``store``, and the tensors that it stores to ``offload``."""
 
     def __init__(self, store: ActivationStore, outer: Hooks | None, offload: Hooks | None) -> None:
         self._store = store
@@ -170,7 +170,7 @@ class _Inputs:
         if self._outer is not None:
             pack, unpack = self._outer
             packed = pack(tensor)
-            if packed is not tensor:
+            if packed is not tensor and not getattr(packed, "stays", False):
                 return lambda: unpack(packed)
         self._position += 1
         part, restore = self._store.keep(tensor.detach(), self._position)
