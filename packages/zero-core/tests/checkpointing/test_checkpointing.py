@@ -20,6 +20,7 @@ from zero_comm import run_ranks
 from zero_core import checkpointing
 from zero_core.checkpointing.activation_stores import ContiguousStore, PartitionedStore, PlainStore
 from zero_offload import offload_activations
+from zero_settings import ActivationCheckpointing
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -220,6 +221,19 @@ def test_what_waits_elsewhere_comes_back_through_hooks_inside_and_outside() -> N
         loss = owner.checkpoint(lambda h, w: torch.tanh(h @ w).sum(), x, weight)
     assert moved == [(2, 4), (4, 4)] * 2
     assert all(map(torch.equal, torch.autograd.grad(loss, (x, weight)), expected))
+
+
+def test_inputs_that_offloading_outside_leaves_alone_wait_where_the_section_says(tmp_path: Path) -> None:
+    section = ActivationCheckpointing(contiguous_memory_optimization=True, number_checkpoints=1)
+    x = torch.randn(2, 4, requires_grad=True)
+    for min_bytes in (1, 1 << 20):
+        owner = checkpointing.Checkpointing(section)
+        with offload_activations(nn.Identity(), tier="nvme", path=tmp_path, min_bytes=min_bytes, device="cpu") as tier:
+            loss = owner.checkpoint(torch.tanh, x)
+            refusal = outcome(lambda owner=owner: owner.checkpoint(torch.tanh, x))  # type: ignore[misc]
+        assert (tier.memory()["nvme"] > 0, refusal.startswith("UsageError")) == (min_bytes == 1, min_bytes != 1)
+        torch.testing.assert_close(torch.autograd.grad(loss.sum(), x)[0], 1 - torch.tanh(x.detach()) ** 2)
+        tier.close()
 
 
 def test_the_engine_s_section_holds_inside_its_forward(alone: None, caplog: Any) -> None:

@@ -19,7 +19,7 @@ __all__ = ["offload_activations"]
 
 
 class _Saved:
-    """A tensor that was moved to the tier; autograd holds this object in its place.
+    """A tensor that was moved to the tier; the `_Packed` objects of the operations that saved it share this one.
 
     ``number``: its place in the order of saving. ``form``: its shape, strides, dtype and device. ``place``: the tier's.
     ``started``: the tier's handle while it is on its way back. ``restored``: the tensor, once back, while it lives.
@@ -31,6 +31,35 @@ class _Saved:
         self.place = place
         self.started: Any = None
         self.restored: weakref.ref[torch.Tensor] | None = None
+
+
+class _Packed:
+    """What autograd holds in place of a tensor that an operation saved.
+
+    ``moved``: the object of the tier, None for a tensor that stays. ``stays``: the latter; hooks inside this context
+    that call its hooks may store such a tensor elsewhere. ``tensor``: shares the version counter of the saved tensor,
+    and its memory if it stays; it has no graph, as one that saves its own result would never be freed.
+    """
+
+    def __init__(self, tensor: torch.Tensor, moved: _Saved | None) -> None:
+        self.moved = moved
+        self.stays = moved is None
+        self.tensor = tensor.detach()
+        if moved is not None:
+            self.tensor.data = self.tensor.new_empty(0)
+        self._version = self.tensor._version
+
+    def check(self) -> None:
+        """Raise the RuntimeError that torch raises for a saved tensor that was written since. torch does not check
+        those that go through hooks.
+        """
+        if self.tensor._version != self._version:
+            shape = self.tensor.shape if self.moved is None else self.moved.form.shape
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of {self.tensor.dtype} and shape {list(shape)} is at version {self.tensor._version}; expected "
+                f"version {self._version} instead. Write out of place, or after backward."
+            )
 
 
 class offload_activations:
@@ -46,7 +75,8 @@ class offload_activations:
     those of `NvmeStore`.
 
     Enter it again for every forward pass; backward runs outside or inside of it. The files are removed by `close` and
-    at garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). ShardError and its
+    at garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). Backward raises
+    RuntimeError, as without this context, for a tensor that was written in place after it was saved. ShardError and its
     subclasses name the tensor, the file and the offset.
     """
 
@@ -130,12 +160,16 @@ class offload_activations:
         """
         self._finalizer()
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        """Start moving a tensor that autograd saves to the tier; return what autograd keeps in its place: the tensor
-        itself if it is not to be moved, the earlier object if the same tensor was saved in this forward pass already.
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        """Start moving a tensor that autograd saves to the tier, unless it stays or was saved in this forward pass
+        already; return what autograd keeps in its place.
         """
-        if not self._moves or not self._is_movable(tensor):
-            return tensor
+        return _Packed(tensor, self._move(tensor) if self._moves and self._is_movable(tensor) else None)
+
+    def _move(self, tensor: torch.Tensor) -> _Saved:
+        """Start moving a tensor to the tier; return the object for it, the earlier one if the same tensor was saved in
+        this forward pass already.
+        """
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
@@ -151,22 +185,26 @@ class offload_activations:
         weakref.finalize(saved, self._tier.free, saved.place).atexit = False
         return saved
 
-    def _unpack(self, packed: torch.Tensor | _Saved) -> torch.Tensor:
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
         """Return the tensor of what `_pack` returned, waiting for it, and start bringing back the ones saved just
-        before it, which backward uses next. A tensor that is back and still alive is returned again.
+        before it, which backward uses next. A tensor that is back and still alive is returned again. RuntimeError if
+        the tensor was written since.
         """
-        if isinstance(packed, torch.Tensor):
-            return packed
-        tensor = None if packed.restored is None else packed.restored()
+        packed.check()
+        return packed.tensor if packed.moved is None else self._bring_back(packed.moved)
+
+    def _bring_back(self, saved: _Saved) -> torch.Tensor:
+        """Return a tensor that was moved, as `_unpack` says."""
+        tensor = None if saved.restored is None else saved.restored()
         if tensor is None:
-            self._start(packed)
-            for number in range(packed.number - 1, packed.number - 1 - self._prefetch, -1):
+            self._start(saved)
+            for number in range(saved.number - 1, saved.number - 1 - self._prefetch, -1):
                 ahead = self._saved.get(number)
                 if ahead is not None and (ahead.restored is None or ahead.restored() is None):
                     self._start(ahead)
-            tensor = self._tier.finish(packed.started)
-            packed.started = None
-            packed.restored = weakref.ref(tensor)
+            tensor = self._tier.finish(saved.started)
+            saved.started = None
+            saved.restored = weakref.ref(tensor)
         return tensor
 
     def _start(self, saved: _Saved) -> None:
