@@ -67,6 +67,25 @@ def test_a_resumed_run_is_the_same_to_the_bit(
     assert torch.equal(weights(resumed), weights(model))
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_state_that_does_not_fit_leaves_all_as_it_was(delayed: bool) -> None:
+    narrow, wide = fresh_model(), fresh_model()
+    options: dict[str, Any] = {"gradients": "host", "delayed": True} if delayed else {}
+    with OffloadedOptimizer(narrow, lr=0.5, state_dtype=torch.int8) as optimizer:
+        go_on(narrow, optimizer, range(2))
+        saved = optimizer.state_dict()
+    with OffloadedOptimizer(wide, lr=1e-2, **options) as optimizer:
+        go_on(wide, optimizer, range(2))
+        before = optimizer.state_dict()
+        with pytest.raises(ValueError, match="8-bit codes"):
+            optimizer.load_state_dict(saved)
+        after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert len(after["state"]) == len(before["state"]) == 4
+    for number, state in before["state"].items():
+        assert all(torch.equal(after["state"][number][kind], value) for kind, value in state.items())
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("name", KINDS)
 def test_state_goes_to_torch_and_back(tmp_path: Path, name: str, named: bool) -> None:

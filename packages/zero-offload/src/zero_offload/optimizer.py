@@ -270,8 +270,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of this class, from any tier, or of torch's optimizer of the same name.
 
-        A missing master is made from the parameter. ValueError when groups or shapes do not fit; nothing was changed
-        then.
+        A missing master is made from the parameter. ValueError when groups, shapes or dtypes do not fit; nothing
+        was changed then.
         """
         self._check_open()
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -285,6 +285,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         groups = [{**self.defaults, **group} for group in state_dict["param_groups"]]
         for group in groups:
             self._rule.check_group(group)
+        self._update.check_states(states)
         super().load_state_dict({"state": {}, "param_groups": groups})
         self._update.reset()
         self._update.write(states)

@@ -204,6 +204,10 @@ class DelayedUpdate:
         """
         self._after_step().write(states)
 
+    def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise the errors of `write` for states that do not fit; nothing is changed, nor waited for."""
+        self._inner.check_states(states)
+
     def restart(self, fragments: Collection[str]) -> None:
         """Wait for the running step; reset the moments and the step count of the fragments named. Their
         masters stay.

@@ -275,13 +275,18 @@ class OffloadedUpdate:
         fit, ShardError an unknown fragment; nothing was changed then.
         """
         self._check_open()
-        found = {self._fragment_named(name): state for name, state in states.items()}
-        for fragment, state in found.items():
-            check_state(fragment, state)
+        found = self.check_states(states)
         self.writes += 1
         failed, self._failed = self._failed, True
         write_states(self._rule, self._groups(), self._parts.slices, self._parts.tier, found)
         self._failed = failed
+
+    def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> dict[KeptFragment, Mapping[str, Any]]:
+        """Return ``states`` by fragment; raise the errors of `write` for those that do not fit. Nothing is changed."""
+        found = {self._fragment_named(name): state for name, state in states.items()}
+        for fragment, state in found.items():
+            check_state(fragment, state)
+        return found
 
     def restart(self, fragments: Collection[str]) -> None:
         """Reset the moments and the step count of the fragments named; ShardError for an unknown one. Their masters
