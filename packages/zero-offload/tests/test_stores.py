@@ -219,6 +219,20 @@ def test_the_host_copy_can_be_borrowed_and_what_was_written_is_kept(store: Store
         store.borrow("layer.9")
 
 
+def test_a_borrowed_shard_cannot_be_discarded_and_leaves_no_buffer_behind(tmp_path: Path) -> None:
+    with NvmeStore(tmp_path, device="cpu", buffer_count=1) as store:
+        for name in "ab":
+            store.put(name, torch.ones(5))
+        store.borrow("a")
+        with pytest.raises(ShardError, match="'a' is borrowed; give it back before discarding it"):
+            store.discard("a")
+        store.give_back("a", dirty=False)
+        store.discard("a")
+        assert "a" not in store
+        assert torch.equal(store.acquire("b"), torch.ones(5))  # in the only buffer
+        store.release("b", dirty=False)
+
+
 def test_what_is_borrowed_fresh_is_not_read(tmp_path: Path) -> None:
     trace = Trace()
     with NvmeStore(tmp_path, device="cpu", buffer_count=1, trace=trace) as store:

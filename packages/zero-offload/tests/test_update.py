@@ -10,6 +10,7 @@ import pytest
 import torch
 from shards import (
     FRAGMENTS,
+    GROUPS,
     NUMELS,
     Lender,
     by_the_kernels,
@@ -22,6 +23,7 @@ from shards import (
 )
 
 from zero_offload import (
+    DelayedUpdate,
     FragmentPlan,
     OffloadedUpdate,
     OffloadError,
@@ -236,6 +238,22 @@ def test_plans_that_cannot_be_updated_are_named(case: str) -> None:
     shards, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         update_of(Lender(torch.float32), shards)
+
+
+@pytest.mark.parametrize("way", ["host", "nvme", "delayed"])
+def test_a_shard_that_is_not_updated_here_is_named(tmp_path: Path, way: str) -> None:
+    update: Any
+    if way == "delayed":
+        update = DelayedUpdate(plans(torch.float32), "AdamW", lambda: GROUPS, Lender(torch.float32), device="cpu")
+    else:
+        options = TierOptions(tier="nvme", path=tmp_path) if way == "nvme" else None
+        update = update_of(Lender(torch.float32), plans(torch.float32), options, gradients=way)
+    for call in (update.weights_changed, update.give_back_gradient, update.borrow_gradient):
+        with pytest.raises(ShardError, match="no shard 'unknown' is updated here") as caught:
+            call("unknown")
+        assert caught.value.tensor == "unknown"
+    assert not update.has_gradient("unknown")
+    update.close()
 
 
 def test_wrong_placements_and_calls_are_named(tmp_path: Path) -> None:

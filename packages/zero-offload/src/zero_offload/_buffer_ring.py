@@ -133,6 +133,11 @@ class BufferRing:
         slot = self._find(pack)
         return slot is not None and slot.transfers_done()
 
+    def is_held(self, pack: BufferContent) -> bool:
+        """Return whether a pack is acquired and not released."""
+        slot = self._find(pack)
+        return slot is not None and slot.holders > 0
+
     def acquire(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
         """Return the pack's bytes (uint8), writable until `release`; with ``fresh`` they are not read and their content
         is arbitrary, unless the pack is in a buffer already. Calls may nest.

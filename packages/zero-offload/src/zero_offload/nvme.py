@@ -226,8 +226,8 @@ class NvmeStore:
         self._ring.prefetch(self._filed_shard(name)[0] for name in wanted)
 
     def discard(self, name: str) -> None:
-        """Forget a shard; ShardError while it is acquired. A later shard of the same name and size reuses its space in
-        the files.
+        """Forget a shard; ShardError while it is acquired or borrowed. A later shard of the same name and size reuses
+        its space in the files.
         """
         if name in self._in_host:
             self._host.discard(name)
@@ -238,7 +238,12 @@ class NvmeStore:
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
+        for event, copied in self._copying:
+            if event is not None and copied.name == name:
+                event.synchronize()
         self._release_arrived()
+        if self._ring.is_held(pack):
+            raise ShardError(f"'{name}' is borrowed; give it back before discarding it", tensor=name)
         self._ring.flush()
         self._ring.remove(pack)
         del self._packs[name]

@@ -104,12 +104,12 @@ class NvmeGradients:
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
         """End one `borrow`; with ``dirty`` start writing the gradient to its file, without forget an
-        untouched new one.
+        untouched new one. ShardError for an unknown shard, and for one that is not borrowed.
         """
-        pack, _ = self._shards[shard]
+        pack, _ = known_shard(self._shards, shard)
         if dirty:
-            self._present.add(shard)
             self._ring.release(pack, dirty=True)
+            self._present.add(shard)
         elif shard in self._present:
             self._ring.release(pack, dirty=False)
         else:

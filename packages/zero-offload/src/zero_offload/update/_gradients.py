@@ -94,7 +94,8 @@ class CollectedGradients(Gradients, Protocol):
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
         """End one `borrow`. With ``dirty`` the content of the memory is the shard's gradient from now on; without, the
-        borrower has changed nothing, and a shard that had no gradient still has none.
+        borrower has changed nothing, and a shard that had no gradient still has none. ShardError if the shard is not
+        updated here.
         """
 
     def add(self, shard: str, gradient: torch.Tensor) -> None:
@@ -205,7 +206,10 @@ class HostGradients:
         return known_shard(self._views, shard), shard in self._present
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` the shard has a gradient now. Nothing is copied."""
+        """End one `borrow`; with ``dirty`` the shard has a gradient now. Nothing is copied. ShardError for an unknown
+        shard.
+        """
+        known_shard(self._views, shard)
         if dirty:
             self._present.add(shard)
 

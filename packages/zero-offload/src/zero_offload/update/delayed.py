@@ -16,7 +16,7 @@ from ..budget import HostBudget
 from ..ends import HostUse
 from ..sealed import Sealed
 from ..trace import Trace
-from ._gradients import HostGradients, borrowed_gradient, gradient_bytes
+from ._gradients import HostGradients, borrowed_gradient, gradient_bytes, known_shard
 from .plans import ShardPlan, Weights, check_shard_tensor
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
@@ -171,8 +171,9 @@ class DelayedUpdate:
 
     def weights_changed(self, shard: str) -> None:
         """Record that a shard's weights were changed from outside: the next step starts from them, and the running step
-        does not overwrite them.
+        does not overwrite them. ShardError for an unknown shard.
         """
+        known_shard(self._plans, shard)
         self._changed.add(shard)
         self._changed_unreported.add(shard)
 

@@ -17,7 +17,7 @@ from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
-from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient
+from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
 from ._rules import find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
 from ._states import as_values, check_state, forget_states, read_states, sealed_state, write_states
@@ -210,9 +210,9 @@ class OffloadedUpdate:
 
     def weights_changed(self, shard: str) -> None:
         """Record that a shard's weights were changed from outside: the next step replaces each master that does not
-        round to its weight.
+        round to its weight. ShardError for an unknown shard.
         """
-        for fragment in self._by_shard[shard]:
+        for fragment in known_shard(self._by_shard, shard):
             fragment.weights_changed = True
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
