@@ -115,6 +115,7 @@ class DeviceTransfers:
         transfer = ring.write if write else ring.read
         start = self._write if write else self._read
         future = ring.executor.submit(transfer, start, file, tensor, offset, ready, cancelled)
+        file.follow(future, write)
         return DeviceRequest(future, file.path, nbytes, cancelled)
 
     def close(self) -> None:

@@ -182,19 +182,21 @@ class Engine:
         return self._submit(True, file, data, offset, checksum)
 
     def sync(self, file: File) -> None:
-        """Block until every write of host memory submitted to the file before this call is on stable storage. Wait for
-        the requests of accelerator tensors first.
+        """Block until every write submitted to the file before this call is on stable storage.
 
         Raises the error of a failed write among them, also if its request was never waited for; AccessError for a file
         opened for reading only, ClosedError.
         """
         native = self._native_file_for(file, True)
+        device_failure = file.wait_for_device_writes()
         try:
             failure = self._native.sync(native)
         except RuntimeError as error:
             raise ClosedError(str(error)) from None
         if failure is not None:
             raise transfer_error("sync", file.path, failure, NATIVE_CODES)
+        if device_failure is not None:
+            raise device_failure
 
     def counters(self) -> dict[str, int]:
         """Return the bytes moved so far by direction and by route (zero copy, staged, buffered), and the memory held,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 from . import _native
@@ -9,6 +10,7 @@ from .errors import ClosedError, InvalidOffsetError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from concurrent.futures import Future
     from types import TracebackType
 
 _MAX_OFFSET = 2**63 - 1
@@ -23,13 +25,14 @@ class File:
         mode: "r", "w" or "rw".
     """
 
-    __slots__ = ("__weakref__", "_finalizer", "_native", "engine", "mode", "path")
+    __slots__ = ("__weakref__", "_device", "_finalizer", "_native", "engine", "mode", "path")
 
     def __init__(self, native: _native.File, engine: _native.Engine, path: str, mode: str) -> None:
         self._native: _native.File | None = native
         self.engine = engine
         self.path = path
         self.mode = mode
+        self._device = _DeviceTransfers()
         self._finalizer = weakref.finalize(self, engine.release, native)
         self._finalizer.atexit = False
 
@@ -71,12 +74,24 @@ class File:
         return self._native
 
     def close(self) -> None:
-        """Wait for the file's requests and close it; does not sync. Wait for requests of accelerator tensors first,
-        which fail otherwise. May be called twice.
-        """
+        """Wait for the file's requests and close it; does not sync. May be called twice."""
         if self._native is not None:
+            self._device.wait(reads=True)
             self._native = None
             self._finalizer()
+
+    def follow(self, future: Future[int], write: bool) -> None:
+        """Have `close`, and for a write `wait_for_device_writes`, wait for the transfer of an accelerator tensor whose
+        result ``future`` has; internal.
+        """
+        self._device.add(future, write)
+
+    def wait_for_device_writes(self) -> BaseException | None:
+        """Wait for the writes of accelerator tensors; return the error of the first that failed since the last call;
+        internal.
+        """
+        self._device.wait(reads=False)
+        return self._device.take_failure()
 
     def __enter__(self) -> File:
         return self
@@ -88,6 +103,40 @@ class File:
 
     def __repr__(self) -> str:
         return f"<File '{self.path}' mode '{self.mode}'{', closed' if self.closed else ''}>"
+
+
+class _DeviceTransfers:
+    """The transfers of accelerator tensors of one file that have not ended; safe for several threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._under_way: dict[Future[int], bool] = {}  # whether it is a write
+        self._failure: BaseException | None = None
+
+    def add(self, future: Future[int], write: bool) -> None:
+        """Follow a transfer, with ``write`` a write, until it ends."""
+        with self._changed:
+            self._under_way[future] = write
+        future.add_done_callback(self._end)
+
+    def wait(self, *, reads: bool) -> None:
+        """Block until every write, and with ``reads`` every read, that is under way has ended; raises no errors."""
+        with self._changed:
+            awaited = {future for future, write in self._under_way.items() if write or reads}
+            self._changed.wait_for(lambda: awaited.isdisjoint(self._under_way))
+
+    def take_failure(self) -> BaseException | None:
+        """Return the error of the first write that failed since the last call, None if none did."""
+        with self._changed:
+            failure, self._failure = self._failure, None
+        return failure
+
+    def _end(self, future: Future[int]) -> None:
+        """Forget a transfer that has ended, and keep the error of the first write that failed."""
+        with self._changed:
+            if self._under_way.pop(future) and self._failure is None:
+                self._failure = future.exception()
+            self._changed.notify_all()
 
 
 def require_offset(path: str, offset: int, nbytes: int) -> None:
