@@ -42,6 +42,26 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.Capture
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--png", "missing/plot.png"], "'missing/plot.png': No such file or directory"),
+        (["--depth", "0"], "expected queue_depth to be an integer from 1 to 4096, got 0"),
+    ],
+)
+def test_errors_of_the_system_and_of_settings_are_one_line_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    pytest.importorskip("rich")
+    if "--png" in options:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    command = ["bench", "--path", ".", "--size", "1M", "--kind", "read", "--block", "64K", "--repeat", "1", "--no-fio"]
+    assert main([*command, *options]) == 1
+    assert capsys.readouterr().err == f"zero-nvme-aio: {message}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bench_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
     command = ["bench", "--path", str(tmp_path), "--size", "4M", "--block", "64K", "1M", "--repeat", "1", "--no-fio"]

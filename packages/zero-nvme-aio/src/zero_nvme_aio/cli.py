@@ -23,11 +23,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         action(options)
     except (AioError, _MissingExtraError) as error:
-        print(f"zero-nvme-aio: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error))
+    except OSError as error:
+        return _fail(str(error) if error.filename is None else f"'{error.filename}': {error.strerror}")
+    except ValueError as error:  # a setting out of range
+        return _fail(str(error))
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _fail(message: str) -> int:
+    """Print one line on stderr and return the exit status of an error."""
+    print(f"zero-nvme-aio: {message}", file=sys.stderr)
+    return 1
 
 
 class _MissingExtraError(Exception):
