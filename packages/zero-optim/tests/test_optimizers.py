@@ -111,6 +111,29 @@ def test_the_schedules_of_0_1_adam_are_those_of_a_counter() -> None:
         assert optimizer.interval(step) == expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (OneBitAdam, "freeze_step"),
+        (OneBitLamb, "freeze_step"),
+        (ZeroOneAdam, "var_freeze_step"),
+        (ZeroOneAdam, "var_update_scaler"),
+        (ZeroOneAdam, "local_step_scaler"),
+        (ZeroOneAdam, "local_step_clipper"),
+    ],
+)
+def test_a_variance_that_would_never_exist_is_refused_by_name(kind: Any, name: str) -> None:
+    for value in (0, -3):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: {name}: expected 1 or more, got {value}"):
+            kind(three(), **{name: value})
+    parameters = three()
+    optimizer = kind(parameters, **{name: 1})
+    for step in range(4):
+        with_gradients(parameters, step)
+        optimizer.step()
+    assert all(p.isfinite().all() for p in parameters)
+
+
 def test_every_public_name_is_listed_and_documented() -> None:
     assert zero_optim.__all__ == sorted(zero_optim.__all__)
     assert all(getattr(zero_optim, name).__doc__ for name in zero_optim.__all__)

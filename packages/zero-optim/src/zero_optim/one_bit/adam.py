@@ -142,6 +142,14 @@ class OneBitOptimizer(ClosureOptimizer):
         return self._feedback
 
 
+def check_positive(optimizer: type, **steps: int) -> None:
+    """Raise ValueError, naming ``optimizer`` and the option, unless all options given are 1 or more."""
+    for name, value in steps.items():
+        if value < 1:
+            hint = "; the variance comes from the steps before it is frozen" if "freeze" in name else ""
+            raise ValueError(f"{optimizer.__name__}: {name}: expected 1 or more, got {value}{hint}")
+
+
 def bias_corrections(group: Mapping[str, Any], number: int, variance_steps: int) -> tuple[float, float]:
     """Return what Adam divides the first and the second moment by at step ``number`` (from 1); 1 and 1 if the group has
     bias correction off.
@@ -158,12 +166,14 @@ class OneBitAdam(OneBitOptimizer):
     """1-bit Adam (arXiv 2102.02888, algorithm 1), with decoupled weight decay.
 
     The first ``freeze_step`` steps are Adam's. Then the variance is frozen: every rank advances the momentum with its
-    own gradient, and the ranks average their momenta, one bit per element.
+    own gradient, and the ranks average their momenta, one bit per element. Raises ValueError for a ``freeze_step``
+    below 1: without a step of Adam there is no variance to freeze.
     """
 
     def __init__(
         self, params: Any, lr: float = 1e-3, *, freeze_step: int = 100_000, **adam: Unpack[AdamHyperparameters]
     ) -> None:
+        check_positive(type(self), freeze_step=freeze_step)
         super().__init__(params, adam_defaults(lr, **adam))
         self.freeze_step = freeze_step
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base import AdamHyperparameters, adam_defaults
-from .adam import OneBitOptimizer, adam_denominator, bias_corrections
+from .adam import OneBitOptimizer, adam_denominator, bias_corrections, check_positive
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,7 +24,7 @@ class OneBitLamb(OneBitOptimizer):
     multiplied by the excess of the frozen over the fresh denominator; this factor stays between ``factor_min`` and
     ``factor_max`` and changes by at most ``factor_threshold`` (a fraction of it) per step.
 
-    ``1 / (1 - coeff_beta)`` should not be more than ``freeze_step``.
+    ``1 / (1 - coeff_beta)`` should not be more than ``freeze_step``. Raises ValueError for a ``freeze_step`` below 1.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class OneBitLamb(OneBitOptimizer):
         factor_threshold: float = 0.1,
         **adam: Unpack[AdamHyperparameters],
     ) -> None:
+        check_positive(type(self), freeze_step=freeze_step)
         super().__init__(params, {**adam_defaults(lr, **adam), "max_coeff": max_coeff, "min_coeff": min_coeff})
         self.freeze_step = freeze_step
         self.coeff_beta = coeff_beta

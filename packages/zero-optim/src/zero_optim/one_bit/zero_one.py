@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base import AdamHyperparameters, adam_defaults
-from .adam import OneBitOptimizer, adam_denominator, apply_adam, bias_corrections
+from .adam import OneBitOptimizer, adam_denominator, apply_adam, bias_corrections, check_positive
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -21,6 +21,7 @@ class ZeroOneAdam(OneBitOptimizer):
     bit per element. After ``var_freeze_step`` they average only at the end of an interval, whose length is one step at
     first, doubles every ``local_step_scaler`` steps and is at most ``local_step_clipper``; within an interval every
     rank steps locally, and the ranks' weights differ. `synchronise`, which a checkpoint calls, ends the interval.
+    Raises ValueError for any of these four below 1.
     """
 
     def __init__(
@@ -34,6 +35,13 @@ class ZeroOneAdam(OneBitOptimizer):
         local_step_clipper: int = 16,
         **adam: Unpack[AdamHyperparameters],
     ) -> None:
+        check_positive(
+            type(self),
+            var_freeze_step=var_freeze_step,
+            var_update_scaler=var_update_scaler,
+            local_step_scaler=local_step_scaler,
+            local_step_clipper=local_step_clipper,
+        )
         super().__init__(params, adam_defaults(lr, **adam))
         self.var_freeze_step, self.var_update_scaler = var_freeze_step, var_update_scaler
         self.local_step_scaler, self.local_step_clipper = local_step_scaler, local_step_clipper
