@@ -33,11 +33,9 @@ def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
     import numpy
 
     values: Any = _to_numpy(numpy, data, stored)
-    if wanted == "BF16":
-        changed: Any = _to_bfloat16(numpy, values.astype("<f4", copy=False))
-    else:
-        with numpy.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as it does in torch
-            changed = numpy.ascontiguousarray(values.astype(_NUMPY[wanted], copy=False))
+    with numpy.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as it does in torch
+        changed: Any = values.astype(_NUMPY.get(wanted, "<f4"), copy=False)
+    changed = _to_bfloat16(numpy, changed) if wanted == "BF16" else numpy.ascontiguousarray(changed)
     return memoryview(changed).cast("B")
 
 
