@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_ckpt import Interval, save_sharded
+from zero_ckpt import FileExtent, Interval, save_sharded, verify
 
 READER = """
 import sys
@@ -40,8 +40,13 @@ def root(tmp_path: Path) -> Path:
 
 def read_under(*words: str, root: Path) -> tuple[str, str]:
     """Run `READER` under strace with these options: what it printed, and the trace."""
+    return run_under(*words, code=READER, root=root)
+
+
+def run_under(*words: str, code: str, root: Path) -> tuple[str, str]:
+    """Run code with the argument `root` under strace with these options: what it printed, and the trace."""
     trace = root.parent / "trace"
-    command = ["strace", "-f", "-qq", "-o", str(trace), *words, sys.executable, "-c", READER, str(root)]
+    command = ["strace", "-f", "-qq", "-o", str(trace), *words, sys.executable, "-c", code, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout, trace.read_text(errors="replace")
@@ -62,6 +67,21 @@ def test_a_file_that_cannot_be_read_is_a_problem_of_its_checkpoint(root: Path, p
     assert "(INJECTED)" in trace
     assert said.endswith(f"opened {step}\n"), said
     assert ("Input/output error" in said.splitlines()[0]) == path.startswith("s2"), said
+
+
+def test_a_slice_is_restored_from_another_twin_where_the_first_cannot_be_read(root: Path) -> None:
+    saved, sealed = root.parent / "three", root.parent / "sealed"
+    sealed.write_bytes(b"unchanged")
+    for step, data in enumerate((b"unchanged", FileExtent(sealed, 0, 9), b"unchanged"), 1):
+        save_sharded(saved, f"s{step}", [Interval("w", "param", (9,), "U8", 0, data)], step=step)
+    damaged, unreadable = saved / "s1" / "rank-00000.safetensors", saved / "s2" / "rank-00000-0000.extents"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
+    code = "import sys; from zero_ckpt.repairing import repair; print(*repair(sys.argv[1]), sep='\\n')"
+    words = ["-P", str(unreadable), *only("preadv,preadv2", "EIO")]
+    said, trace = run_under(*words, code=code, root=saved)
+    assert "(INJECTED)" in trace
+    assert said.splitlines()[0] == "restored damaged slices of s1 from other checkpoints"
+    assert "set s2 aside" in said and "set s1 aside" not in said and verify(saved / "s1").ok
 
 
 def test_a_folder_that_may_not_be_listed_keeps_no_checkpoint_from_being_opened(root: Path) -> None:

@@ -76,7 +76,7 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 def restore_slices(path: Path, others: list[Path]) -> bool:
     """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`; returns whether any was rewritten.
 
-    False also when the manifest or a header of `path` is damaged, or a read fails. The bytes are written into the file
+    False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are written into the file
     in the checkpoint's own directory, through no link: a file with several hard links is first replaced by a copy of
     its own, and the others keep what they hold. Raises OSError when it cannot be written.
     """
@@ -108,7 +108,7 @@ def _twins_by_checksum(others: list[Path]) -> _Twins:
 def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
     """Rewrite a slice if it is damaged and a good twin is found; returns whether it was rewritten.
 
-    Raises DamagedError when the slice or a twin cannot be read, OSError when it cannot be written.
+    Raises DamagedError when the slice cannot be read, OSError when it cannot be written.
     """
     nbytes, begin = piece.length * ITEMSIZE[tensor.dtype], source.begin(piece)
     fd = source.open(piece)
@@ -121,23 +121,22 @@ def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, t
 
 
 def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy a slice of `nbytes` bytes from a twin whose bytes are good; returns False when they are not, or its file
-    cannot be opened.
+    """Copy a slice of `nbytes` bytes from a twin whose bytes are good; returns False when they are not, or cannot be
+    read.
 
-    Raises DamagedError when reading fails later, OSError when writing does.
+    Raises OSError when writing fails.
     """
     try:
-        fd, begin = twin.source.open(twin.piece), twin.source.begin(twin.piece)
+        begin, fd = twin.source.begin(twin.piece), twin.source.open(twin.piece)
+        try:
+            if scan_fd(fd, begin, nbytes, twin.source.where(twin.piece)) != piece.checksum:
+                return False
+            _overwrite(target, piece, fd, begin, nbytes)
+        finally:
+            os.close(fd)
     except CheckpointError:
         return False
-    try:
-        where = twin.source.where(twin.piece)
-        if scan_fd(fd, begin, nbytes, where) != piece.checksum:
-            return False
-        _overwrite(target, piece, fd, begin, nbytes)
-        return True
-    finally:
-        os.close(fd)
+    return True
 
 
 def _overwrite(target: _OpenCheckpoint, piece: Slice, source: int, begin: int, nbytes: int) -> None:
