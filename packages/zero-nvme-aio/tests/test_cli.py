@@ -50,7 +50,11 @@ def test_errors_are_one_line_and_status_1(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_errors_of_the_system_and_of_settings_are_one_line_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    message: str,
 ) -> None:
     pytest.importorskip("rich")
     if "--png" in options:

@@ -7,8 +7,10 @@ piece per rank, padded at the end, and each rank strings its pieces together, gr
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +238,9 @@ def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str)
     base = [state[key] for state in states]
     if not all(isinstance(part, Mapping) and "state" in part for part in base):
         raise CheckpointError("elastic optimizer states of early versions of DeepSpeed are not read")
-    for kind in base[0]["state"].get(group, {}):
-        found[kind] = [part["state"][group][kind] for part in base]
+    for kind, value in base[0]["state"].get(group, {}).items():
+        if value is not None:  # torch's SGD without momentum
+            found[kind] = [part["state"][group][kind] for part in base]
     return found
 
 
@@ -270,16 +273,16 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
     return tensors
 
 
-def _window(parts: Sequence[Stored], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
+def _window(parts: Sequence[Stored | None], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
     """Yield segments for elements `begin` to `begin + length` of tensors laid end to end; their offsets count from
     `begin`.
 
-    Each of `parts` takes up its entry of `lengths` elements, of which it may hold fewer.
+    Each of `parts` takes up its entry of `lengths` elements, of which it may hold fewer, or with None none.
     """
     position = 0
     for part, room in zip(parts, lengths, strict=True):
-        low, high = max(begin, position), min(begin + length, position + part.numel)
-        if low < high:
+        low, high = max(begin, position), min(begin + length, position + (0 if part is None else part.numel))
+        if part is not None and low < high:
             yield part.segment(low - begin, low - position, high - low)
         position += room
 
@@ -288,33 +291,36 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
     """Return masters and states of stage 3, by (name, kind), from the ranks' files `paths`, whose contents are
     `states`."""
     tensors: Tensors = {}
-    ranks = len(states)
     flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
-    groups = range(len(flats[0]))
-    by_group = [_kinds(states, group, "optimizer_state_dict", "fp32_flat_groups") for group in groups]
-    shapes = {name: shape for group in model.shapes() for name, shape in group.items()}
-    for kind in by_group[0]:
-        if not _is_flat(by_group[0][kind]):
-            tensors.update({(name, kind): scalar(by_group[0][kind][0], paths[0]) for name in shapes})
-            continue
-        strings = [
-            [stored(by_group[group][kind][rank], paths[rank]) for group in groups if kind in by_group[group]]
-            for rank in range(ranks)
-        ]
-        lengths = [[flat.numel() for flat in own] for own in flats]
-        position = 0
-        for name, shape in shapes.items():
-            piece = -(-numel(shape) // ranks)
+    lengths = [[flat.numel() for flat in own] for own in flats]
+    by_group = [_kinds(states, group, "optimizer_state_dict", "fp32_flat_groups") for group in range(len(flats[0]))]
+    strings = {kind: _strings(by_group, kind, paths) for kind in dict.fromkeys(chain.from_iterable(by_group))}
+    ends = list(accumulate(lengths[0]))
+    position = 0
+    for name, shape in ((name, shape) for group in model.shapes() for name, shape in group.items()):
+        piece = -(-numel(shape) // len(states))
+        kinds = by_group[min(bisect_right(ends, position), len(ends) - 1)]
+        for kind, values in kinds.items():
+            if not _is_flat(values):
+                tensors[name, kind] = scalar(values[0], paths[0])
+                continue
             segments = [
                 Segment(rank * piece + segment.offset, segment.length, segment.file, segment.begin)
-                for rank in range(ranks)
-                for segment in _window(
-                    strings[rank], lengths[rank], position, max(0, min(piece, numel(shape) - rank * piece))
-                )
+                for rank, parts in enumerate(strings[kind])
+                for segment in _window(parts, lengths[rank], position, max(0, min(piece, numel(shape) - rank * piece)))
             ]
-            tensors[name, kind] = SegmentedTensor(shape, strings[0][0].dtype, tuple(segments))
-            position += piece
+            tensors[name, kind] = SegmentedTensor(shape, stored(values[0], paths[0]).dtype, tuple(segments))
+        position += piece
     return tensors
+
+
+def _strings(
+    by_group: Sequence[Mapping[str, list[Any]]], kind: str, paths: Sequence[Path]
+) -> list[list[Stored | None]]:
+    """Return for each rank, whose file is in `paths`, the flat tensors of a kind by group; None for groups that have
+    none."""
+    flat = [found[kind] if _is_flat(found.get(kind, [None])) else None for found in by_group]
+    return [[None if own is None else stored(own[rank], path) for own in flat] for rank, path in enumerate(paths)]
 
 
 def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
