@@ -21,6 +21,7 @@ from nox.command import CommandFailed
 sys.path.append(str(Path(__file__).resolve().parent / "tools"))
 from environments import (
     check_aside,
+    for_demo,
     install_packages,
     install_peers,
     install_tools,
@@ -277,7 +278,7 @@ def docs(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def demo(session: nox.Session) -> None:
     """The main job, docs/examples/demo.py: train, resume, export, sample. Arguments after `--` go to the script."""
-    run(session, shared(session), str(ROOT / "docs" / "examples" / "demo.py"), *session.posargs)
+    run(session, for_demo(session), str(ROOT / "docs" / "examples" / "demo.py"), *session.posargs)
 
 
 @nox.session

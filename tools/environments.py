@@ -1,4 +1,4 @@
-"""The environments of sessions: installation into one of its own, and the shared one. For noxfile.py."""
+"""The environments of sessions: installation into one of its own, the shared one and the demo's. For noxfile.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from package_needs import (
     PACKAGES,
     ROOT,
     TORCH_PYTHON,
+    base_closure,
+    base_requirements,
     group,
     requirement_name,
     test_requirements,
@@ -25,6 +27,7 @@ from package_needs import (
 )
 
 SHARED = ROOT / ".nox" / "shared"
+DEMO = ROOT / ".nox" / "demo"
 ENVIRONMENT = {
     "PYTHONFAULTHANDLER": "1",
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -48,9 +51,12 @@ def check_aside(name: str, *command: str, env: dict[str, str] | None = None) -> 
     return done.returncode == 0
 
 
-def pip_install(session: nox.Session, python: str, *args: str, constraints: Path = CONSTRAINTS) -> None:
+def pip_install(
+    session: nox.Session, python: str, *args: str, constraints: Path = CONSTRAINTS, quiet: bool = True
+) -> None:
     """Install packages from an index. Not compiled: Python compiles what it imports, a small part of the frameworks."""
-    run(session, python, "-m", "pip", "install", "-q", "--no-compile", "-c", str(constraints), *args)
+    silence = ["-q"] if quiet else []
+    run(session, python, "-m", "pip", "install", *silence, "--no-compile", "-c", str(constraints), *args)
 
 
 def install_tools(
@@ -103,28 +109,44 @@ def shared(session: nox.Session) -> str:
     given = os.environ.get("ZERO_PYTHON")
     if given:
         return given
-    python = str(SHARED / "bin" / "python")
-    stamp_path = SHARED / "installed.json"
+    tools = [*group("lint"), *group("build"), *frameworks(), *test_requirements(PACKAGES), *third_party(PACKAGES)]
+    return up_to_date(session, SHARED, list(PACKAGES), tools)
+
+
+def for_demo(session: nox.Session) -> str:
+    """Bring the demo's environment up to date and return its interpreter: zero-core without extras, what `sample.py`
+    loads weights with, and what builds packages. ZERO_PYTHON as for `shared`.
+    """
+    given = os.environ.get("ZERO_PYTHON")
+    if given:
+        return given
+    names = base_closure("zero-core")
+    needed = {line for name in names for line in base_requirements(name) if requirement_name(line) not in PACKAGES}
+    return up_to_date(session, DEMO, names, [*group("build"), *sorted(needed), "safetensors>=0.4"], quiet=False)
+
+
+def up_to_date(
+    session: nox.Session, folder: Path, names: Sequence[str], tools: Sequence[str], *, quiet: bool = True
+) -> str:
+    """Bring the environment in ``folder`` up to date with these packages and return its interpreter.
+
+    ``tools``: requirements of everything besides the packages. What did not change is not installed again. Without
+    ``quiet``, what is installed is shown.
+    """
+    python = str(folder / "bin" / "python")
+    stamp_path = folder / "installed.json"
     stamp: dict[str, str] = json.loads(stamp_path.read_text()) if stamp_path.exists() else {}
     if not stamp:
-        run(session, sys.executable, "-m", "venv", "--clear", str(SHARED))
-    tools = repr(
-        [
-            CONSTRAINTS.read_text(),
-            group("lint"),
-            group("build"),
-            frameworks(),
-            test_requirements(PACKAGES),
-            *third_party(PACKAGES),
-        ]
-    )
-    wanted = {name: fingerprint(path) for name, path in PACKAGES.items()}
-    changed = [name for name in PACKAGES if stamp.get(name) != wanted[name]]
+        run(session, sys.executable, "-m", "venv", "--clear", str(folder))
+    digest = repr([CONSTRAINTS.read_text(), *tools])
+    wanted = {name: fingerprint(PACKAGES[name]) for name in names}
+    changed = [name for name in names if stamp.get(name) != wanted[name]]
     with tempfile.TemporaryDirectory() as wheels, ThreadPoolExecutor(1) as beside:
-        if stamp.get("tools") != tools:
+        if stamp.get("tools") != digest:
             pip_install(session, python, *group("build"))
             building = beside.submit(build_wheels, python, changed, wheels)
-            install_tools(session, python, list(PACKAGES), *group("lint"), *frameworks())
+            # torch is named with its version, so that nothing else chooses its build.
+            pip_install(session, python, "-r", str(CONSTRAINTS), *tools, quiet=quiet)
         else:
             building = beside.submit(build_wheels, python, changed, wheels)
         if not building.result():
@@ -132,7 +154,7 @@ def shared(session: nox.Session) -> str:
         built = sorted(map(str, Path(wheels).glob("*.whl")))
         if built:
             run(session, python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *built)
-    stamp_path.write_text(json.dumps({"tools": tools, **wanted}))
+    stamp_path.write_text(json.dumps({"tools": digest, **wanted}))
     return python
 
 

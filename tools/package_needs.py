@@ -63,6 +63,18 @@ def closure(name: str) -> list[str]:
     return sorted(found)
 
 
+def base_closure(name: str) -> list[str]:
+    """Return the package and the siblings that it requires without any extra, directly or not; sorted."""
+    found: list[str] = []
+    waiting = [name]
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.append(current)
+            waiting += [sibling for sibling in map(requirement_name, base_requirements(current)) if sibling in PACKAGES]
+    return sorted(found)
+
+
 def third_party(names: Iterable[str]) -> list[str]:
     """Return the requirements of the packages and their extras besides each other, sorted.
 
