@@ -119,3 +119,17 @@ def test_the_demo_ends_with_a_report_of_both_parts(demo: tuple[Path, str]) -> No
     assert run.problems == [] and run.replayed == 0
     unboxed = " ".join(printed.replace("│", " ").split())  # a long sentence goes over lines of the box
     assert analyse(run).verdict.sentence in unboxed
+    assert printed.splitlines()[-1].startswith("A model sharded over 2 ranks was trained, resumed on one rank")
+
+
+def test_the_curve_of_a_resumed_run_begins_with_what_was_before(
+    demo: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, printed = demo
+    assert "left 0:00" in printed
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from display import earlier_losses
+
+    losses = [row["loss"] for row in curve(folder)]
+    assert earlier_losses(folder / "metrics.jsonl", STEPS - 3) == losses[:-3]
+    assert earlier_losses(folder / "none.jsonl", STEPS) == []

@@ -1,6 +1,7 @@
-"""The whole way, in a few minutes: train a GPT on two ranks, go on with three, export, sample, report.
+"""The whole way, in a few minutes: train a GPT on two ranks, resume on three, export, sample, report.
 
-Arguments that this script does not know go to gpt.py (--layers, --width, --context).
+Arguments that this script does not know go to gpt.py (--layers, --width, --context). `--quick` is the same with a
+smaller model and fewer steps, in less than a minute on two cores.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ from zero_launch import LaunchError, LaunchSpec, launch
 from zero_report import make_report
 
 HERE = Path(__file__).resolve().parent
+STEPS, QUICK_STEPS = 480, 90
+QUICK_SHAPE = ["--layers", "2", "--width", "128", "--context", "64"]
 CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="a file to learn from; default: Python's standard library")
-    parser.add_argument("--steps", type=int, default=480, help="optimizer steps in all (default 480)")
+    parser.add_argument("--quick", action="store_true", help="a smaller model and fewer steps: less than a minute")
+    parser.add_argument("--steps", type=int, help=f"optimizer steps in all (default {STEPS}, {QUICK_STEPS} when quick)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks for the first two thirds (default 2)")
     parser.add_argument("--resume-ranks", type=int, default=3, help="ranks for the rest (default 3)")
     parser.add_argument("--config", type=Path, default=HERE / "ds.json", help="DeepSpeed-style JSON")
     parser.add_argument("--run", type=Path, help="folder for everything that is written (default run/demo-TIME)")
     parser.add_argument("--prompt", help="what the sample continues")
-    return parser.parse_known_args()
+    args, extra = parser.parse_known_args()
+    args.steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    return args, [*QUICK_SHAPE, *extra] if args.quick else extra
 
 
 def prepare(args: argparse.Namespace) -> Path:
@@ -89,6 +95,11 @@ def summarise(run: Path, verdict: str, seconds: float) -> None:
     table.add_row("report", f"{run / 'record' / 'report.html'}\n{verdict}")
     table.add_row("time", f"{seconds / 60:.1f} minutes")
     CONSOLE.print(Panel(table, title="Done", expand=False))
+    before, after = (in_words(ranks) for ranks in (rows[0]["world_size"], rows[-1]["world_size"]))
+    CONSOLE.print(
+        f"A model sharded over {before} was trained, resumed on {after} from the same checkpoint, exported to one fp32 "
+        f"file and sampled with plain torch. Where its time went: {run / 'record' / 'report.html'}"
+    )
 
 
 def main() -> None:
@@ -99,7 +110,7 @@ def main() -> None:
     try:
         CONSOLE.rule(f"Train on {in_words(args.ranks)}")
         train(run, args.ranks, max(1, args.steps * 2 // 3), args, extra)
-        CONSOLE.rule(f"Go on with {in_words(args.resume_ranks)}, from the same checkpoint")
+        CONSOLE.rule(f"Resume on {in_words(args.resume_ranks)}, from the same checkpoint")
         train(run, args.resume_ranks, args.steps, args, ["--resume", *extra])
         CONSOLE.rule("Export fp32 safetensors")
         python("-m", "zero_ckpt", "convert", str(run / "ckpt"), str(weights))

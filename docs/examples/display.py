@@ -26,8 +26,9 @@ LINE_SECONDS = 5.0  # without a terminal, one line in this time
 class Display:
     """Shows and records one training run; does nothing on ranks other than 0.
 
-    `show` appends one JSON line to ``metrics``: step, world_size, loss, lr, tokens_per_second, model_state (bytes that
-    this rank holds between steps, by kind) and resident (bytes of the process).
+    The curve begins with the losses that an earlier part of the run left in ``metrics``: one scale over a resume.
+    `show` appends one JSON line there: step, world_size, loss, lr, tokens_per_second, model_state (bytes that this rank
+    holds between steps, by kind) and resident (bytes of the process).
     """
 
     def __init__(self, engine: zero_core.Engine, metrics: Path, *, last_step: int) -> None:
@@ -37,7 +38,7 @@ class Display:
         self._active = dist.get_rank() == 0
         self._console = Console(highlight=False)
         self._live = Live(console=self._console, refresh_per_second=4) if self._console.is_terminal else None
-        self._losses: list[float] = []
+        self._losses = earlier_losses(metrics, engine.global_steps) if self._active else []
         self._times: deque[float] = deque(maxlen=20)
         self._next_line = 0.0
 
@@ -82,17 +83,24 @@ class Display:
         return [
             ("step", f"{facts['step']}/{self._last_step}"),
             ("loss", f"{facts['loss']:.3f}"),
+            ("left", self._time_left(facts["step"])),
             ("tokens/s", f"{facts['tokens_per_second']:,.0f}"),
             ("model state", f"{sum(facts['model_state'].values()) / 1e6:.0f} MB"),
             ("process", f"{facts['resident'] / 1e6:.0f} MB"),
             ("lr", f"{facts['lr']:.2e}"),
         ]
 
+    def _time_left(self, step: int) -> str:
+        """Minutes and seconds to the last step, at the speed of the last steps."""
+        each = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        minutes, seconds = divmod(round(each * (self._last_step - step)), 60)
+        return f"{minutes}:{seconds:02d}"
+
     def _panel(self, facts: dict) -> Panel:
         rows = self._rows(facts)
         table = Table.grid(padding=(0, 2))
         for _ in rows:
-            table.add_column(min_width=11)
+            table.add_column(min_width=8)
         table.add_row(*(Text(name, style="dim") for name, _ in rows))
         table.add_row(*(Text(value, style="bold") for _, value in rows))
         bar = ProgressBar(total=self._last_step, completed=facts["step"])
@@ -100,6 +108,13 @@ class Display:
         ranks = facts["world_size"]
         title = f"GPT · ZeRO stage {engine.zero_optimization_stage()} · {ranks} rank{'s' if ranks > 1 else ''}"
         return Panel(Group(table, Text(sparkline(self._losses, 72), style="cyan"), bar), title=title, width=80)
+
+
+def earlier_losses(metrics: Path, step: int) -> list[float]:
+    """The losses in a metrics file up to ``step``; none if there is no such file."""
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else []
+    rows = map(json.loads, lines)
+    return [row["loss"] for row in rows if row["step"] <= step]
 
 
 def sparkline(values: list[float], width: int) -> str:
