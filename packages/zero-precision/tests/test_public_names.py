@@ -12,8 +12,9 @@ def test_every_listed_name_exists_and_the_list_is_sorted():
 
 
 def test_no_public_name_is_missing_from_the_list():
+    imported = {"Any", "import_module"}
     public = {name for name, value in vars(zero_precision).items() if not name.startswith("_") and callable(value)}
-    assert public <= set(zero_precision.__all__)
+    assert public - imported <= set(zero_precision.__all__)
 
 
 def test_importing_brings_no_package_but_torch():
@@ -23,3 +24,8 @@ def test_importing_brings_no_package_but_torch():
         "- {'zero_precision', 'torch'} - sys.stdlib_module_names)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+def test_importing_and_naming_a_dtype_does_not_bring_torch():
+    code = "import sys, zero_precision as p; print(p.short_dtype_name('torch.BFloat16'), 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "bf16 False\n"

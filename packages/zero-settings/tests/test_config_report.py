@@ -5,6 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -178,3 +179,20 @@ def test_moments_on_the_device_follow_the_weights_and_the_report_says_so():
         )
         (row,) = (row for row in config.report() if row.path == "bf16.bf16_optimizer_states")
         assert ("in any case" in row.note) is noted
+
+
+def test_checking_a_configuration_does_not_import_torch(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    values = {
+        "train_batch_size": 8,
+        "bf16": {"enabled": True},
+        "torch_autocast": {"dtype": "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "scheduler": {"type": "WarmupLR"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }
+    file.write_text(json.dumps(values))
+    code = "import sys; from zero_settings import Config; Config.load(sys.argv[1], world_size=1).report()"
+    code += "; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

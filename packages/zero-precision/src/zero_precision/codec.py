@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zero_precision.blocks import LARGEST_CODE, SMALLEST_BLOCK, BlockFormat, BlockQuantizer
 from zero_precision.device_blocks import DeviceBlockQuantizer
-from zero_precision.dtypes import PrecisionError
+from zero_precision.names import PrecisionError
 
 _HALF_STEP: dict[str, float] = {"int8": 0.5, "int4": 0.5, "fp8_e4m3": 16.0, "fp8_e5m2": 4096.0}  # at the largest code
 _FLOAT32_PRODUCTS = 2.0**-13  # relative to half a step: the float32 rounding of x * (L / m) and code * (m / L)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from zero_precision.dtypes import PrecisionError
+from zero_precision.names import PrecisionError
 
 
 class LossScaleError(PrecisionError):

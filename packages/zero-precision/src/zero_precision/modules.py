@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zero_precision.dtypes import PrecisionError
+from zero_precision.names import PrecisionError
 from zero_precision.policy import KeepPattern, PrecisionPolicy
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zero_precision.dtypes import TRAINING_DTYPES, PrecisionError, dtype_name, itemsize
+from zero_precision.dtypes import TRAINING_DTYPES, dtype_name, itemsize
+from zero_precision.names import PrecisionError
 
 KeepPattern = str | type[nn.Module]
 """A pattern of names (of modules, parameters or buffers), or a module class; see `keep_fp32`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zero_precision.dtypes import PrecisionError
+from zero_precision.names import PrecisionError
 
 # The product of _GATHER and eight bytes of 0 or 1, read as a little-endian number, has their bits in its top byte. The
 # product of _REPEAT and a byte is eight copies of the byte; _EACH masks another bit in each copy.

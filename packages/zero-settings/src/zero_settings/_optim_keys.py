@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -35,9 +35,10 @@ class ClassByName(Section):
     """The kind of class, with its article, for errors."""
     known: ClassVar[dict[str, ParamsType]]
     """Names of our own -> the section of their arguments."""
-    torch_module: ClassVar[Any]
-    torch_base: ClassVar[AnyClass]
-    """The base of the classes of `torch_module` that count."""
+    torch_module: ClassVar[str]
+    """The name of a module, which is imported for a name that is not in `known`."""
+    torch_base: ClassVar[str]
+    """The base, in `torch_module`, of the classes that count."""
     first_argument: ClassVar[str]
     """The argument of torch's classes that the configuration does not give."""
 
@@ -49,7 +50,8 @@ class ClassByName(Section):
     @classmethod
     def names(cls) -> list[str]:
         """Return all valid values of `type`: the names in `known`, then those of torch's classes, sorted."""
-        return [*cls.known, *sorted(name for name in vars(cls.torch_module) if cls._torch_class(name) is not None)]
+        offered = vars(import_module(cls.torch_module))
+        return [*cls.known, *sorted(name for name in offered if cls._torch_class(name) is not None)]
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
@@ -67,8 +69,9 @@ class ClassByName(Section):
     def _torch_class(cls, name: str) -> AnyClass | None:
         """Return the public class of `torch_module` with this name that derives from `torch_base`; None if there is
         none."""
-        found = getattr(cls.torch_module, name, None)
-        if isinstance(found, type) and issubclass(found, cls.torch_base) and found is not cls.torch_base:
+        module = import_module(cls.torch_module)
+        found, base = getattr(module, name, None), getattr(module, cls.torch_base)
+        if isinstance(found, type) and issubclass(found, base) and found is not base:
             return None if name.startswith("_") else found
         return None
 
@@ -96,7 +99,7 @@ class ClassByName(Section):
             return params if isinstance(params, Params) else Params()
         if name in cls.known:
             return cls.known[name].model_validate(params)
-        return _checked_by_signature(getattr(cls.torch_module, name), params, cls.first_argument)
+        return _checked_by_signature(getattr(import_module(cls.torch_module), name), params, cls.first_argument)
 
     @model_validator(mode="before")
     @classmethod
@@ -111,8 +114,8 @@ class OptimizerSection(ClassByName):
 
     what = "an optimizer"
     known = OPTIMIZERS
-    torch_module: ClassVar[Any] = torch.optim
-    torch_base = torch.optim.Optimizer
+    torch_module = "torch.optim"
+    torch_base = "Optimizer"
     first_argument = "params"
 
     legacy_fusion: Flag = False
@@ -189,8 +192,8 @@ class SchedulerSection(ClassByName):
 
     what = "a schedule"
     known = SCHEDULES
-    torch_module: ClassVar[Any] = torch.optim.lr_scheduler
-    torch_base = torch.optim.lr_scheduler.LRScheduler
+    torch_module = "torch.optim.lr_scheduler"
+    torch_base = "LRScheduler"
     first_argument = "optimizer"
 
 

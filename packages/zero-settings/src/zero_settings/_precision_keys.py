@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from zero_precision import PrecisionError, dtype_name, parse_dtype
+from zero_precision import PrecisionError, short_dtype_name
 from zero_settings._base import ALL_KEYS, Flag, NaturalFloat, NaturalInt, PositiveInt, Section, Text
 
 
@@ -15,7 +15,7 @@ def _short_dtype_name(value: object) -> object:
     """Return the short name of a dtype's name, such as "bf16" for "bfloat16"; any other value as it is, for pydantic to
     refuse."""
     try:
-        return dtype_name(parse_dtype(value)) if isinstance(value, str) else value
+        return short_dtype_name(value) if isinstance(value, str) else value
     except PrecisionError:
         return value
 

@@ -10,7 +10,7 @@ from zero_settings._optimizer_params import AdamParams, OneBitParams
 from zero_settings._parallel_keys import Deterministic
 from zero_settings.errors import Problem
 from zero_settings.keys import ConfigFile
-from zero_settings.precision import build_policy, loss_scale
+from zero_settings.precision import build_policy, loss_scale, names_dtypes
 
 _File = TypeVar("_File", bound=ConfigFile)
 
@@ -133,6 +133,8 @@ def _dtype_problems(config: ConfigFile) -> list[Problem]:
     if config.torch_autocast.enabled and declared == "fp64":
         action = "autocast never touches float64"
         return [Problem("data_types.param_dtype", "expected fp32 under torch_autocast", "fp64", None, action)]
+    if not names_dtypes(config):
+        return []
     try:
         build_policy(config)
     except PrecisionError as error:

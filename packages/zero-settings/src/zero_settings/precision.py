@@ -5,20 +5,14 @@ from __future__ import annotations
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from zero_precision import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    PrecisionPolicy,
-    StaticLossScale,
-    parse_dtype,
-)
+from zero_precision import DynamicLossScale, LossScale, NoLossScale, StaticLossScale
 from zero_settings.errors import ConfigError, Problem, show
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from zero_precision import PrecisionPolicy
     from zero_settings.keys import ConfigFile
 
 
@@ -35,6 +29,10 @@ def precision_policy(config: ConfigFile) -> PrecisionPolicy:
 
 def build_policy(config: ConfigFile) -> PrecisionPolicy:
     """Return the policy as `precision_policy` does; raise `PrecisionError` for dtypes that do not fit together."""
+    import torch
+
+    from zero_precision import PrecisionPolicy, parse_dtype
+
     types = config.data_types
     overrides: dict[str, Any] = {}
     if types.grad_accum_dtype is not None:
@@ -55,6 +53,18 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
             fields["state_dtype"] = torch.bfloat16
         return PrecisionPolicy.bf16(**{**fields, **overrides})
     return PrecisionPolicy.full(parse_dtype(types.param_dtype or "fp32"), **overrides)
+
+
+def names_dtypes(config: ConfigFile) -> bool:
+    """Return whether a key names a dtype or a pattern of its own. If none does, the dtypes of `build_policy` fit
+    together, and nobody has to import torch to find out."""
+    return (
+        config.data_types != type(config.data_types)()
+        or config.communication_data_type is not None
+        or config.fp16.fp16_master_weights_and_grads
+        or config.bf16.bf16_master_weights_and_grads
+        or config.bf16.bf16_optimizer_states
+    )
 
 
 def _masterless_fields(half: torch.dtype, enabled: bool) -> dict[str, Any]:
@@ -98,6 +108,8 @@ def _module_class(index: int, name: str) -> type[nn.Module]:
 
     ``index``: its place in the list, for the `ConfigError` that is raised when there is none.
     """
+    from torch import nn
+
     path = f"torch_autocast.lower_precision_safe_modules[{index}]"
     expected, action = "expected the full name of a module class", 'for example "torch.nn.Linear"'
     try:
