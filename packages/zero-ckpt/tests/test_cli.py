@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,54 @@ def test_diff_names_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "other values: layer.0.bias (param)" in text and "new (param)" in text and "1 tensors are equal" in text
     assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@1"]) == 0
+
+
+def test_diff_says_how_far_values_are_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = array("f", [1.0, -4.0, 2.0, float("nan")])
+    two = array("f", [1.0, -4.5, 2.25, float("nan")])
+    for step, values in ((1, one), (2, two)):
+        whole = Interval("w", "param", (4,), "F32", 0, values)
+        halves = [Interval("h", "param", (4,), "BF16", 2 * half, bytes([0, 64 + step] * 2)) for half in range(2)]
+        save_sharded(tmp_path, f"s{step}", [whole, *halves], step=step)
+    assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2"]) == 1
+    text = capsys.readouterr().out
+    assert "other values: w (param): 2 of 4 elements, 0.5 apart at most, where values are up to 4.5" in text
+    assert "other values: h (param): 4 of 4 elements, 24 apart at most, where values are up to 32" in text
+
+
+def test_numbers_in_names_are_in_natural_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, **{f"blocks.{number}.w": b"a" for number in (10, 9, 2)})
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line.isdecimal()] == ["2", "9", "10", "0"]
+    save(tmp_path, 2, **{f"blocks.{number}.w": b"b" for number in (10, 9, 2)})
+    assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2"]) == 1
+    changed = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("other values")]
+    assert changed == ["blocks.2.w", "blocks.9.w", "blocks.10.w"]
+
+
+def test_inspect_reads_safetensors_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "ckpt", 1)
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "m.safetensors")]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "m.safetensors")]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{tmp_path / 'm.safetensors'}: 2 tensors, 10 B")
+    assert "weight  [8]  param U8  8 B" in text and "head = layer.0.weight" in text
+    assert main(["inspect", str(tmp_path / "m.safetensors"), "--json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert {"name": "layer.0.bias", "kind": "param", "shape": [2], "dtype": "U8", "nbytes": 2} in tensors
+
+
+def test_a_path_without_a_checkpoint_is_answered_with_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["diff", "absent", "absent"]) == 2
+    assert f"absent does not exist; the working directory is {tmp_path}" in capsys.readouterr().err
+    save(tmp_path / "runs" / "one", 1)
+    assert main(["diff", "runs", "runs"]) == 2
+    assert "its folders one hold some; name one of them as the root" in capsys.readouterr().err
 
 
 def test_prune_keeps_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

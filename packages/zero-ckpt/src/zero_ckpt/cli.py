@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     spec = "a root, root@tag, root@step, or a checkpoint directory"
 
     command = commands.add_parser("inspect", help="print names, shapes, dtypes and sizes")
-    command.add_argument("checkpoint", help=spec)
+    command.add_argument("checkpoint", help=spec + "; safetensors, DeepSpeed or torch DCP, too")
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command.set_defaults(run=_inspect)
 
@@ -104,16 +104,18 @@ def _inspect(options: argparse.Namespace) -> int:
 
     Raises CheckpointError if there is none.
     """
-    from .inspecting import describe, tree_text
-    from .locating import open_spec
+    from .conversion import open_source
+    from .inspecting import describe, describe_source, source_text, tree_text
+    from .reader import Checkpoint
 
-    checkpoint = open_spec(options.checkpoint)
+    source = open_source(options.checkpoint)
     if options.json:
-        json.dump(describe(checkpoint), sys.stdout, indent=2, default=_json_default)
+        found = describe(source) if isinstance(source, Checkpoint) else describe_source(source)
+        json.dump(found, sys.stdout, indent=2, default=_json_default)
         print()
-    else:
-        for line in tree_text(checkpoint):
-            print(line)
+        return 0
+    for line in tree_text(source) if isinstance(source, Checkpoint) else source_text(options.checkpoint, source):
+        print(line)
     return 0
 
 

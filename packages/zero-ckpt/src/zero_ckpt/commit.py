@@ -332,6 +332,19 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [path for path in sorted(root.iterdir()) if is_tag(path.name) and is_checkpoint_directory(path)]
 
 
+def is_root(directory: Path) -> bool:
+    """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save."""
+    return bool(checkpoint_directories(directory)) or any(is_remains(path) for path in directory.iterdir())
+
+
+def roots_below(directory: Path) -> list[str]:
+    """Return the names of the folders in `directory` that are roots, sorted; none if it cannot be listed."""
+    try:
+        return [path.name for path in sorted(directory.iterdir()) if path.is_dir() and is_root(path)]
+    except OSError:
+        return []
+
+
 def list_tags(root: Path) -> list[str]:
     """Return the tags of the directories in `root` that have a manifest, valid or not, sorted."""
     return [path.name for path in checkpoint_directories(root) if has_manifest(path)]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from .conversion.dtypes import FLOATS, convert_dtype
+from .inspecting import natural_key
 from .manifest import TensorEntry
 from .reader import Checkpoint
 from .types import ITEMSIZE
@@ -17,8 +20,8 @@ class DiffReport:
     """Differences of two checkpoints; tensors are named `name (kind)`.
 
     `only_first` and `only_second` are in one only, `reshaped` have another shape or dtype (both are given), `changed`
-    other bytes. `equal` counts equal tensors; `plain` names those of step, aliases, client state and configuration that
-    differ.
+    other bytes, with how many elements differ and how far. `equal` counts equal tensors; `plain` names those of step,
+    aliases, client state and configuration that differ.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -41,7 +44,7 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
     `progress` is called with the bytes of each tensor of `first`.
     """
     report = DiffReport()
-    for key, one in first.tensors.items():
+    for key, one in sorted(first.tensors.items(), key=lambda item: natural_key(item[0][0])):
         name = f"{key[0]} ({key[1]})"
         other = second.tensors.get(key)
         if other is None:
@@ -51,7 +54,7 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
         elif _same_bytes(first, second, one, other):
             report.equal += 1
         else:
-            report.changed.append(name)
+            report.changed.append(f"{name}: {_distance(first, second, one)}")
         if progress is not None:
             progress(one.nbytes)
     report.only_second = [f"{name} ({kind})" for name, kind in second.tensors if (name, kind) not in first.tensors]
@@ -75,3 +78,26 @@ def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: 
         if first.read(one.name, one.kind, begin, length) != second.read(one.name, one.kind, begin, length):
             return False
     return True
+
+
+def _distance(first: Checkpoint, second: Checkpoint, one: TensorEntry) -> str:
+    """Return how many elements of a tensor differ between two checkpoints and, of numbers, by how much at most.
+
+    Raises DamagedError for what is damaged.
+    """
+    import numpy
+
+    differ, apart, largest, step = 0, 0.0, 0.0, _CHUNK_BYTES // ITEMSIZE[one.dtype]
+    for begin in range(0, one.numel, step):
+        length = min(step, one.numel - begin)
+        raw = [checkpoint.read(one.name, one.kind, begin, length) for checkpoint in (first, second)]
+        bits: list[Any] = [numpy.frombuffer(data, f"V{ITEMSIZE[one.dtype]}") for data in raw]
+        differ += int(numpy.count_nonzero(bits[0] != bits[1]))
+        if one.dtype in FLOATS:
+            values: list[Any] = [numpy.frombuffer(convert_dtype(data, one.dtype, "F64"), "<f8") for data in raw]
+            with numpy.errstate(invalid="ignore"):
+                gap, size = abs(values[0] - values[1]), numpy.maximum(*map(abs, values))
+            apart = max(apart, float(numpy.fmax.reduce(gap, initial=0)))
+            largest = max(largest, float(numpy.fmax.reduce(size, initial=0)))
+    count = f"{differ} of {one.numel} elements"
+    return f"{count}, {apart:.3g} apart at most, where values are up to {largest:.3g}" if one.dtype in FLOATS else count

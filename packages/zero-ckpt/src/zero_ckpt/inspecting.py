@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from .locating import open_spec
 from .manifest import TensorEntry
 from .reader import Checkpoint
+
+if TYPE_CHECKING:
+    from .conversion.sources import Source
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -57,30 +60,70 @@ def size_text(nbytes: float) -> str:
     return f"{nbytes:.1f} {_UNITS[power]}" if power else f"{nbytes:.0f} B"
 
 
+def describe_source(source: Source) -> dict[str, Any]:
+    """Return what is known of a checkpoint of another format: its tensors and aliases, as in `describe`."""
+    return {
+        "tensors": [
+            {
+                "name": item.name,
+                "kind": item.kind,
+                "shape": list(item.shape),
+                "dtype": item.dtype,
+                "nbytes": item.nbytes,
+            }
+            for item in _source_tensors(source)
+        ],
+        "aliases": dict(source.aliases),
+    }
+
+
+def source_text(spec: str, source: Source) -> Iterator[str]:
+    """Yield the lines of `zero-ckpt inspect` for a checkpoint of another format, which `spec` names."""
+    tensors = _source_tensors(source)
+    yield f"{spec}: {len(tensors)} tensors, {size_text(sum(tensor.nbytes for tensor in tensors))}"
+    yield from _tree(tensors, source.aliases)
+
+
+def _source_tensors(source: Source) -> list[TensorEntry]:
+    """Return the tensors of a checkpoint of another format as entries without slices."""
+    return [TensorEntry(name, kind, item.shape, item.dtype, ()) for (name, kind), item in source.tensors.items()]
+
+
 def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the lines of `zero-ckpt inspect`: a headline, a tree of names, tied names, then bytes by kind."""
-    total = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
+    tensors = list(checkpoint.tensors.values())
     yield (
-        f"{checkpoint.path}: step {checkpoint.step}, {len(checkpoint.tensors)} tensors, {size_text(total)}, "
-        f"{len(checkpoint.manifest.files)} files, written by {checkpoint.world_size} ranks"
+        f"{checkpoint.path}: step {checkpoint.step}, {len(tensors)} tensors, "
+        f"{size_text(sum(tensor.nbytes for tensor in tensors))}, {len(checkpoint.manifest.files)} files, written by "
+        f"{checkpoint.world_size} ranks"
     )
+    yield from _tree(tensors, checkpoint.aliases)
+
+
+def _tree(tensors: Sequence[TensorEntry], aliases: Mapping[str, str]) -> Iterator[str]:
+    """Yield a tree of names in natural order, tied names, and bytes by kind."""
     by_name: dict[str, list[TensorEntry]] = {}
-    for tensor in checkpoint.tensors.values():
+    for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
         by_name.setdefault(tensor.name, []).append(tensor)
     previous: list[str] = []
-    for name, tensors in by_name.items():
+    for name, group in by_name.items():
         *parents, leaf = name.split(".")
         for depth, part in enumerate(parents):
             if previous[: depth + 1] != parents[: depth + 1]:
                 yield f"{'  ' * (depth + 1)}{part}"
         previous = parents
-        yield f"{'  ' * (len(parents) + 1)}{leaf}  {_entry_text(tensors)}"
-    for alias, name in checkpoint.aliases.items():
+        yield f"{'  ' * (len(parents) + 1)}{leaf}  {_entry_text(group)}"
+    for alias, name in aliases.items():
         yield f"  {alias} = {name}"
     by_kind: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
+    for tensor in tensors:
         by_kind[tensor.kind] = by_kind.get(tensor.kind, 0) + tensor.nbytes
     yield "  by kind: " + ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in by_kind.items())
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key of a dotted name that puts `blocks.2` before `blocks.10`."""
+    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
 def _entry_text(tensors: list[TensorEntry]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
-from .commit import exists, holds_checkpoint, replaced_directories, replaced_tag
+from .commit import exists, holds_checkpoint, list_tags, replaced_directories, replaced_tag, roots_below
 from .coordination import together
 from .errors import DamagedError, NotFoundError, ReplacedError
 from .latest import LATEST_NAME, check_tag, is_tag, read_latest
@@ -57,9 +57,22 @@ def open_checkpoint(
                 return _open_chosen(next(option for option in options if option.tag == name), tag, skipped, what)
             skipped[name] = problem
     if not skipped:
-        raise NotFoundError(f"{what}: there is no checkpoint")
+        raise NotFoundError(f"{what}: there is no checkpoint{_whereabouts(directory)}")
     lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped.items())
-    raise DamagedError(f"{what}: no whole checkpoint{lines}")
+    others = [name for name in list_tags(directory) if name not in skipped]
+    instead = f", or open another tag: {', '.join(others)}" if others else ""
+    advice = f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"
+    raise DamagedError(f"{what}: no whole checkpoint{lines}\n{advice}")
+
+
+def _whereabouts(directory: Path) -> str:
+    """Return what is in the place of a root that holds no checkpoint, as the end of an error; empty if that is nothing
+    of note."""
+    if not directory.exists():
+        here = "" if directory.is_absolute() else f"; the working directory is {Path.cwd()}"
+        return f": {directory} does not exist{here}"
+    roots = roots_below(directory)
+    return f", but its folders {', '.join(roots)} hold some; name one of them as the root" if roots else ""
 
 
 def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
@@ -104,7 +117,7 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
     if tag is not None:
         path = _find_directory(root, check_tag(tag))
         if path is None:
-            raise NotFoundError(f"{root} has no checkpoint {tag!r}")
+            raise NotFoundError(f"{root} has no checkpoint {tag!r}; its tags: {', '.join(list_tags(root)) or 'none'}")
         return [examine(tag, path)]
     if holds_checkpoint(root):
         return [_apply_skip(examine(root.name, root, in_root=False), skip)]

@@ -7,7 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .catalog import examine, find_candidates
-from .commit import checkpoint_directories, exists, holds_checkpoint, is_remains, replaced_path, sweep, tag_of
+from .commit import (
+    checkpoint_directories,
+    exists,
+    holds_checkpoint,
+    is_root,
+    replaced_path,
+    roots_below,
+    sweep,
+    tag_of,
+)
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -60,17 +69,12 @@ def require_root(directory: Path) -> None:
         raise NotFoundError(f"{directory} is a checkpoint itself; name the root that it is in: {directory.parent}")
     if is_root(directory):
         return
-    below = [path.name for path in sorted(directory.iterdir()) if path.is_dir() and is_root(path)]
+    below = roots_below(directory)
     if below:
         raise NotFoundError(
             f"{directory} holds no checkpoint, but its folders {', '.join(below)} do; name one of them as the root"
         )
     raise NotFoundError(f"{directory} holds no checkpoint")
-
-
-def is_root(directory: Path) -> bool:
-    """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save."""
-    return bool(checkpoint_directories(directory)) or any(is_remains(path) for path in directory.iterdir())
 
 
 def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list[str]:

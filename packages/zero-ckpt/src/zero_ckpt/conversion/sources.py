@@ -100,7 +100,8 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
 
         return SafetensorsSource([path])
     if not path.is_dir():
-        raise NotFoundError(f"{path} does not exist")
+        here = "" if path.is_absolute() else f"; the working directory is {Path.cwd()}"
+        raise NotFoundError(f"{path} does not exist{here}")
     if holds_checkpoint(path) or list_tags(path):
         return open_spec(os.fspath(spec))
     folder = _tagged(path, which)
