@@ -40,6 +40,24 @@ def test_prose(text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert any(complaint in line for line in found) if complaint else not found
 
 
+def test_questions_are_answered_within_two_clicks(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = tool("check_docs", monkeypatch)
+    answered = "| How? | [so](a.md) |\n" * 20
+    assert not list(check.unanswered("[q](questions.md)", answered))
+    assert [line.partition(":")[0] for line in check.unanswered("", "| How? | by `x` |\n")] == [
+        "docs/index.md",
+        "docs/questions.md",
+        "docs/questions.md",
+    ]
+
+
+def test_figures_of_the_front_page_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = tool("check_docs", monkeypatch)
+    front = "## Measured\n\n| ours / peer | median |\n|---|---|\n| a / b | 0.82 |\n\n## More\n\n| c | 9.99 |\n"
+    assert not list(check.not_measured(front, "| a / b | 0.82 (0.81 - 0.84) |"))
+    assert list(check.not_measured(front, "| a / b | 0.83 |\n| c / d | 0.82 |"))
+
+
 def test_variables_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     check = tool("check_reference", monkeypatch)
     source = """

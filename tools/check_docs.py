@@ -1,5 +1,6 @@
-"""Check the Markdown pages: relative links lead to files and headings that exist, the examples parse, and the site has
-every page of docs/.
+"""Check the Markdown pages: relative links and pictures lead to files and headings that exist, the examples parse, the
+site has every page of docs/, every question is answered by a link, and the front page's figures are those of the
+benchmarks.
 
 Standard library only. Python examples must be valid Python (a `>>>` session counts by its input lines), JSON examples
 valid JSON; every script in docs/examples/ must compile.
@@ -19,7 +20,9 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+FIGURE = re.compile(r"\d+\.\d+")
+QUESTIONS = 20
 
 
 def pages() -> list[Path]:
@@ -63,6 +66,34 @@ def not_on_the_site() -> Iterator[str]:
             yield f"docs/{name}: the site leaves it out; name it in zensical.toml, in `nav`{more}"
 
 
+def unanswered(front: str, questions: str) -> Iterator[str]:
+    """Complaints about docs/questions.md: it is one click from the site's front page, and each of its answers a second
+    one. ``front``, ``questions``: the text of these pages."""
+    if "](questions.md)" not in front:
+        yield "docs/index.md: no link to questions.md"
+    rows = [row.strip("| ").split(" | ", 1) for row in questions.splitlines() if "?" in row and row.startswith("|")]
+    if len(rows) < QUESTIONS:
+        yield f"docs/questions.md: expected at least {QUESTIONS} questions, got {len(rows)}"
+    for question, answer in rows:
+        if not LINK.search(answer):
+            yield f"docs/questions.md: {question} no link answers it"
+
+
+def not_measured(front: str, benchmarks: str) -> Iterator[str]:
+    """Complaints about figures in the README's table "Measured" that no row of the same name in the benchmarks has.
+
+    ``front``, ``benchmarks``: the text of these pages.
+    """
+    measured = [
+        (line.split("|")[1].strip(), set(FIGURE.findall(line))) for line in benchmarks.splitlines() if "|" in line
+    ]
+    section = front.partition("## Measured")[2].partition("\n## ")[0]
+    for line in (line for line in section.splitlines() if line.startswith("|") and FIGURE.search(line)):
+        name, figures = line.split("|")[1].strip(), set(FIGURE.findall(line))
+        if not any(name == other and figures <= theirs for other, theirs in measured):
+            yield f"README.md: docs/benchmarks.md has no row {name!r} with {', '.join(sorted(figures))}"
+
+
 def parse_example(language: str, body: str) -> None:
     if language == "python":
         if body.lstrip().startswith(">>>"):
@@ -85,7 +116,11 @@ def broken_examples(page: Path, text: str) -> Iterator[str]:
 
 def main() -> int:
     """Print every complaint; the exit status is 1 when there is one."""
-    complaints = list(not_on_the_site())
+    front, questions, readme, benchmarks = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("docs/index.md", "docs/questions.md", "README.md", "docs/benchmarks.md")
+    )
+    complaints = [*not_on_the_site(), *unanswered(front, questions), *not_measured(readme, benchmarks)]
     for page in pages():
         text = page.read_text(encoding="utf-8")
         complaints += [*broken_links(page, text), *broken_examples(page, text)]
