@@ -8,6 +8,7 @@ said in tools/package_needs.py, and how in tools/environments.py.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
-sys.path.append(str(Path(__file__).resolve().parent / "tools"))
+sys.path += [str(Path(__file__).resolve().parent / name) for name in ("tools", "tests-integration")]
 from environments import (
     check_aside,
     for_demo,
@@ -30,6 +31,7 @@ from environments import (
     shared,
 )
 from package_needs import CONSTRAINTS, NATIVE, PACKAGES, ROOT, base_requirements, closure, group, requirement_name
+from pages import installed
 
 OLDEST_TORCH = "2.8"
 TORCHES = {OLDEST_TORCH: f"torch=={OLDEST_TORCH}.*", "2.11": "torch==2.11.*", "2.15": "torch==2.15.*"}
@@ -38,6 +40,8 @@ TORCHES |= dict.fromkeys(("newest", "pre"), f"torch>={OLDEST_TORCH}")
 TORCH_SUITES = ["comm", "precision", "partition", "core", "offload", "ckpt", "launch"]
 FUZZ_TARGETS = ["manifest", "header", "extents", "configuration", "hostfile", "messages"]
 """As in `tests-integration/fuzz_targets.py`."""
+ELSEWHERE = {"slurm.md"}
+"""Pages that need a cluster; tests-integration/test_launch_schedulers.py runs them on one."""
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"
@@ -310,9 +314,8 @@ def peers(session: nox.Session) -> None:
     suites(session, python, "--all", "--marker", "peer", "--", *session.posargs)
 
 
-@nox.session
-def wheels(session: nox.Session) -> None:
-    """Build all wheels, install `zero-core[nvme,deepspeed,verify]` from them alone, and import every package."""
+def build_dist(session: nox.Session) -> Path:
+    """Build the wheels of all packages into dist/, which is made anew, and return it."""
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     dist = ROOT / "dist"
     shutil.rmtree(dist, ignore_errors=True)
@@ -322,6 +325,40 @@ def wheels(session: nox.Session) -> None:
     built = sorted(path.name for path in dist.glob("*.whl"))
     if len(built) != len(PACKAGES):
         session.error(f"expected {len(PACKAGES)} wheels in dist/, got {len(built)}: {', '.join(built)}")
+    return dist
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Run each tutorial and how-to page from its own text, in an environment with only what the page says to install.
+
+    Words after `--` choose pages by path. Pages that install the same share an environment.
+    """
+    dist = build_dist(session)
+    found = [page for folder in ("tutorials", "how-to") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+    chosen = [page for page in found if not session.posargs or any(word in str(page) for word in session.posargs)]
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for page in chosen:
+            needs = installed(page)
+            if not needs or page.name in ELSEWHERE:
+                continue
+            folder = Path(scratch) / hashlib.sha256(repr(needs).encode()).hexdigest()[:12]
+            python = str(folder / "bin" / "python")
+            if not folder.exists():
+                run(session, sys.executable, "-m", "venv", str(folder))
+                pip_install(session, python, "--find-links", str(dist), *needs)
+            command = [python, str(ROOT / "tests-integration" / "pages.py"), str(page), tempfile.mkdtemp(dir=scratch)]
+            if not attempt(session, *command):
+                failed.append(page.name)
+    if failed:
+        session.error(f"not passed: {', '.join(failed)}; the output above says why")
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build all wheels, install `zero-core[nvme,deepspeed,verify]` from them alone, and import every package."""
+    dist = build_dist(session)
     with tempfile.TemporaryDirectory() as scratch:
         fresh = str(Path(scratch) / "venv" / "bin" / "python")
         run(session, sys.executable, "-m", "venv", str(Path(scratch) / "venv"))

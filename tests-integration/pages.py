@@ -3,13 +3,16 @@
 A block whose fence has ``title="NAME"`` is written to that file. A ``diff`` of a whole file gives that file as it is
 after the change, and before.py as it was. A block ``sh`` runs, in one folder for the whole page. A block ``text`` after
 it is the output: each of its lines has to be a line of what the commands printed, in this order; ``…`` stands for
-anything. Other blocks are only looked at.
+anything. Other blocks are only looked at. The page's folder is the home folder, too.
+
+`python pages.py PAGE FOLDER` runs one page with the interpreter's own environment; it needs the standard library alone.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -68,7 +71,7 @@ def files(block: Block) -> Iterator[tuple[str, str]]:
 def run_commands(commands: str, folder: Path, where: str) -> str:
     """Run the commands of one block and return what they printed; one that fails ends the page."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    env = {**os.environ, "PATH": path, "HOME": str(folder), "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
         cwd=folder,
@@ -91,3 +94,14 @@ def check_output(expected: str, printed: str, where: str) -> None:
         if wanted not in ("", "…"):
             found = any(pattern.fullmatch(line.rstrip()) for line in lines)
             assert found, f"{where}: expected the line\n  {wanted}\nin this order in\n{printed}"
+
+
+def installed(page: Path) -> tuple[str, ...]:
+    """Return what the page says to install: the arguments of its `pip install` commands, in order."""
+    bodies = [block.body for block in blocks(page.read_text(encoding="utf-8")) if not block.title]
+    lines = [line.partition("pip install ")[2] for body in bodies for line in body.splitlines()]
+    return tuple(dict.fromkeys(word for line in lines for word in shlex.split(line, comments=True)))
+
+
+if __name__ == "__main__":
+    print(f"{sys.argv[1]}: {run_page(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))} blocks of commands ran")
