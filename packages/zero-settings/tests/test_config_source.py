@@ -103,3 +103,11 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
 def test_keys_that_are_no_strings_are_refused():
     with pytest.raises(ConfigError, match="zero_optimization: expected keys that are strings, got the key 3"):
         Config.load({"train_batch_size": 4, "zero_optimization": {3: 1}}, world_size=1)
+
+
+def test_a_file_that_is_not_there_is_answered_with_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"^ds.json: .*No such file.*; the working directory is {tmp_path}$"):
+        Config.load("ds.json", world_size=1)

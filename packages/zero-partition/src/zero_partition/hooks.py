@@ -18,6 +18,7 @@ from .calls import ModuleCalls, RunningCall
 from .dispatch_modes import any_modes, call_outside_modes, innermost_transform
 from .errors import ReleasedParameterError
 from .gradient_hook import GradientHook
+from .hints import Hints
 from .host_facts import is_fake
 from .live import UnitState
 from .saved_views import address_of
@@ -82,6 +83,7 @@ class ModuleHooks:
 
     Attributes:
         watches: by module name, the object that reports that module's calls.
+        hints: the partition's warnings.
         listener, calls, parameters, memory: as given.
     """
 
@@ -100,6 +102,7 @@ class ModuleHooks:
         self.calls = calls
         self.parameters = parameters
         self.memory = memory
+        self.hints = Hints()
         self._model = weakref.ref(model)
         for name, module in model.named_modules():
             touched = [u for u in units if _uses_unit(name, module, u)]
@@ -158,7 +161,7 @@ class ModuleHooks:
         watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):
-            hook = Hook(_released_as_meta(units))
+            hook = Hook(_released_as_meta(units, self.hints))
             self._handles.append(module.register_state_dict_post_hook(hook))  # type: ignore[no-untyped-call]
             refuse = Hook(_refuse_to_load(units))
             self._handles.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
@@ -306,9 +309,9 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     return None
 
 
-def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
+def _released_as_meta(units: list[Unit], hints: Hints) -> Callable[[nn.Module, dict[str, Any], str, Any], None]:
     """Return a state-dict hook that replaces the parameters of ``units`` that are released by meta tensors, so that a
-    plain save of the state dict cannot be loaded by mistake."""
+    plain save of the state dict cannot be loaded by mistake; ``hints`` warn of the first."""
     places = {id(p): unit for unit in units if unit.releasable for p in unit.parameters}
 
     def hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
@@ -319,6 +322,7 @@ def _released_as_meta(units: list[Unit]) -> Callable[[nn.Module, dict[str, Any],
             released = unit is not None and unit.state is UnitState.RELEASED
             if released and parameter is not None and prefix + key in state_dict:
                 state_dict[prefix + key] = torch.empty_like(parameter, device="meta")
+                hints.hollow(prefix + key)
 
     return hook
 

@@ -154,6 +154,7 @@ class ShardedOptimizer:
         self._gradients.refuse_incomplete()
         is_fatal = isinstance(self.loss_scale, NoLossScale) and not self._skip_non_finite
         agreed = self._gradients.agree(defers=is_fatal and self._guard.is_able, covers=self._guard.covers)
+        runtime.hints.stepped(runtime.step, agreed.touched)
         runtime.held_gradients.hide()
         scale = self.loss_scale.scale
         if agreed.square is None and agreed.on_device is not None:

@@ -18,6 +18,7 @@ from .errors import PartitionError
 from .external import external_parameters
 from .flat_memory import leave_memory
 from .gradients import UnitGradients
+from .hints import refuse_wrapped
 from .host_facts import storage_address
 from .layout import Layout, UnitLayout
 from .leaves import LeafTree
@@ -87,6 +88,7 @@ class Partition:
         self.world_size = groups.gather.world_size
         self.data_rank = groups.control.rank
         self.data_world_size = groups.control.world_size
+        refuse_wrapped(model)
         _refuse_owned(model)
         self.replicated = replicated_parameters(model)
         check_trainable_shards(model)

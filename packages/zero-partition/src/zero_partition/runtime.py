@@ -63,6 +63,7 @@ class Runtime:
         edits, user_gradients, gradient_watch, step_hook_watch, released_use: find, apply or refuse uses and changes of
             parameters and gradients by user code.
         held_gradients: averaged gradients between backward and step.
+        hints: warnings of what a script probably did not mean.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Runtime:
         self.passes = Passes(parts)
         self._reopening = Reopening(groups, parts, self.passes, gradients, reductions)
         self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers)
+        self.hints = self._hooks.hints
         self._interception = Interception(model, self.units, unannounced)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []

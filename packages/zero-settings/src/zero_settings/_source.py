@@ -55,7 +55,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(Problem(str(path), "expected a readable JSON file", error.strerror or str(error))) from error
+        action = "" if path.is_absolute() else f"the working directory is {Path.cwd()}"
+        got = error.strerror or str(error)
+        raise ConfigError(Problem(str(path), "expected a readable JSON file", got, action=action)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(Problem(str(path), "expected UTF-8 text", f"byte {error.start} that is not")) from error
     except json.JSONDecodeError as error:

@@ -1,0 +1,56 @@
+"""Say what a training script probably did not mean: a wrapped model, a step without gradients, a hollow state dict."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from .errors import PartitionError
+
+logger = logging.getLogger("zero_partition")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise `PartitionError`, naming it, if ``model`` is or holds a module that averages gradients by itself."""
+    for name, module in model.named_modules():
+        if isinstance(module, DataParallel | DistributedDataParallel):
+            what = f"'{name}'" if name else "the model"
+            raise PartitionError(
+                f"{what} is wrapped in {type(module).__name__}, which replicates parameters and averages gradients; so "
+                "does the engine. Give the module inside it, `.module`"
+            )
+
+
+class Hints:
+    """Warnings that one partition logs once each, on rank 0."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def stepped(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
+        """Warn of optimizer step ``step`` if no parameter has a gradient; ``touched``: unit -> whether each has one."""
+        if not any(map(any, touched.values())):
+            self._warn(
+                "step",
+                f"step {step}: no parameter has a gradient on any rank, so no weight changes. Call backward(loss) "
+                "before each step()",
+            )
+
+    def hollow(self, name: str) -> None:
+        """Warn that the entry ``name`` of a state dict has no values, for its parameter is released."""
+        self._warn(
+            "state dict",
+            f"state_dict(): '{name}' is sharded and not gathered, so its entry is a meta tensor, and a file of this "
+            "state dict holds no values of it. Call engine.save_checkpoint, or take the state dict inside "
+            "engine.gathered(model.parameters())",
+        )
+
+    def _warn(self, key: str, text: str) -> None:
+        """Log ``text`` the first time on rank 0."""
+        if key not in self._given and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.warning("%s", text)
+        self._given.add(key)
