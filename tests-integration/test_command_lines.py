@@ -55,6 +55,11 @@ def test_a_command_says_its_version_and_shows_an_example(name: str) -> None:
     assert "example" in run(command, "--help").stdout
 
 
+def test_the_module_of_deepspeeds_names_says_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "zero_deepspeed", "--version"], capture_output=True, text=True)
+    assert done.stdout == f"zero-deepspeed {version('zero-deepspeed')}\n"
+
+
 @pytest.mark.parametrize("name", MISSPELT)
 def test_a_misspelt_command_is_answered_with_the_nearest(name: str) -> None:
     wrong, right = MISSPELT[name]
