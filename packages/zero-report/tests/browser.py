@@ -38,9 +38,7 @@ class Browser:
         self.messages: list[str] = []
         self.requests: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self.call(f"{domain}.enable")
+        self._page = self._attach(target, "Page", "Runtime", "Log", "Network")
 
     def __enter__(self) -> Browser:
         return self
@@ -69,10 +67,20 @@ class Browser:
         """Load a file and wait until it has drawn itself."""
         self.messages.clear()
         self.requests.clear()
+        self._session = self._page
         self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=path.as_uri())
+        self.until("document.documentElement?.dataset.ready === 'true'")
+
+    def enter_frame(self) -> None:
+        """Go on in the page's sandboxed frame, which is a target of its own, until the next `open`."""
+        end = time.monotonic() + _START_SECONDS
+        while not (found := self.call("Target.getTargets", filter=[{"type": "iframe"}])["targetInfos"]):
+            assert time.monotonic() < end, "the page has no frame of its own process"
+            time.sleep(0.05)
+        self._attach(found[0]["targetId"], "Runtime", "Log")
         self.until("document.documentElement?.dataset.ready === 'true'")
 
     def resize(self, width: int, height: int) -> None:
@@ -126,6 +134,14 @@ class Browser:
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         shot = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
+
+    def _attach(self, target: str, *domains: str) -> str:
+        """Send further calls to a target, enable these domains of its events, and return the session."""
+        self._session = ""
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in domains:
+            self.call(f"{domain}.enable")
+        return self._session
 
     def _note(self, event: dict[str, Any]) -> None:
         handlers: dict[str, Callable[[dict[str, Any]], None]] = {

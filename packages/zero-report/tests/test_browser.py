@@ -15,7 +15,7 @@ from browser import CHROMIUM, Browser
 from simulated import Simulation, simulate
 from test_page import HOSTILE
 
-from zero_report import RecordWriter, write_report
+from zero_report import RecordWriter, make_report, write_report
 
 pytestmark = pytest.mark.soak
 
@@ -125,6 +125,19 @@ def test_the_step_slider_and_the_rank_filter_change_what_is_shown(browser: Brows
     browser.type("x")
     assert "Expected ranks as in 0-3,7" in browser.evaluate("document.getElementById('strip-readout').textContent")
     assert_quiet(browser, page)
+
+
+def test_the_frame_of_a_notebook_answers_as_the_page_does(browser: Browser, page: Path) -> None:
+    notebook = page.with_name("notebook.html")
+    notebook.write_text(f'<!doctype html>\n<html data-ready="true">\n{make_report(page.parent)._repr_html_()}\n</html>\n')
+    browser.open(notebook)
+    browser.enter_frame()
+    before = drawn(browser)
+    browser.evaluate("document.getElementById('step-slider').focus()")
+    browser.press("Home")
+    assert browser.evaluate("document.getElementById('step-number').textContent") == "1"
+    assert drawn(browser) != before
+    assert_quiet(browser, notebook)
 
 
 def test_the_keyboard_alone_reaches_and_moves_everything(browser: Browser, page: Path) -> None:

@@ -68,7 +68,8 @@ page.showStrip = (data, onStep) => {
   onStep(steps[state.at], state.chosen);
   slider.addEventListener("input", () => {
     state.at = Number(slider.value);
-    history.replaceState(null, "", `#step=${steps[state.at].step}`);
+    // The frame of a notebook has no address that could say the step.
+    if (location.protocol !== "about:") history.replaceState(null, "", `#step=${steps[state.at].step}`);
     redraw();
   });
   filter.addEventListener("input", () => {
