@@ -20,7 +20,10 @@ from simulated import Simulation, simulate
 
 from zero_report import PageTable, RecordWriter, SpanKind, read_run, table_page, write_report
 from zero_report.analysis.analyse import analyse
+from zero_report.analysis.causes import Causes, Share
 from zero_report.page.data import page_data
+from zero_report.page.steps import shown_ranks
+from zero_report.record.reader import Attempt, RankRecord
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'`${alert(3)}&lt;\u2028{}"
 
@@ -181,6 +184,14 @@ def test_the_first_rank_that_stopped_writing_is_named(tmp_path: Path) -> None:
         writer.flush()
     verdict = data_of(write_report(tmp_path))["verdict"]
     assert verdict["ended"].startswith("Rank 1 stopped first after step 1; 2 more did later: it was killed, or")
+
+
+def test_with_many_ranks_the_strip_shows_those_that_cause_and_lose_most_whatever_their_numbers(tmp_path: Path) -> None:
+    shares = [Share("rank", 200 - 2 * place, 0.5 - place / 100, 199 - 2 * place, 1.0) for place in range(20)]
+    ranks = {rank: RankRecord(rank, {}, {"seconds": np.array([1.0 + (rank + 30) % 90])}, []) for rank in range(256)}
+    shown = shown_ranks(Attempt(0, ranks), Causes([1], 256, 1.0, [], shares, [], {}))
+    assert {0, 200, 199, 198, 197} < set(shown) and len(shown) <= 20
+    assert {60, 150, 149, 239} <= set(shown)  # the fastest and the slowest two
 
 
 def test_what_was_done_for_each_unit_adds_up(tmp_path: Path) -> None:

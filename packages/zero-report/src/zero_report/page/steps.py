@@ -10,7 +10,7 @@ from ..record.schema import OWNERS
 
 _STEPS = 24
 _RANKS = 64
-_EXTREMES = 16  # ranks to show, about, if there are more than _RANKS
+_EXTREMES = 16  # ranks to show for what they cause or lose, if there are more than _RANKS
 _SPANS = 60_000  # in the page
 _THINNEST = 1500  # if there are too many spans, those shorter than 1/1500 of the step are left out
 
@@ -45,12 +45,12 @@ def shown_ranks(attempt: Attempt, causes: Causes) -> list[int]:
         return sorted(attempt.ranks)
     chosen = {min(attempt.ranks)}
     for share in causes.by_rank:
-        chosen.update(rank for rank in (share.rank, share.loser) if rank in attempt.ranks)
-        if len(chosen) >= _EXTREMES:
+        more = chosen.union(rank for rank in (share.rank, share.loser) if rank in attempt.ranks)
+        if len(more) > _EXTREMES:
             break
+        chosen = more
     seconds = sorted(attempt.ranks, key=lambda rank: float(attempt.ranks[rank].table["seconds"].sum()))
-    chosen.update(seconds[:2] + seconds[-2:])
-    return sorted(chosen)[: _EXTREMES + 4]
+    return sorted({*chosen, *seconds[:2], *seconds[-2:]})
 
 
 def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
