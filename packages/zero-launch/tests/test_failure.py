@@ -9,6 +9,10 @@ import sys
 import pytest
 from conftest import marked_processes, wait_until
 
+from zero_launch.desync import FlightRecord, RecordedCollective
+from zero_launch.record import record_failure
+from zero_launch.report import LaunchError
+
 STUBBORN = """
     import os, signal, subprocess, sys, time
     helper = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"
@@ -211,6 +215,15 @@ def test_a_recorded_job_that_fails_leaves_the_first_cause_in_its_record(run, wri
     failure = json.loads((tmp_path / "record" / "failure.json").read_text())
     assert failure["text"] == "rank 1 of 2 failed first: ValueError: bad batch"
     assert f'File "{script}"' in failure["detail"]
+
+
+def test_the_flight_records_of_all_ranks_of_a_large_job_are_in_its_record(tmp_path):
+    entries = tuple(RecordedCollective(n, n, 3, 0, "0", "gather", f"layers.{n}", "train.py:7") for n in range(1, 21))
+    flight = {rank: FlightRecord(entries, 20, 19, 20) for rank in range(1024)}
+    record_failure(str(tmp_path), LaunchError([], 1024, divergence="rank 1000 differs", flight=flight))
+    found = json.loads((tmp_path / "failure.json").read_text())["flight"]
+    assert [row["rank"] for row in found] == list(range(1024))
+    assert found[1000]["waits"] == "20: gather of 'layers.20' in step 3 at train.py:7" and len(found[1000]["last"]) == 8
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")

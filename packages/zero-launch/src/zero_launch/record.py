@@ -19,7 +19,6 @@ RECORD_VARIABLE = "ZERO_RUN_RECORD"
 """The environment variable that tells ranks where to record."""
 _FAILURE = "failure.json"
 _REPORT_SECONDS = 120.0
-_FLIGHT_RANKS = 256
 _FLIGHT_ENTRIES = 8
 
 
@@ -62,7 +61,7 @@ def _record(
         "text": first,
         "detail": "\n".join(others),
         "interrupted": interrupted,
-        "flight": [_flight(rank, record) for rank, record in sorted(flight.items())[:_FLIGHT_RANKS]],
+        "flight": [_flight(rank, record) for rank, record in sorted(flight.items())],
     }
     (target / _FAILURE).write_text(json.dumps(failure), encoding="utf-8")
     if find_spec("zero_report") is None:
