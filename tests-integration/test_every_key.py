@@ -269,6 +269,11 @@ SHOWN += [
         )
         for key in ("every", "path")
     ),
+    Shown(
+        "sequence_parallel_size",
+        "tests-integration/test_sequence_parallel.py",
+        "test_every_stage_follows_one_process_bit_for_bit_alike",
+    ),
     Shown("checkpoint.mean_time_between_failures", INTERVAL, "test_rare_failures_make_saves_rare"),
     Shown("checkpoint.overhead", INTERVAL, "test_rank_0_chooses_for_all_says_why_and_adapts"),
     Shown(

@@ -132,3 +132,30 @@ def test_a_derived_batch_of_more_than_64_bits_is_refused(world_size, rule):
     given = written(None, 2**61, 4) | ({} if rule is None else {"elastic": {"batch_size": rule}})
     with pytest.raises(ConfigError, match=f"train_batch_size: .* at most 64 bits, got {2**63 * world_size}"):
         Config.load(given, world_size=world_size)
+
+
+@pytest.mark.parametrize(("world_size", "size", "train"), [(2, 2, 3), (4, 2, 6), (4, 4, 3), (4, 1, 12)])
+def test_ranks_that_share_a_sequence_share_its_samples(world_size, size, train):
+    source = {"train_micro_batch_size_per_gpu": 3, "sequence_parallel_size": size}
+    config = Config.load(source, world_size=world_size)
+    assert sizes(config) == (train, 3, 1)
+    assert (config.world_size, config.data_parallel_size) == (world_size, world_size // size)
+    with pytest.raises(ConfigError, match=f"3 x 1 x {world_size // size} = {train}"):
+        Config.load({**source, "train_batch_size": train + 1, "gradient_accumulation_steps": 1}, world_size=world_size)
+
+
+def test_shards_of_states_divide_the_ranks_of_all_sequences(loaded):
+    replicas = {"zero_optimization": {"stage": 3, "mics_shard_size": 4}, "sequence_parallel_size": 2}
+    assert loaded(replicas, world_size=8).data_parallel_size == 4
+
+
+def test_a_number_of_ranks_that_no_sequence_fits_is_refused(refused):
+    error = refused({"sequence_parallel_size": 3}, world_size=4)
+    assert [problem.path for problem in error.problems] == ["sequence_parallel_size"]
+    assert "a divisor of the number of ranks, 4 (1, 2, 4)" in str(error) and "3" in str(error)
+
+
+def test_virtual_ranks_share_no_sequence(refused):
+    error = refused({"sequence_parallel_size": 2, "deterministic": {"across_world_sizes": 4}}, world_size=4)
+    assert [problem.path for problem in error.problems] == ["sequence_parallel_size"]
+    assert "expected 1 with deterministic.across_world_sizes" in str(error)

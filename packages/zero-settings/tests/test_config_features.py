@@ -14,7 +14,6 @@ ASKED = {
     "managed_gradient_accumulation": False,
     "optimizer.type": "MuAdamW",
     "pipeline.stages": 2,
-    "sequence_parallel_size": 2,
     "tensor_parallel.autotp_size": 2,
     "tensor_parallel.tp.tp_size": 2,
     "weight_quantization": {"num_bits": 4},
@@ -108,7 +107,8 @@ wandb.team communication_data_type data_types.buffer_dtype data_types.grad_accum
 data_types.keep_in_fp32_modules data_types.param_dtype deterministic fp16.auto_cast
 fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power
 fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
-reduce_each_micro_batch scheduler steps_per_print train_batch_size train_micro_batch_size_per_gpu
+reduce_each_micro_batch scheduler sequence_parallel_size steps_per_print train_batch_size
+train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
 offload.activations.device offload.activations.in_flight_bytes offload.activations.min_bytes
 offload.activations.nvme_path offload.activations.prefetch offload.create offload.delayed_update offload.report

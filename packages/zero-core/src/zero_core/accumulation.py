@@ -34,8 +34,7 @@ class Accumulation:
 
     def virtual_rank(self) -> int:
         """Return j * N + r for micro-batch j of this step on rank r of N: its index among those of all ranks."""
-        parts = self._state.partition
-        return self._state.counters.accumulated * parts.data_world_size + parts.data_rank
+        return self._state.counters.accumulated * self._state.sizes.ranks + self._state.sample_rank
 
     def count_micro_batch(self) -> bool:
         """Count a micro-batch of this rank, and the samples of all ranks; return whether it ended the accumulation.
@@ -46,7 +45,7 @@ class Accumulation:
         counters.accumulated = 0 if boundary else counters.accumulated + 1
         counters.micro_steps += 1
         state.groups.control.watched.micro_batches = counters.micro_steps
-        counters.global_samples += state.sizes.micro * state.partition.data_world_size
+        counters.global_samples += state.sizes.micro * state.sizes.ranks
         if not boundary:
             self.scaled = False
         return boundary

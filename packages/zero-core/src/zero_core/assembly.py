@@ -60,8 +60,8 @@ def initialize(
     ``model_parameters``: the parameters or param groups to train; by default all that require gradients.
     ``lr_scheduler``: a schedule, or a function that makes one from the optimizer. ``training_data``: a map-style data
     set; the returned data loader yields this rank's micro-batches of it, shuffled and collated by ``collate_fn``
-    (default: torch's). ``mpu``: the tensor-parallel groups; states are sharded over its data-parallel groups only (see
-    `model_parallel`). ``device``: by default this rank's accelerator, else the CPU.
+    (default: torch's). ``mpu``: tensor- and sequence-parallel groups (see `model_parallel`); states are sharded over
+    the ranks that train the same part of the model. ``device``: by default this rank's accelerator, else the CPU.
 
     Initialises torch.distributed if it is not initialised. ``engine.module`` is ``model``; its parameters keep their
     identity and get rank 0's values. Raises `ConfigError`, `UsageError` or `PartitionError`. Collective."""
@@ -98,13 +98,13 @@ def assemble(
     """Return the engine that `initialize` would make of the same arguments. ``load``: returns the configuration for a
     number of data-parallel ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
     init(device)
+    place = model_parallel(mpu)
     with starting_together("zero_core.initialize"):
         if not isinstance(model, nn.Module):
             raise UsageError(f"initialize(model=…): expected a torch.nn.Module, got {type(model).__name__}")
         _refuse_lazy(model)
-    place = model_parallel(mpu)
-    with starting_together("zero_core.initialize"):
-        resolved = load(place.data_parallel_size)
+        resolved = load(place.ranks)
+        place.check_sequence(resolved.sequence_parallel_size)
         on = default_device(device)
         if on.type != "cpu":
             torch.accelerator.set_device_index(on)

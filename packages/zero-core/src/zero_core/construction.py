@@ -67,7 +67,7 @@ class Init:
         if self._enabled and self._config is not None:
             init(self._where)
             place = model_parallel(self._mpu)
-            ranks = place.data_parallel_size
+            ranks = place.ranks
             resolved = Config.load(supervisor().config(self._config, ranks), world_size=ranks)
             if resolved.zero_optimization.stage >= 3:
                 groups = EngineGroups.open(place.data_rows, for_cpu=True)

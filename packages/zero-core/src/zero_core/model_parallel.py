@@ -1,4 +1,4 @@
-"""Tensor parallelism as an mpu describes it (the model-parallel object of DeepSpeed and Megatron)."""
+"""Tensor and sequence parallelism as an mpu describes them (the model-parallel object of DeepSpeed and Megatron)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ _PART = "mp_rank_{}"
 _OTHER_AXES = {
     "get_pipeline_model_parallel_world_size": "pipeline parallelism",
     "get_pipe_parallel_world_size": "pipeline parallelism",
-    "get_sequence_parallel_world_size": "sequence parallelism (Ulysses)",
     "get_expert_model_parallel_world_size": "expert parallelism",
     "get_context_parallel_world_size": "context parallelism",
 }
@@ -31,19 +30,30 @@ _OTHER_AXES = {
 @dataclass(frozen=True)
 class ModelParallel:
     """The part of the model that this rank trains: part ``rank`` of ``size``. ``data_rows``, ``model_rows``: the global
-    ranks of every data-parallel and of every model-parallel group; each rank is in one row of each. ``group``: the
-    mpu's own model-parallel group; None without an mpu."""
+    ranks of every data-parallel and of every model-parallel group; each rank is in one row of each. A data-parallel row
+    holds the ranks of all sequences. ``group``: the mpu's own model-parallel group; None without an mpu.
+    ``sequence_size``: the consecutive ranks of a data-parallel row that share a sequence, as this rank's mpu says."""
 
     rank: int
     size: int
     data_rows: Sequence[Sequence[int]]
     model_rows: Sequence[Sequence[int]]
     group: dist.ProcessGroup | None = None
+    sequence_size: int = 1
 
     @property
-    def data_parallel_size(self) -> int:
+    def ranks(self) -> int:
         """Return the number of ranks that train the same part of the model."""
         return len(self.data_rows[0])
+
+    def check_sequence(self, size: int) -> None:
+        """Raise `UsageError` unless ``size``, the configuration's ``sequence_parallel_size``, is also the mpu's."""
+        if size != self.sequence_size:
+            raise UsageError(
+                f"sequence_parallel_size is {size} in the configuration, but {self.sequence_size} by the mpu: give "
+                f"initialize(mpu=…) groups of {size} ranks (get_sequence_parallel_world_size), as "
+                "zero_sequence.SequenceGroups does, or set sequence_parallel_size to the mpu's"
+            )
 
     def open(self) -> ModelPart:
         """Make the process groups between the parts, if there are several; return this rank's part. Collective."""
@@ -128,8 +138,9 @@ def model_parallel(mpu: Any) -> ModelParallel:
     """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective.
 
     Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
-    ``slice_parallel`` or ``model_parallel``, the first that exists. Raises `UsageError` on every rank if they are
-    missing, for groups that form no grid, and for axes other than tensor parallelism."""
+    ``slice_parallel`` or ``model_parallel``, the first that exists; if ``get_sequence_parallel_world_size()`` is above
+    1, ``get_sequence_parallel_group()`` and ``get_sequence_data_parallel_group()`` instead of the data-parallel group.
+    Raises `UsageError` on every rank if they are missing, for groups that form no grid, and for other axes."""
     world = list(range(dist.get_world_size()))
     if mpu is None:
         return ModelParallel(0, 1, [world], [[rank] for rank in world])
@@ -148,7 +159,7 @@ def model_parallel(mpu: Any) -> ModelParallel:
         raise UsageError(f"mpu: {refusal}")
     data_rows, model_rows = (sorted({tuple(rows[axis]) for rows in told}) for axis in (0, 1))
     rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
-    return ModelParallel(rank, size, data_rows, model_rows, _getter(mpu, "group")())
+    return ModelParallel(rank, size, data_rows, model_rows, _getter(mpu, "group")(), _sequence_size(mpu))
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
@@ -174,14 +185,26 @@ def _rows_of(mpu: Any) -> list[list[int]]:
     for name, axis in _OTHER_AXES.items():
         if hasattr(mpu, name) and getattr(mpu, name)() > 1:
             ranks = getattr(mpu, name)()
-            raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; only tensor parallelism is")
-    if not hasattr(mpu, "get_data_parallel_group"):
-        raise UsageError(f"expected an object with get_data_parallel_group, got {type(mpu).__name__}")
+            raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; tensor and sequence parallelism are")
+    size = _sequence_size(mpu)
+    getter = f"get_{'sequence_' if size > 1 else ''}data_parallel_group"
+    if not hasattr(mpu, getter):
+        raise UsageError(f"expected an object with {getter}, got {type(mpu).__name__}")
+    data = dist.get_process_group_ranks(getattr(mpu, getter)())
+    start = data.index(dist.get_rank()) // size * size
+    if size > 1 and dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) != data[start : start + size]:
+        sequence = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
+        raise UsageError(f"the ranks {sequence} that share a sequence must be {size} consecutive ones of {data}")
     model = dist.get_process_group_ranks(_getter(mpu, "group")())
     rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
     if size != len(model) or model.index(dist.get_rank()) != rank:
         raise UsageError(f"rank {rank} of {size} does not fit its model-parallel group of the global ranks {model}")
-    return [dist.get_process_group_ranks(mpu.get_data_parallel_group()), model]
+    return [data, model]
+
+
+def _sequence_size(mpu: Any) -> int:
+    """Return the number of ranks that share a sequence; 1 if the mpu does not say."""
+    return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
 
 
 def _misfit(told: list[list[list[int]]]) -> str | None:

@@ -347,7 +347,7 @@ def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: 
                 name=f.entry.name,
                 start=f.shard_offset,
                 numel=f.length,
-                group=groups[id(_parameter(shard, f.entry.name))],
+                group=groups[id(shard.plan.parameters[f.entry.name])],
                 element_offset=positions[f.entry.name] + f.param_offset,
             )
             for f in shard.layout.fragments(shard.rank)
@@ -365,10 +365,6 @@ def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: 
             )
         )
     return plans
-
-
-def _parameter(shard: ShardNeeds, name: str) -> nn.Parameter:
-    return shard.plan.parameters[name]
 
 
 def _io_engine(config: Config) -> Any:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from zero_settings import Config
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-_ONE_BIT: dict[str, Callable[..., Optimizer]] = {
+_WITHOUT_VARIANTS: dict[str, Callable[..., Optimizer]] = {
+    "lamb": Lamb,
     "onebitadam": OneBitAdam,
     "onebitlamb": OneBitLamb,
     "zerooneadam": ZeroOneAdam,
@@ -69,10 +70,8 @@ def build_optimizer(
             return _over_stand_ins(CPULion, chosen, {**arguments, **_state_dtype(half_states)})
         _refuse_half_states(half_states, "Lion")
         return Lion(chosen, **arguments)
-    if name == "lamb":
-        return _lamb(chosen, arguments)
-    if name in _ONE_BIT:
-        return _one_bit(name, chosen, arguments)
+    if name in _WITHOUT_VARIANTS:
+        return _without_variants(name, chosen, arguments)
     by_name: Optimizer = getattr(torch.optim, name)(chosen, **arguments)
     return by_name
 
@@ -113,24 +112,16 @@ def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Opt
     return torch.optim.Adagrad(parameters, **arguments)
 
 
-def _lamb(parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return LAMB. Raises `UsageError` for variants that it lacks."""
-    for key in ("eps_inside_sqrt", "amsgrad"):
-        if arguments.pop(key):
-            raise UsageError(f"optimizer.params.{key}: not available for LAMB; set it to false")
-    return Lamb(parameters, **arguments)
-
-
-def _one_bit(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return the 1-bit optimizer ``name``. Raises `UsageError` for arguments that it lacks."""
+def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
+    """Return LAMB or the 1-bit optimizer ``name``. Raises `UsageError` for arguments that it lacks."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")
-    if arguments.pop("max_grad_norm"):
+    if arguments.pop("max_grad_norm", 0):
         raise UsageError('optimizer.params.max_grad_norm: set it to 0 and use "gradient_clipping"')
     for key in ("cuda_aware", "comm_backend_name"):
-        arguments.pop(key)
-    return _ONE_BIT[name](parameters, **arguments)
+        arguments.pop(key, None)
+    return _WITHOUT_VARIANTS[name](parameters, **arguments)
 
 
 def _state_dtype(half_states: bool) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class Loaders:
         return rank_loader(
             dataset,
             batch_size if batch_size is not None else state.sizes.micro,
-            rank=state.partition.data_rank,
-            ranks=state.partition.data_world_size,
+            rank=state.sample_rank,
+            ranks=state.sizes.ranks,
             device=state.device,
             shuffle=route == "train",
             sampler=sampler,

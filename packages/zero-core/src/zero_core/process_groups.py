@@ -44,8 +44,8 @@ _PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)
 def agree_on_configuration(control: Control, config: Config) -> None:
     """Raise `ConfigError` on every rank of ``control``, naming each key that differs and its values by rank, unless the
     configurations are equal apart from `_PER_RANK`. Collective."""
-    values = [leaf for leaf in _leaves("", config.to_plain()) if leaf[0] not in _PER_RANK]
-    own = {path: value for path, value in values if not path.startswith(_PER_RANK_SECTIONS)}
+    leaves = _leaves("", config.to_plain())
+    own = {key: value for key, value in leaves if key not in _PER_RANK and not key.startswith(_PER_RANK_SECTIONS)}
     _agree(control, "configuration", own, "give every rank the same configuration")
 
 

@@ -22,7 +22,8 @@ def startup_report(config: Config, partition: Partition) -> str:
         f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
         f"{layout.numel - layout.used_numel:,} elements of padding",
         f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
-        f"x {config.gradient_accumulation_steps} accumulation x {partition.data_world_size} rank(s)",
+        f"x {config.gradient_accumulation_steps} accumulation x {config.data_parallel_size} "
+        + ("rank(s)" if config.sequence_parallel_size == 1 else f"group(s) of {config.sequence_parallel_size} rank(s)"),
         *_elastic_rule(config),
         str(options.policy),
         *codec_lines(config, partition.device),

@@ -30,7 +30,7 @@ class Counters:
         global_steps: optimizer steps, both taken and skipped.
         micro_steps: micro-batches of this rank that `Engine.step` has counted.
         skipped_steps: optimizer steps that did not update the weights.
-        global_samples: samples on all ranks.
+        global_samples: samples on all ranks, those of a sequence counted once.
         accumulated: micro-batches counted since the last optimizer step.
         last: the result of the last optimizer step; None before the first.
         last_taken: the result of the last step that updated the weights; None before the first."""
@@ -55,18 +55,19 @@ class BatchSizes:
     Attributes:
         train: samples per optimizer step over all ranks.
         micro: samples per micro-batch and rank.
-        steps: micro-batches per optimizer step."""
+        steps: micro-batches per optimizer step.
+        ranks: number of ranks that have samples of their own; those that share a sequence count as one."""
 
     def __init__(self, config: Config) -> None:
         self.train = config.train_batch_size
         self.micro = config.train_micro_batch_size_per_gpu
         self.steps = config.gradient_accumulation_steps
-        self._ranks, self._virtual_ranks = config.world_size, config.virtual_ranks
+        self.ranks, self._virtual_ranks = config.data_parallel_size, config.virtual_ranks
 
     def set_train(self, size: int) -> None:
         """Set ``train`` to ``size`` and ``steps`` to the micro-batches that it needs. Raises `UsageError` if it is no
         multiple of a micro-batch on each rank, or not virtual ranks' number of samples."""
-        virtual, together = self._virtual_ranks, self.micro * self._ranks
+        virtual, together = self._virtual_ranks, self.micro * self.ranks
         if virtual and size != self.micro * virtual:
             raise UsageError(
                 f"set_train_batch_size: expected {self.micro * virtual}, a micro-batch for each of the {virtual} "
@@ -75,7 +76,7 @@ class BatchSizes:
         if size < 1 or size % together:
             raise UsageError(
                 f"set_train_batch_size: expected a multiple of {together} ({self.micro} samples per micro-batch on "
-                f"{self._ranks} ranks), got {size}"
+                f"{self.ranks} ranks), got {size}"
             )
         self.train, self.steps = size, size // together
 
@@ -83,7 +84,7 @@ class BatchSizes:
         """Set ``micro`` to ``size``, and ``train`` for as many micro-batches. Raises `UsageError` below 1."""
         if size < 1:
             raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
-        self.train, self.micro = size * self.steps * self._ranks, size
+        self.train, self.micro = size * self.steps * self.ranks, size
 
 
 @dataclass
@@ -154,6 +155,11 @@ class TrainingState:
     def torch_optimizer(self) -> Optimizer | None:
         """Return the torch optimizer whose param groups hold this rank's fragments; None for inference."""
         return None if self.optimizer is None else self.optimizer.inner
+
+    @property
+    def sample_rank(self) -> int:
+        """Return this rank's number among the ``sizes.ranks`` that have samples of their own."""
+        return self.partition.data_rank // self.config.sequence_parallel_size
 
     @property
     def is_alone(self) -> bool:

@@ -126,7 +126,7 @@ class Init:
                 raise UnsupportedError(f"zero.Init({name}=…) does not hold all ranks: say who trains what with mpu=…")
         raw = {"zero_optimization": {"stage": 3}} if self._config is None else raw_config(self._config)
         place = model_parallel(self._mpu)
-        ranks = place.data_parallel_size
+        ranks = place.ranks
         resolved = load_for_construction(supervisor().config(raw, ranks), ranks)
         if resolved.zero_optimization.stage < 3:
             return None

@@ -1,4 +1,7 @@
-"""The batch-size triangle: train = micro x accumulation x world size."""
+"""The batch-size triangle: train = micro x accumulation x data-parallel ranks.
+
+Ranks that share a sequence count as one: ``world_size`` here is the number of ranks with samples of their own.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def resolve(
         steps = 1 if steps is None else steps
         train = micro * steps * world_size
         if train > LARGEST_INTEGER:
-            expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} of at most 64 bits"
+            product = f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {world_size}"
+            expected = f"expected {product} of at most 64 bits"
             raise ConfigError(Problem(TRAIN, expected, str(train), action=f"lower {MICRO} or {STEPS}"))
         return ResolvedBatch(train, micro, steps)
     if micro is None:
@@ -54,7 +58,7 @@ def resolve(
             raise ConfigError(_not_divisible(train, {MICRO: micro}, world_size))
     product = micro * steps * world_size
     if product != train:
-        expected = f"expected {MICRO} x {STEPS} x world size = {micro} x {steps} x {world_size} = {product}"
+        expected = f"expected {MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {world_size} = {product}"
         raise ConfigError(Problem(TRAIN, expected, str(train), action="remove one of the three, or correct it"))
     return ResolvedBatch(train, micro, steps)
 
@@ -86,6 +90,6 @@ def _not_divisible(train: int, other: dict[str, int], world_size: int) -> Proble
     """
     ((name, value),) = other.items()
     step = value * world_size
-    expected = f"expected a multiple of {name} x world size = {value} x {world_size} = {step}"
+    expected = f"expected a multiple of {name} x data-parallel ranks = {value} x {world_size} = {step}"
     near = sorted({max(train // step, 1) * step, -(-train // step) * step})
     return Problem(TRAIN, expected, str(train), action=f"{' or '.join(map(str, near))} would do")

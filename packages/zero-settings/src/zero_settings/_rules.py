@@ -310,6 +310,7 @@ def _divisor_problems(path: str, size: int, world_size: int) -> Iterator[Problem
         yield Problem(path, f"expected a divisor of the number of ranks, {world_size} ({possible})", str(size))
 
 
+_SEQUENCE_SIZE = "sequence_parallel_size"
 _VIRTUAL_RANKS = "deterministic.across_world_sizes"
 _REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
 
@@ -320,7 +321,20 @@ def virtual_ranks(config: ConfigFile) -> int:
     return found.across_world_sizes if isinstance(found, Deterministic) else 0
 
 
-def virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+def rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
+    """Yield a problem for a number of ranks that batch sizes cannot be resolved for: one that the ranks of a sequence
+    do not divide, or that virtual ranks do not allow.
+    """
+    size = config.sequence_parallel_size
+    yield from _divisor_problems(_SEQUENCE_SIZE, size, world_size)
+    if size > 1 and virtual_ranks(config):
+        action = "ranks that share a sequence add up in their own order: choose one of the two"
+        yield Problem(_SEQUENCE_SIZE, f"expected 1 with {_VIRTUAL_RANKS}", str(size), action=action)
+    elif size == 1:
+        yield from _virtual_rank_problems(config, world_size)
+
+
+def _virtual_rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
     """Yield a problem for each key that is incompatible with virtual ranks or with their number; none without virtual
     ranks.
 

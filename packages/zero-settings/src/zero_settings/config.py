@@ -14,7 +14,7 @@ from zero_settings import _batch, _rules
 from zero_settings._base import PositiveInt, thaw
 from zero_settings._explain import explain
 from zero_settings._prepare import PreparedSource, prepare
-from zero_settings._rules import virtual_rank_problems, virtual_ranks
+from zero_settings._rules import rank_problems, virtual_ranks
 from zero_settings._source import read
 from zero_settings.errors import ConfigError, Problem, show
 from zero_settings.features import leaves, no_effect, refusals
@@ -78,7 +78,7 @@ class Config(ConfigFile):
         Args:
             source: a dict, the path of a JSON file, or a `Config` (which is resolved again for `world_size`). It is not
                 changed.
-            world_size: the number of ranks, each with samples of its own.
+            world_size: the number of ranks; each `sequence_parallel_size` of them share their samples.
             model_hint: the model, its Hugging Face config, or a hidden size; fills bucket sizes that are "auto".
                 Without a known hidden size they keep their defaults.
             defaults: path -> value and reason, for keys that the file leaves out and that have another default in the
@@ -95,8 +95,9 @@ class Config(ConfigFile):
             file = ConfigFile.model_validate(prepared.data)
         except ValidationError as error:
             raise ConfigError(*explain(error, prepared)) from error
-        _raise_as_written(list(virtual_rank_problems(file, world_size)), prepared)
-        derived = {**_rules.derived(file, prepared.auto, model_hint), **_batch_sizes(file, prepared, world_size)}
+        _raise_as_written(list(rank_problems(file, world_size)), prepared)
+        samples = world_size // file.sequence_parallel_size
+        derived = {**_rules.derived(file, prepared.auto, model_hint), **_batch_sizes(file, prepared, samples)}
         file = _rules.with_values(file, derived)
         _raise_as_written(_rules.contradictions(file, world_size), prepared)
         _raise_as_written(refusals(file), prepared)
@@ -119,8 +120,13 @@ class Config(ConfigFile):
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks that the batch sizes were resolved for."""
+        """Return the number of ranks that the configuration was resolved for."""
         return self._world_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of ranks that have samples of their own, those that share a sequence counted as one."""
+        return self._world_size // self.sequence_parallel_size
 
     def to_plain(self) -> dict[str, Any]:
         """Return every resolved value as plain data, which can be stored and loads to the same configuration."""
@@ -175,6 +181,8 @@ def _prefixes(path: str) -> list[str]:
 
 def _batch_sizes(file: ConfigFile, prepared: PreparedSource, world_size: int) -> dict[str, int]:
     """Return key -> value of the batch sizes that differ from the file: missing ones, and those that a rule derives.
+
+    ``world_size``: the number of ranks with samples of their own.
 
     Raises `ConfigError` when the given ones contradict each other.
     """

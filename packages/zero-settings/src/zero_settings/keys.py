@@ -51,14 +51,18 @@ class ConfigFile(Section):
         }
     )
 
-    train_batch_size: PositiveInt | None = Field(default=None, description="micro x accumulation x world size.")
+    train_batch_size: PositiveInt | None = Field(
+        default=None, description="micro x accumulation x data-parallel ranks."
+    )
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
     managed_gradient_accumulation: Flag = True
     reduce_each_micro_batch: Flag = Field(
         default=False, description="Stages 0 and 1 reduce like 2 and 3: bitwise equality."
     )
-    sequence_parallel_size: PositiveInt = 1
+    sequence_parallel_size: PositiveInt = Field(
+        default=1, description="Consecutive ranks that share a sequence (Ulysses), as the mpu says."
+    )
 
     optimizer: OptimizerSection | None = None
     scheduler: SchedulerSection | None = None

@@ -57,7 +57,8 @@ class StateIntervals:
         self._state, self._files, self._named = state, files, named
         self._replicated, self._every_replica = replicated, every_replica
         self._mastered = {unit.index: unit.weights_with_master for unit in parts.units} if follow else {}
-        self._writes_nothing = _first_replica_writes_for(state, every_replica=every_replica)
+        # the first replica holds, and writes, the same state as this rank's
+        self._writes_nothing = not every_replica and parts.data_rank >= parts.world_size
         units = [] if self._writes_nothing else parts.units
         self._units = [unit for unit in units if unit.plan.trainable or not exclude_frozen]
         self._stager = Stager()
@@ -258,8 +259,3 @@ class _KeptStates:
     owned: OwnedFragment
     part: Fragment
     values: Mapping[str, Any]
-
-
-def _first_replica_writes_for(state: TrainingState, *, every_replica: bool) -> bool:
-    """Return whether this rank writes nothing, because the first replica holds and writes the same state."""
-    return not every_replica and state.partition.data_rank >= state.partition.world_size

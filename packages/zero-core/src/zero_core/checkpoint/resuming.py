@@ -37,11 +37,11 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, ru
     when there are checkpoints and none can be loaded."""
     resumed = _resume(state, memory, root, load, run)
     if resumed is not None and state.reports:
-        sizes = state.sizes.micro, state.sizes.steps
+        sizes = state.sizes
         logger.warning(
             "resumed from %s after step %d and %d samples: %s; batch %d = %d x %d accumulation x %d rank(s)",
-            *(resumed.source, resumed.step, state.counters.global_samples, resumed.path, state.sizes.train, *sizes),
-            state.partition.data_world_size,
+            *(resumed.source, resumed.step, state.counters.global_samples, resumed.path),
+            *(sizes.train, sizes.micro, sizes.steps, sizes.ranks),
         )
     return resumed
 

@@ -55,7 +55,7 @@ class Checkpointing:
     def __init__(self, section: ActivationCheckpointing | None = None, group: dist.ProcessGroup | None = None) -> None:
         self.section = section if section is not None else ActivationCheckpointing()
         self.profile = Profile()
-        self._offload = offload_activations(_keep_nothing) if self.section.cpu_checkpointing else None
+        self._offload = offload_activations(lambda _tensor: False) if self.section.cpu_checkpointing else None
         self._store: ActivationStore = PlainStore()
         if self.section.contiguous_memory_optimization and self._offload is None:
             self._store = ContiguousStore(self.section.number_checkpoints or 0)
@@ -105,7 +105,7 @@ class Checkpointing:
             if self._offload is not None:
                 stack.enter_context(self._offload)
             inputs = _Inputs(self._store, outer, _saved_tensors_hooks() if self._offload is not None else None)
-            stack.enter_context(saved_tensors_hooks(inputs.pack, _unpack))
+            stack.enter_context(saved_tensors_hooks(inputs.pack, lambda packed: packed()))
             yield
 
     def _synchronizes(self) -> bool:
@@ -181,19 +181,10 @@ class _Inputs:
         return lambda: restore(bring(moved))
 
 
-def _unpack(packed: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return packed()
-
-
 def _saved_tensors_hooks() -> Hooks | None:
     """Return the innermost saved-tensor hooks that are active; None if there are none."""
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
-
-
-def _keep_nothing(_tensor: torch.Tensor) -> bool:
-    """Return false: any tensor may be offloaded."""
-    return False
 
 
 def _synchronize() -> None:

@@ -1,0 +1,160 @@
+"""A small model of Transformers over sequence shards under the engine, and the same training in one process."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import zero_core
+from zero_sequence import SequenceGroups, SequenceLoader, Ulysses, sequence_loss, shift_labels
+
+__import_ahead__ = ["transformers.models.llama.modeling_llama"]
+WORDS, LENGTH, MICRO, STEPS, LR, CLIP = 31, 16, 2, 3, 1e-2, 0.7
+SHAPE = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+RECOMPUTED = {"use_reentrant": False}
+
+
+class Run(NamedTuple):
+    """A run. ``sequence``: ranks that share a sequence. ``recompute``: activation checkpointing. ``lora``: adapters of
+    peft on a frozen base. ``offload``: states and, at stage 3, parameters on the host. ``built_sharded``: by `Init`."""
+
+    sequence: int
+    stage: int
+    recompute: bool = False
+    lora: bool = False
+    offload: bool = False
+    built_sharded: bool = False
+    accumulation: int = 1
+
+
+def make(run: Run) -> nn.Module:
+    torch.manual_seed(7)
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).double()
+    if run.recompute:
+        model.gradient_checkpointing_enable(RECOMPUTED)  # type: ignore[operator]
+    if run.lora:
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+        model.double()
+    return model
+
+
+def samples(count: int) -> list[dict[str, torch.Tensor]]:
+    """Samples whose labels are ignored in part: some ranks of a sequence have no valid token."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(count):
+        ids = torch.randint(3, WORDS, (LENGTH,), generator=generator)
+        labels = ids.clone()
+        labels[: (5 * number) % LENGTH] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def needed(run: Run, data: int) -> int:
+    return MICRO * data * run.accumulation * STEPS
+
+
+def settings(run: Run, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": run.stage, "stage3_param_persistence_threshold": 0, "unit_min_numel": 1}
+    if run.offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+        zero |= {"offload_param": {"device": "cpu"}} if run.stage == 3 else {}
+    return {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": run.accumulation,
+        "sequence_parallel_size": run.sequence,
+        "gradient_clipping": CLIP,
+        "data_types": {"param_dtype": "fp64"},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def token_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {key: value for key, value in batch.items() if key != "shift_labels"}
+    return cross_entropy(model(**inputs, use_cache=False).logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+
+def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Weights, the losses of the first data group, and gradient norms."""
+    model = make(run).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
+    rows = samples(needed(run, data))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
+    losses, norms, start = [], [], 0
+    for _ in range(STEPS):
+        for _ in range(run.accumulation):
+            drawn = [rows[number] for number in order[start : start + MICRO * data]]
+            start += len(drawn)
+            for group in range(data):
+                batch = {key: torch.stack([row[key] for row in drawn[group::data]]) for key in drawn[0]}
+                batch["shift_labels"] = shift_labels(batch.pop("labels"))
+                loss = token_losses(model, batch)
+                (loss / data / run.accumulation).backward()
+                losses += [float(loss.detach())] if group == 0 else []
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
+
+
+def start(run: Run, groups: SequenceGroups, **more: Any) -> zero_core.Engine:
+    with zero_core.Init(settings(run), mpu=groups, enabled=run.built_sharded):
+        model = make(run)
+    Ulysses(model, groups)
+    rows = samples(needed(run, dist.get_world_size() // run.sequence))
+    return zero_core.initialize(model=model, config=settings(run, **more), mpu=groups, training_data=rows)[0]
+
+
+def steps(engine: zero_core.Engine, groups: SequenceGroups, count: int) -> tuple[list[float], list[float]]:
+    """Train for ``count`` micro-batches; return this rank's losses, and the norms of the steps."""
+    losses, norms = [], []
+    batches = iter(SequenceLoader(engine.training_dataloader, groups, source="same"))
+    for _ in range(count):
+        batch = next(batches)
+        loss = sequence_loss(token_losses(engine, batch), batch["shift_labels"], groups.sequence)
+        boundary = engine.is_gradient_accumulation_boundary()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms += [engine.get_global_grad_norm()] if boundary else []
+    return losses, norms
+
+
+def over_ranks(runs: list[Run]) -> list[dict[str, Any]]:
+    """Train each run; return weights, losses, norms and facts of this rank."""
+    answers = []
+    for run in runs:
+        groups = SequenceGroups.open(run.sequence)
+        engine = start(run, groups)
+        losses, norms = steps(engine, groups, STEPS * run.accumulation)
+        sampler = engine.training_dataloader.data_sampler
+        answers.append(
+            {
+                "weights": {name: engine.full_param(p) for name, p in engine.module.named_parameters()},
+                "losses": losses,
+                "norms": norms,
+                "sizes": (engine.train_batch_size(), engine.global_samples, sampler.rank, sampler.ranks),
+                "group": groups.get_data_parallel_rank(),
+            }
+        )
+        engine.destroy()
+        groups.close()
+    return answers
