@@ -249,6 +249,36 @@ def test_recomputed_layers_exchange_the_same_again(reentrant: bool) -> None:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
+def own_loss(logits: torch.Tensor, labels: Any, shift_labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Transformers' loss for causal models, which rounds logits to float32."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+
+
+def losses_of_the_model(attention: str, data: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients where the model computes the loss: it hands what its loss takes down to its attention."""
+    groups = SequenceGroups.open(2)
+    case = CASES[attention]
+    model: Any = case.model()
+    model.loss_function = own_loss
+    Ulysses(model, groups)
+    batch = shard(data, groups)
+    labels = batch.pop("targets")
+    items = torch.tensor(labels.numel())
+    loss = model(**batch, labels=labels, shift_labels=labels, num_items_in_batch=items).loss
+    sequence_loss(loss, labels, groups.sequence).backward()
+    return {name: value.grad for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama eager"])
+def test_what_the_loss_takes_passes_by_the_attention(name: str) -> None:
+    model, batch = CASES[name].model(), CASES[name].batch(0)
+    token_losses(model, batch).backward()
+    answers = run_ranks(losses_of_the_model, 2, name, batch)
+    for name, parameter in model.named_parameters():
+        got = sum(answer[name] for answer in answers) / 2
+        torch.testing.assert_close(got, parameter.grad, rtol=0, atol=1e-12)
+
+
 def low_rank() -> dict[str, torch.Tensor]:
     import peft
 

@@ -24,6 +24,8 @@ AttentionDropout = Literal["refuse", "independent"]
 _SEEDS = 2**62
 # Arguments of an attention function that describe the full sequence, or nothing of the sequence.
 _UNSHARDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids"}
+# Arguments that models hand down with all others, and that only their loss reads.
+_OF_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class UlyssesAttention:
         core = self._core if self._core is not None else eager_attention(module)
         if self._options.disable_in_eval and not module.training:
             return core(module, query, key, value, attention_mask, **named)
+        named = {name: given for name, given in named.items() if name not in _OF_THE_LOSS}
         place = _place(module)
         full_length = query.shape[2] * self._group.world_size
         self._refuse(place, module, query, key, named)
