@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -23,6 +24,7 @@ from zero_settings import Config
 
 from . import VERSION
 from .client_state import from_plain, to_plain
+from .communication import get_world_group
 from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -50,6 +52,7 @@ class DeepSpeedEngine(nn.Module):
         zero_engine: the engine that trains.
         module: the user's model.
         config: the configuration as it was given, as a dict.
+        mpu: as it was given; None without one.
     """
 
     zero_engine: Engine
@@ -118,13 +121,16 @@ class DeepSpeedEngine(nn.Module):
     compiled_modules = Delegated[Any]("zero_engine")
     global_rank = Delegated[int]("zero_engine.partition", "data_rank")
     world_size = Delegated[int]("zero_engine.partition", "data_world_size")
-    dp_world_size = Delegated[int]("zero_engine.partition", "data_world_size")
+    seq_dp_world_size = Delegated[int]("zero_engine.partition", "data_world_size")
+    dp_world_size = Delegated[int]("zero_engine.training_state.sizes", "ranks")
+    sequence_parallel_size = Delegated[int]("zero_engine.model_part.place", "sequence_size")
 
-    def __init__(self, core: Engine, config: dict[str, Any]) -> None:
+    def __init__(self, core: Engine, config: dict[str, Any], mpu: Any = None) -> None:
         super().__init__()
         object.__setattr__(self, "zero_engine", core)  # not as a submodule: parameters are the model's alone
         self.module = core.module
         self.config = config
+        self.mpu = mpu
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
         self._named_optimizer: DeepSpeedOptimizer | None = offload
         if core.sharded_optimizer is not None:
@@ -265,14 +271,32 @@ class DeepSpeedEngine(nn.Module):
         return first
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that train the same model-parallel part."""
-        return self.global_rank
+        """Return this rank's index among the ranks that train the same model-parallel part, a sequence's as one."""
+        return self.zero_engine.training_state.sample_rank
 
     def get_model_parallel_rank(self) -> int:
         """Return this rank's index among the ranks that share a layer; 0 without an ``mpu``."""
         return int(self.model_part.place.rank)
 
     get_tensor_parallel_rank = get_model_parallel_rank
+
+    @property
+    def seq_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that share this rank's sequences; None where none are shared."""
+        return self.mpu.get_sequence_parallel_group() if self.sequence_parallel_size > 1 else None
+
+    @property
+    def seq_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the group of the ranks over which states are sharded."""
+        if self.mpu is None:
+            return get_world_group()
+        axis = "sequence_data" if self.sequence_parallel_size > 1 else "data"
+        group: dist.ProcessGroup | None = getattr(self.mpu, f"get_{axis}_parallel_group")()
+        return group
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return `seq_parallel_group`."""
+        return self.seq_parallel_group
 
     @staticmethod
     def is_map_style_dataset(obj: object) -> bool:

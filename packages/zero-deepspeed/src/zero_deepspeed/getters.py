@@ -168,7 +168,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "load_moe_state_dict": "expert parallelism is not available",
         "get_wall_clock_timers": "with wall_clock_breakdown the times are printed; engine.instruments holds them",
         "get_optimizer_configuration": "engine.basic_optimizer is the optimizer that was made",
-        "get_sequence_parallel_group": "sequence parallelism is not available",
         **dict.fromkeys(
             (
                 "data_efficiency_config",

@@ -20,6 +20,7 @@ from .communication import init_distributed
 from .construction import init_suspended
 from .engine import CheckpointNames, DeepSpeedEngine
 from .errors import UnsupportedError
+from .sequence import mpu_for, sequence_size
 from .settings import load_config, raw_config
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def initialize(
     """Return ``(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)``. Collective.
 
     ``config`` (or ``config_params``, or ``args.deepspeed_config``): a dict, the path of a JSON file, or urlsafe base64
-    of JSON text. ``mpu``: the ranks that share a layer, in tensor parallelism. The other arguments are those of
+    of JSON text. ``mpu``: the ranks that share a layer (tensor parallelism) or a sequence (Ulysses, whose
+    ``sequence_parallel_size`` the configuration may leave out). The other arguments are those of
     `zero_core.initialize`; ``distributed_port`` has no effect. ``dist_init_required``: see `init_distributed`, which is
     called first. If a `DeepSpeedEngine` still holds the model, that engine is destroyed. Without an optimizer a
     schedule has no effect.
@@ -60,6 +62,8 @@ def initialize(
     logger.info("DeepSpeed info: version=%s, answered by zero-deepspeed", VERSION)
     _refuse_mesh(mesh_param)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    mpu = mpu_for(mpu, model)
+    sequence = sequence_size(mpu)
     raw = raw_config(_given_config(args, config, config_params))
     if isinstance(model, nn.Module):
         _destroy_former_engines(model)
@@ -67,7 +71,7 @@ def initialize(
     with init_suspended():
         core = assemble(
             model,
-            lambda world_size: load_config(supervisor().config(raw, world_size), world_size, trains=trains),
+            lambda ranks: load_config(supervisor().config(raw, ranks), ranks, trains=trains, sequence=sequence),
             optimizer=optimizer,
             model_parameters=_none_if_empty(model_parameters),
             training_data=training_data,
@@ -77,7 +81,7 @@ def initialize(
             device=compute_device(),
             dialect=CheckpointNames(raw),
         )
-    engine = DeepSpeedEngine(core, raw)
+    engine = DeepSpeedEngine(core, raw, mpu)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -127,5 +131,6 @@ def _refuse_mesh(mesh_param: Any) -> None:
     size = mesh_param[1] if isinstance(mesh_param, (list, tuple)) and len(mesh_param) > 1 else 1
     if size > 1:
         raise UnsupportedError(
-            f"initialize: mesh_param[1] is {size}, but sequence parallelism is not available; leave mesh_param out"
+            f"initialize: mesh_param[1] is {size}, but an mpu says which ranks share a sequence: leave mesh_param out, "
+            "and give the mpu that UlyssesSPAttentionHF.register_with_transformers returns"
         )

@@ -26,6 +26,16 @@ _SERVE = "call the model itself, or a serving engine on the exported weights"
 _SHARD = "shard the parameters with ZeRO stage 3 instead"
 _TILED = "use TiledLinear and add the bias"
 
+_SEQUENCE_GROUPS: dict[str, str | Unavailable] = {
+    "get_sequence_data_parallel_group": "zero_deepspeed.groups:",
+    "get_sequence_data_parallel_rank": "zero_deepspeed.groups:",
+    "get_sequence_data_parallel_world_size": "zero_deepspeed.groups:",
+    "get_sequence_parallel_group": "zero_deepspeed.groups:",
+    "get_sequence_parallel_rank": "zero_deepspeed.groups:",
+    "get_sequence_parallel_world_size": "zero_deepspeed.groups:",
+    "initialize_sequence_parallel": "zero_deepspeed.groups:",
+}
+
 _COMMUNICATION: dict[str, str | Unavailable] = {
     "all_gather": "torch.distributed:",
     "all_gather_coalesced": Unavailable("call all_gather_into_tensor"),
@@ -254,11 +264,14 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     },
     "deepspeed.runtime.pipe": Unavailable(_PIPELINE),
     "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCE_GROUPS,
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         "sequence_tiled_compute": "zero_deepspeed.sequence_tiles:",
         "SequenceTiledCompute": "zero_deepspeed.sequence_tiles:",
         "TiledFusedLogitsLoss": "zero_deepspeed.sequence_tiles:",
         "TiledMLP": "zero_deepspeed.sequence_tiles:",
+        "UlyssesSPAttentionHF": "zero_deepspeed.sequence:",
+        "UlyssesSPDataLoaderAdapter": "zero_deepspeed.sequence:",
     },
     "deepspeed.runtime.utils": {
         "clip_grad_norm_": Unavailable("use engine.clip_grad_norm_"),
@@ -344,12 +357,12 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "_get_expert_data_parallel_group": "zero_deepspeed.groups:no_group",
         "_get_expert_parallel_group": "zero_deepspeed.groups:no_group",
         "_get_model_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
-        "_get_sequence_data_parallel_group": "zero_deepspeed.groups:get_data_parallel_group",
-        "_get_sequence_data_parallel_rank": "zero_deepspeed.groups:get_data_parallel_rank",
-        "_get_sequence_data_parallel_world_size": "zero_deepspeed.groups:get_data_parallel_world_size",
-        "_get_sequence_parallel_group": "zero_deepspeed.groups:no_group",
-        "_get_sequence_parallel_rank": "zero_deepspeed.groups:model_parallel_rank",
-        "_get_sequence_parallel_world_size": "zero_deepspeed.groups:model_parallel_world_size",
+        "_get_sequence_data_parallel_group": "zero_deepspeed.groups:get_sequence_data_parallel_group",
+        "_get_sequence_data_parallel_rank": "zero_deepspeed.groups:get_sequence_data_parallel_rank",
+        "_get_sequence_data_parallel_world_size": "zero_deepspeed.groups:get_sequence_data_parallel_world_size",
+        "_get_sequence_parallel_group": "zero_deepspeed.groups:get_sequence_parallel_group",
+        "_get_sequence_parallel_rank": "zero_deepspeed.groups:get_sequence_parallel_rank",
+        "_get_sequence_parallel_world_size": "zero_deepspeed.groups:get_sequence_parallel_world_size",
         "get_data_parallel_group": "zero_deepspeed.groups:",
         "get_data_parallel_rank": "zero_deepspeed.groups:",
         "get_data_parallel_world_size": "zero_deepspeed.groups:",

@@ -38,12 +38,12 @@ def raw_config(source: Any) -> dict[str, Any]:
     return _read_file(Path(source)) if isinstance(source, (str, os.PathLike)) else read(source)
 
 
-def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True) -> Config:
+def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True, sequence: int = 1) -> Config:
     """Return DeepSpeed's configuration ``raw`` (which stays as it is), resolved, with DeepSpeed's defaults where they
     differ.
 
-    ``world_size``: the ranks over which batch sizes count. ``trains``: false without an optimizer; then the section
-    `scheduler` has no effect.
+    ``world_size``: the ranks over which states are sharded. ``trains``: false without an optimizer; then the section
+    `scheduler` has no effect. ``sequence``: the ranks that share a sequence, as the mpu says.
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
     that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
@@ -56,7 +56,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True)
     _replace_zero_warmup(data)
     _drop_unknown_keys(data)
     _drop_idle_offload(data)
-    return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data))
+    return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data, sequence))
 
 
 def load_for_construction(raw: Mapping[str, Any], world_size: int) -> Config:
@@ -91,9 +91,12 @@ def _read_file(path: Path) -> dict[str, Any]:
             raise refused from None
 
 
-def _dialect_defaults(data: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    """Return path -> (value, reason) of the defaults of DeepSpeed that differ, for `Config.load`."""
+def _dialect_defaults(data: Mapping[str, Any], sequence: int) -> dict[str, tuple[Any, str]]:
+    """Return path -> (value, reason) of the defaults of DeepSpeed that differ, for `Config.load`; ``sequence``: see
+    `load_config`."""
     found: dict[str, tuple[Any, str]] = {"gradient_clipping": (1.0, _CLIPPING)}
+    if sequence > 1:
+        found["sequence_parallel_size"] = (sequence, "by the mpu")
     half = data.get("bf16", data.get("bfloat16"))
     if isinstance(half, dict) and half.get("enabled") is True and half.get("check_grad_overflow") is None:
         found["bf16.check_grad_overflow"] = (True, _CLIPPING)
