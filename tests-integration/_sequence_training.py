@@ -1,7 +1,7 @@
-"""One training through the name `deepspeed`, over ranks that share sequences: KIND STAGE FOLDER, prints JSON on rank 0.
+"""One training through the name `deepspeed`, over ranks that share sequences: KIND STAGE FOLDER, prints JSON.
 
-KIND: `trainer` and `accelerate` (with a `parallelism_config`), `registered` (DeepSpeed's names by hand: the attention is
-registered before there is a model), or `alone`, plain torch in one process.
+KIND: `trainer` and `accelerate` (with a `parallelism_config`), `registered` (DeepSpeed's names by hand: the attention
+is registered before there is a model), or `alone`, plain torch in one process.
 """
 
 from __future__ import annotations

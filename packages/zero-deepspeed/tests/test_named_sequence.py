@@ -14,7 +14,7 @@ from zero_core.errors import UsageError
 from zero_deepspeed import groups
 from zero_deepspeed.initialization import initialize
 from zero_deepspeed.sequence import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from zero_sequence import SequenceError, SequenceGroups
+from zero_sequence import SequenceGroups
 
 
 def failure_of(call: Any, *args: Any, **named: Any) -> str:
@@ -119,19 +119,16 @@ def spread_twice() -> list[Any]:
     shape = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_attention_heads=2)).double()
     ids = torch.arange(8).view(1, 8)
-    expected = model(ids).logits.chunk(2, dim=1)[dist.get_rank()]
+    expected = model(ids).logits.chunk(2, dim=1)[dist.get_rank()].detach()
     mpu, answers = None, []
     for attention in (None, "eager", "sdpa"):
         mpu = UlyssesSPAttentionHF.register_with_transformers(
             model, core_attn_implementation=attention, sequence_parallel_size=2, disable_in_eval=True
         )
-        model.train()
-        got = model(ids.chunk(2, dim=1)[dist.get_rank()]).logits
-        model.eval()
-        answers += [
-            float((got - expected).abs().max()),
-            float((model(ids).logits.chunk(2, 1)[dist.get_rank()] - expected).abs().max()),
-        ]
+        with torch.no_grad():
+            shard = model.train()(ids.chunk(2, dim=1)[dist.get_rank()]).logits
+            full = model.eval()(ids).logits.chunk(2, dim=1)[dist.get_rank()]
+        answers += [float((got - expected).abs().max()) for got in (shard, full)]
     batches = [{"input_ids": ids + dist.get_rank(), "labels": ids}]
     adapter = UlyssesSPDataLoaderAdapter(batches, dist.get_rank(), mpu.get_sequence_parallel_group(), 2)
     return [answers, [batch["input_ids"].tolist() for batch in adapter], len(adapter), adapter.dl is batches]
@@ -140,7 +137,7 @@ def spread_twice() -> list[Any]:
 def test_a_model_that_is_registered_again_is_spread_once() -> None:
     pytest.importorskip("transformers")
     for rank, (answers, batches, length, same) in enumerate(run_ranks(spread_twice, 2)):
-        assert max(answers) <= 1e-12
+        assert max(answers) <= 1e-7  # eager attention rounds to float32
         own = list(range(4 * rank, 4 * rank + 4))
         assert batches == [[own], [[token + 1 for token in own]]]
         assert length == 2 and same
