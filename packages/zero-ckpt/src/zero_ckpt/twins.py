@@ -76,9 +76,9 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 def restore_slices(path: Path, others: list[Path]) -> bool:
     """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`; returns whether any was rewritten.
 
-    False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are written into the file
-    in the checkpoint's own directory, through no link: a file with several hard links is first replaced by a copy of
-    its own, and the others keep what they hold. Raises OSError when it cannot be written.
+    False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are
+    written into the file in the checkpoint's own directory, through no link: a file with several hard links is first
+    replaced by a copy of its own, and the others keep what they hold. Raises OSError when it cannot be written.
     """
     try:
         source = _OpenCheckpoint(path)
