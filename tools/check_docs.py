@@ -49,8 +49,16 @@ def broken_links(page: Path, text: str) -> Iterator[str]:
         aim = (page.parent / path).resolve() if path else page
         if not aim.exists():
             yield f"{page.relative_to(ROOT)}: link to {target}, which is not there"
+        elif on_the_site(page) and not on_the_site(aim):
+            yield f"{page.relative_to(ROOT)}: link to {target}, which the site does not have"
         elif anchor and aim.suffix == ".md" and anchor not in anchors(aim.read_text(encoding="utf-8")):
             yield f"{page.relative_to(ROOT)}: link to {target}, but {aim.name} has no such heading"
+
+
+def on_the_site(path: Path) -> bool:
+    """Whether tools/build_site.py gives the site a page or picture for this file."""
+    place = path.relative_to(ROOT).parts
+    return place[0] == "docs" or place == ("SECURITY.md",) or (place[0] == "packages" and place[2:] == ("README.md",))
 
 
 def not_on_the_site() -> Iterator[str]:
