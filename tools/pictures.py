@@ -194,7 +194,7 @@ def step(run: dict[str, Any]) -> Picture:
         "step", "One training step at stage 3 as a timeline: gathers, computation and reductions of each unit"
     )
     picture.text(
-        10, 20, f"One step of rank 0: stage {facts['stage']}, {facts['ranks']} ranks, {whole / 1000:.0f} ms", "title"
+        10, 20, f"One step of rank 0 of {facts['ranks']} at stage {facts['stage']}; time runs to the right", "title"
     )
     left, right = 62.0, WIDTH - 10.0
 
@@ -269,9 +269,9 @@ def checkpoint(run: dict[str, Any]) -> Picture:
         x = 150.0
         for rank, length in slices:
             width = length / numel * (WIDTH - 10 - 150)
-            picture.box(x, y + 8, width, 16, "ac"[rank % 2], f"elements {length:,} of {numel:,}")
+            picture.box(x, y + 8, width, 16, ("a", "box")[rank % 2], f"elements {length:,} of {numel:,}")
             if width > 50:
-                picture.text(x + width / 2, y + 20, f"rank {rank}", "on middle")
+                picture.text(x + width / 2, y + 20, f"rank {rank}", ("on middle", "middle")[rank % 2])
             x += width
         y += 24
     return picture
