@@ -13,8 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from simulated import Simulation, simulate
 
 from zero_report import RecordError, RecordWriter, Run, SpanKind, next_attempt, read_run, write_report
+from zero_report.analysis.analyse import analyse
+from zero_report.page.data import page_data
 from zero_report.perfetto import write_perfetto
 from zero_report.record import lines
 from zero_report.record.rows import merge_into, merge_steps
@@ -38,8 +41,8 @@ while True:
 """
 
 
-def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, world_size: int = 1) -> None:
-    with_rank = RecordWriter(path, rank=0, world_size=world_size, max_bytes=max_bytes, background=False)
+def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, rank: int = 0, world_size: int = 1) -> None:
+    with_rank = RecordWriter(path, rank=rank, world_size=world_size, max_bytes=max_bytes, background=False)
     for step in range(steps):
         now = time.perf_counter()
         for number in range(spans):
@@ -190,11 +193,44 @@ def test_a_file_cut_anywhere_is_read_as_far_as_it_is_whole(tmp_path: Path, part:
         file.write_bytes(data[:size])
         run = read_run(tmp_path)
         whole = data[:size].count(b"\n")
-        assert bool(run.problems) == (not data[:size].endswith(b"\n") and size > 0)
+        missing = size == 0 and part != "timeline"  # a rank that has not computed yet has no steps
+        assert bool(run.problems) == (missing or not data[:size].endswith(b"\n") and size > 0)
         if part == "table":
             assert len(run.last.first.table["first"]) == max(0, whole - 1)
         elif part == "timeline":
             assert len(run.last.first.steps) == whole
+
+
+@pytest.mark.parametrize("part", ["table", "timeline", "notes"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_one_of_its_files_hides_nothing_of_the_others(tmp_path: Path, part: str, rank: int) -> None:
+    simulate(tmp_path, Simulation(ranks=3, steps=20, compute={2: 1.5}))
+    (tmp_path / "attempt-0000" / f"rank-0000{rank}.{part}").unlink()
+    run = paged(tmp_path)
+    data = page_data(run, analyse(run))
+    (problem,) = data["problems"]
+    assert f"rank-0000{rank}.{part}: cannot be read" in problem
+    assert data["verdict"]["sentence"].startswith("Rank 2 is slower than ")
+    assert (data["totals"]["steps"], data["totals"]["samples"], data["ranks"]) == (20, 20 * 64, 3)
+    assert data["curves"]["lr"][-1] == pytest.approx(3e-4)
+    assert [step["step"] for step in data["steps"]["steps"]][-2:] == [19, 20]
+    assert bool(data["configuration"]) == ((rank, part) != (0, "notes"))
+
+
+def test_a_record_without_spans_does_not_say_that_no_step_is_over(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(ranks=2, steps=20))
+    for rank in range(2):
+        (tmp_path / "attempt-0000" / f"rank-0000{rank}.timeline").write_bytes(b"")
+    assert analyse(paged(tmp_path)).verdict.sentence == "The record has no spans of a whole step, so no causes of waiting."
+
+
+def test_a_missing_head_of_the_first_rank_leaves_the_world_size_of_the_others(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, 3, rank=rank, world_size=12)
+    (tmp_path / "attempt-0000" / "rank-00000.notes").write_bytes(b"")
+    run = paged(tmp_path)
+    assert run.last.world_size == 12
+    assert run.problems[0] == "attempt-0000/rank-00000.notes: is empty"
 
 
 def test_noise_instead_of_a_record_is_no_crash(tmp_path: Path) -> None:

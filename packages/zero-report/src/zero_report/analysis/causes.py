@@ -71,7 +71,7 @@ def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
         steps.pop()
     if not steps:
         return []
-    sample = attempt.first.block(steps[-1])
+    sample = attempt.traced.block(steps[-1])
     spans = max(1, len(sample.spans) if sample is not None else 1)
     count = max(2, min(most, _MAX_SPANS // (spans * len(attempt.ranks))))
     late = [step for step in steps if step > _WARM_UP_STEPS] or steps

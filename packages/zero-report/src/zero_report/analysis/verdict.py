@@ -38,7 +38,7 @@ def judge_run(run: Run, causes: Causes, links: list[Link]) -> Verdict:
     end = describe_end(run)
     ended, detail, tone = end.text, end.detail, "bad" if end.badly else ""
     if not causes.steps:
-        return Verdict("No step of this run is over yet.", ended, tone or "mixed", detail)
+        return Verdict(_no_steps_sentence(run), ended, tone or "mixed", detail)
     skipped = _skipped_sentence(run)
     largest = causes.by_kind[0] if causes.by_kind else None
     if largest is None or largest.share < _WORTH_NAMING:
@@ -47,6 +47,13 @@ def judge_run(run: Run, causes: Causes, links: list[Link]) -> Verdict:
         return Verdict(sentence + skipped, ended, tone or ("mixed" if skipped else "good"), detail)
     sentence = _SENTENCES[largest.kind](largest, causes, links)
     return Verdict(sentence + skipped, ended, tone or ("bad" if largest.share >= 0.25 else "mixed"), detail)
+
+
+def _no_steps_sentence(run: Run) -> str:
+    """Return the verdict on a run of which no step could be analysed."""
+    if len(run.last.first.table["first"]):
+        return "The record has no spans of a whole step, so no causes of waiting."
+    return "No step of this run is over yet."
 
 
 def _skipped_sentence(run: Run) -> str:

@@ -63,12 +63,12 @@ def _chosen_steps(attempt: Attempt, ranks: int) -> list[int]:
     newest = {step for record in attempt.ranks.values() for step in record.steps[-1:]}
     if not common:
         return sorted(newest)[-1:]
-    sample = attempt.first.block(common[-1])
+    sample = attempt.traced.block(common[-1])
     spans = max(20, len(sample.spans)) if sample is not None else 20
     count = max(3, min(_STEPS, _SPANS // (spans * ranks), len(common)))
     picked = {common[round(number * (len(common) - 1) / max(1, count - 1))] for number in range(count)}
     late = [step for step in common if step > common[0]] or common
-    lead = attempt.first
+    lead = attempt.traced
     took = {step: block.us for step in late[-256:] if (block := lead.block(step)) is not None}
     if took:
         picked.add(max(took, key=lambda step: took[step]))

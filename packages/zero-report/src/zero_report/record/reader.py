@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -132,24 +132,40 @@ class Attempt:
 
     @property
     def first(self) -> RankRecord:
-        """The record of the lowest rank that wrote one."""
-        return self.ranks[min(self.ranks)]
+        """The record of the lowest rank with rows in its table; of the lowest rank if none has some."""
+        return self._lowest(lambda record: len(record.table["first"]))
+
+    @property
+    def traced(self) -> RankRecord:
+        """The record of the lowest rank with spans of steps; of the lowest rank if none has some."""
+        return self._lowest(lambda record: record.steps)
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The head of the lowest rank that has one; empty if none has."""
+        return self._lowest(lambda record: record.head).head
 
     @property
     def world_size(self) -> int:
         """The world size of the attempt, including ranks that wrote nothing."""
-        return int(self.first.head.get("world_size", len(self.ranks)))
+        return int(self.head.get("world_size", len(self.ranks)))
 
     @property
     def facts(self) -> dict[str, Any]:
         """The facts in the first rank's head: configuration, versions, machine."""
-        facts = self.first.head.get("facts", {})
+        facts = self.head.get("facts", {})
         return facts if isinstance(facts, dict) else {}
 
     def steps(self) -> list[int]:
-        """Return the steps whose spans every rank of the record kept, ascending."""
-        common = set.intersection(*(set(record.steps) for record in self.ranks.values()))
-        return sorted(common)
+        """Return the steps whose spans every rank kept that has spans at all, ascending."""
+        kept = [set(record.steps) for record in self.ranks.values() if record.steps]
+        return sorted(set.intersection(*kept)) if kept else []
+
+    def _lowest(self, has: Callable[[RankRecord], Any]) -> RankRecord:
+        """Return the record of the lowest rank for which ``has`` is true, or not empty; of the lowest rank if there is
+        none."""
+        ranks = sorted(self.ranks)
+        return self.ranks[next((rank for rank in ranks if has(self.ranks[rank])), ranks[0])]
 
 
 @dataclass
@@ -169,6 +185,11 @@ class Run:
     def last(self) -> Attempt:
         """The newest attempt."""
         return self.attempts[-1]
+
+    @property
+    def over(self) -> bool:
+        """Return whether the run has ended: its launcher said how, or all ranks have closed their records."""
+        return self.failure is not None or all(record.closed for record in self.last.ranks.values())
 
     @cached_property
     def replayed(self) -> int:
@@ -197,7 +218,7 @@ def read_run(path: str | Path) -> Run:
             f'{detail}. Write one with "run_record": {{"path": "{root}"}} in the configuration'
         )
     failure = _read_failure(root / FAILURE_FILE, problems)
-    began = float(attempts[-1].first.head.get("began", 0.0))
+    began = float(attempts[-1].head.get("began", 0.0))
     if failure is not None and float(failure.get("at", began)) < began:
         failure = None  # the report of an earlier attempt
     return Run(root, attempts, problems, failure)
@@ -263,7 +284,7 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
     Raises `RecordError` for a newer schema.
     """
     files = {part: folder / rank_file(rank, part) for part in ("notes", "table", "timeline")}
-    bodies = _read_lines(files["notes"], problems)
+    bodies = _read_lines(files["notes"], problems, begins_empty=False)
     parsed = [_parse_line(body) for body in bodies]
     head: dict[str, Any] = parsed.pop(0) if parsed and is_head(parsed[0]) else {}
     if head.get("schema", SCHEMA_VERSION) > SCHEMA_VERSION:
@@ -273,7 +294,7 @@ def _read_rank(folder: Path, rank: int, problems: list[str]) -> RankRecord:
         )
     notes = [note for note in parsed if is_note(note) and note["note"] != "head"]
     _count_misshapen(files["notes"], len(parsed) - len(notes), len(bodies), problems)
-    bodies = _read_lines(files["table"], problems)
+    bodies = _read_lines(files["table"], problems, begins_empty=False)
     table, left_out = _parse_table(bodies)
     _count_misshapen(files["table"], left_out, len(bodies), problems)
     bodies = _read_lines(files["timeline"], problems)
@@ -291,10 +312,11 @@ def _count_misshapen(path: Path, count: int, lines_read: int, problems: list[str
         )
 
 
-def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
+def _read_lines(path: Path, problems: list[str], *, begins_empty: bool = True) -> list[bytes]:
     """Return the JSON of a file's undamaged lines; none if it cannot be read.
 
-    A sentence about damage, or about a file that cannot be read, is added to ``problems``.
+    A sentence about damage, or about a file that cannot be read, is added to ``problems``; also about an empty file,
+    unless ``begins_empty``: it has no line from the start on.
     """
     try:
         found = lines.read(path)
@@ -307,6 +329,8 @@ def _read_lines(path: Path, problems: list[str]) -> list[bytes]:
             f"{'s' * (found.damaged_lines > 1)} ({found.damaged_bytes:,} bytes) left out, the other "
             f"{len(found.bodies):,} read"
         )
+    elif not found.bodies and not begins_empty:
+        problems.append(f"{path.parent.name}/{path.name}: is empty")
     return found.bodies
 
 
