@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,34 @@ def test_watching_ends_with_the_run_and_leaves_a_page_that_does_not_reload(tmp_p
     assert data_of(tmp_path / "report.html")["totals"]["steps"] == 6
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("how", ["--watch", "--live"])
+def test_watching_ends_when_the_launcher_has_said_how_a_killed_run_ended(tmp_path: Path, how: str) -> None:
+    simulate(tmp_path, Simulation(steps=3, close=False))
+    failure = json.dumps({"text": "rank 1 of 2 failed first: boom", "at": time.time()})
+    later = threading.Timer(0.3, lambda: (tmp_path / "failure.json").write_text(failure))
+    later.start()
+    assert main([str(tmp_path), how, "--every", "0.1"]) == 0
+    assert (tmp_path / "failure.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--output", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_exit_status_1_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    simulate(tmp_path / "run", Simulation(steps=3))
+    (tmp_path / "file").write_text("")
+    assert main([str(tmp_path / "run"), option, str(tmp_path / "file" / "out")]) == 1
+    assert re.fullmatch(r"zero-report: .*/file(/out)?: cannot be written: .+\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
+def test_seconds_between_reads_are_positive(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "--live", "--every", seconds])
+    assert f"--every: expected seconds above 0, got '{seconds}'" in capsys.readouterr().err
+
+
 def test_the_trace_holds_every_span_of_every_rank_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     simulate(tmp_path, Simulation(ranks=3, steps=6, disk={1: 0.01}))
     assert main([str(tmp_path), "--perfetto", str(tmp_path / "trace.json")]) == 0
@@ -66,6 +96,15 @@ def test_the_terminal_shows_verdict_loss_and_throughput(tmp_path: Path) -> None:
     live(tmp_path, rounds=1, console=Console(file=out, width=100, force_terminal=True, color_system=None))
     assert "Rank 1 waits for its data" in out.getvalue()
     assert "tokens/s" in out.getvalue() and "▁" in out.getvalue()
+
+
+def test_names_control_no_terminal(tmp_path: Path) -> None:
+    clear = "\x1b[2J\x1b]0;owned\x07\x9b2J"
+    simulate(tmp_path / clear, Simulation(ranks=1, steps=8, disk={0: 0.1}, names=clear + "{}"))
+    out = io.StringIO()
+    live(tmp_path / clear, rounds=1, console=Console(file=out, width=200, color_system=None))
+    assert "owned" in out.getvalue()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out.getvalue())
 
 
 def test_a_notebook_shows_the_page_in_a_frame(tmp_path: Path) -> None:

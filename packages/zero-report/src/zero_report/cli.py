@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import threading
 import time
 import webbrowser
 from pathlib import Path
@@ -28,21 +30,32 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--watch", action="store_true", help="rewrite the page until the run ends")
     made.add_argument("--live", action="store_true", help="show the run in the terminal instead")
     made.add_argument(
-        "--every", type=float, default=5.0, metavar="S", help="seconds between reads of the record (default 5)"
+        "--every", type=_seconds, default=5.0, metavar="S", help="seconds between reads of the record (default 5)"
     )
     return made
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds that ``text`` says; raises argparse.ArgumentTypeError unless they are above 0."""
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < threading.TIMEOUT_MAX:
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with ``arguments``, by default those of this process; return the exit status.
 
-    That is 0, 1 with a message if there is no record, or 130 after Ctrl-C.
+    That is 0, 1 with a message if there is no record or a file cannot be written, or 130 after Ctrl-C.
     """
     args = parser().parse_args(arguments)
     try:
         return _live(args) if args.live else _page(args)
     except RecordError as error:
         print(f"zero-report: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"zero-report: {error.filename or 'the page'}: cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -59,7 +72,7 @@ def _live(args: argparse.Namespace) -> int:
 def _page(args: argparse.Namespace) -> int:
     """Write the page, print its path, and return the exit status 0; raises `RecordError` if there is no record.
 
-    With ``--watch`` it is rewritten until all ranks have closed their records.
+    With ``--watch`` it is rewritten until the run has ended (see `Run.over`).
     """
     from .page.report import write_report
     from .perfetto import write_perfetto
@@ -72,7 +85,7 @@ def _page(args: argparse.Namespace) -> int:
     print(path, flush=True)
     if args.open:
         webbrowser.open(path.resolve().as_uri())
-    while args.watch and not all(rank.closed for rank in read_run(args.record).last.ranks.values()):
+    while args.watch and not read_run(args.record).over:
         time.sleep(args.every)
         write_report(args.record, args.output, compare=args.compare, refresh=refresh)
     if args.watch:

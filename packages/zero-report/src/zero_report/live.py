@@ -24,8 +24,7 @@ _WIDTH = 48
 def live(
     record: str | Path, *, seconds: float = 2.0, rounds: int | None = None, console: Console | None = None
 ) -> None:
-    """Show a run in the terminal until all its ranks have closed their records; read them again every ``seconds``
-    seconds.
+    """Show a run in the terminal until it has ended (see `Run.over`); read its record again every ``seconds`` seconds.
 
     Waits for a record that does not exist yet. ``rounds``: how many times to read it at most; None for no limit.
     ``console``: where to show it, by default standard output.
@@ -36,9 +35,9 @@ def live(
             try:
                 run = read_run(record)
                 display.update(view(run))
-                over = all(rank.closed for rank in run.last.ranks.values())
+                over = run.over
             except RecordError:
-                display.update(Text(f"waiting for a record in {record}"))
+                display.update(_text(f"waiting for a record in {record}"))
                 over = False
             rounds = None if rounds is None else rounds - 1
             if over or rounds == 0:
@@ -64,10 +63,15 @@ def view(run: Run) -> RenderableType:
     for share in judged.causes.by_kind[:3]:
         bar = "█" * round(share.share * _WIDTH / 2)
         table.add_row({"tier": "tiers", "link": "links"}.get(share.kind, share.kind), f"{share.share:.0%}", bar)
-    lines: list[RenderableType] = [Text(judged.verdict.sentence, style="bold"), table]
+    lines: list[RenderableType] = [_text(judged.verdict.sentence, "bold"), table]
     if judged.verdict.ended:
-        lines.append(Text(judged.verdict.ended, style="dim"))
-    return Panel(Group(*lines), title=Text(str(run.path)), expand=False)
+        lines.append(_text(judged.verdict.ended, "dim"))
+    return Panel(Group(*lines), title=_text(str(run.path)), expand=False)
+
+
+def _text(words: str, style: str = "") -> Text:
+    """Return ``words`` for rich, in which characters that control a terminal are question marks."""
+    return Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words), style=style)
 
 
 def _spark(values: Array) -> str:
