@@ -286,6 +286,23 @@ def test_two_runs_beside_each_other_differ_where_they_differ(tmp_path: Path) -> 
     assert step["there"] / step["here"] == pytest.approx(2, rel=0.05)
 
 
+def test_every_figure_of_two_runs_is_beside_that_of_the_other(tmp_path: Path) -> None:
+    simulate(tmp_path / "a", Simulation(ranks=2, steps=20, disk={0: 0.01, 1: 0.01}))
+    simulate(tmp_path / "b", Simulation(ranks=2, steps=20, compute={1: 2.0}))
+    data = data_of(write_report(tmp_path / "a", compare=tmp_path / "b"))
+    rows = {row["name"]: (row["here"], row["there"]) for row in data["other"]["figures"]}
+    totals, (cause, *_), (link, *_) = data["totals"], data["causes"], data["links"]
+    here = {name: figures[0] for name, figures in rows.items()}
+    assert here["computing, share of the time"] == pytest.approx(totals["compute"] / totals["rank_seconds"], rel=1e-5)
+    assert here["collectives per step, all ranks"] == totals["collectives"] / totals["steps"]
+    assert here["seconds of all steps"] == pytest.approx(totals["seconds"], rel=1e-5)
+    assert cause["kind"] == "tier"
+    assert here["lost by tiers, share of the step"] == pytest.approx(cause["share"], rel=1e-5)
+    assert rows["lost by slower ranks, share of the step"][1] > 0.2
+    assert link["name"] == "drive /mnt/nvme, shards in"
+    assert rows["drive, shards in, bytes per second"] == (pytest.approx(link["rate"], rel=1e-5), None)
+
+
 def test_a_day_on_64_ranks_is_less_than_two_megabytes(tmp_path: Path) -> None:
     simulate(tmp_path, Simulation(ranks=64, steps=10, units=24))
     run = read_run(tmp_path)

@@ -62,7 +62,7 @@ def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None =
     data["steps"] = steps_data(run.last, analysis.causes)
     data["other"] = None
     if other is not None:
-        data["other"] = _rounded_data(comparison(run, other[0], other[1].verdict.sentence))
+        data["other"] = _rounded_data(comparison(run, analysis, *other))
     return data
 
 
