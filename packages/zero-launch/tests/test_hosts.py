@@ -114,7 +114,7 @@ def test_nodes_that_are_started_one_by_one_find_the_first(start, write_script):
 IMPATIENT = """
     import sys
     from zero_launch import cli, roster
-    roster.START_SECONDS = float(sys.argv[1])
+    roster.Roster.seconds_to_greet = float(sys.argv[1])
     sys.exit(cli.main(sys.argv[2:]))
 """
 
@@ -125,16 +125,16 @@ def test_a_job_begins_with_the_fewest_nodes_and_tells_one_that_comes_later_at_on
         port = probe.getsockname()[1]
     words = ["--no_ssh", "--nnodes", "1:2", "--master_addr", "127.0.0.1", "--master_port", port, "--nproc", 1]
     script = write_script("import os, time; open('begun', 'w')\nwhile not os.path.exists('enough'): time.sleep(0.1)")
-    command = [sys.executable, launcher, "3", *words, "--node_rank", "0", script]
+    command = [sys.executable, launcher, "15", *words, "--node_rank", "0", script]
     with subprocess.Popen([str(word) for word in command], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as first:
         told = Lines(first.stderr)
-        assert wait_until((tmp_path / "begun").exists, 60), told.text
+        assert wait_until((tmp_path / "begun").exists, 120), told.text
         late = start(*words, "--node_rank", 1, script)
-        _, err = late.communicate(timeout=30)
+        _, err = late.communicate(timeout=90)
         assert late.returncode == 1 and "the job has begun without this node" in err, err
         assert first.poll() is None
         (tmp_path / "enough").touch()
-        assert first.wait(30) == 0, told.text
+        assert first.wait(90) == 0, told.text
 
 
 @pytest.mark.soak

@@ -187,9 +187,9 @@ class Within:
         for name, ours, theirs in _pairs(kind, expected, got):
             reference, other = ours.double(), theirs.double()
             alike = (reference == other) | (reference.isnan() & other.isnan())
-            deviation = (other - reference).masked_fill(alike, 0.0)
-            size = _rms(reference.masked_fill(~reference.isfinite(), 0.0))
-            rows.append((name, _rms(deviation), size, reference.numel()))
+            differences = (other - reference).masked_fill(alike, 0.0)
+            finite = reference.masked_fill(~reference.isfinite(), 0.0)
+            rows.append((name, _rms(differences), _rms(finite), reference.numel()))
         numel = max(1, sum(count for *_, count in rows))
         overall = math.sqrt(sum(size * size * count for *_, size, count in rows) / numel)
         for name, deviation, size, _ in rows:
