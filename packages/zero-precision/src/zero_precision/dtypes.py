@@ -6,7 +6,7 @@ import torch
 
 from zero_precision.names import ALIASES, PrecisionError, short_dtype_name
 
-_SHORT = {getattr(torch, name): aliases[0] for name, aliases in ALIASES.items()}
+_SHORT: dict[torch.dtype, str] = {getattr(torch, name): aliases[0] for name, aliases in ALIASES.items()}
 _BY_SHORT = {short: dtype for dtype, short in _SHORT.items()}
 
 TRAINING_DTYPES = tuple(_SHORT)
