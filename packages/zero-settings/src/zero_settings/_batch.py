@@ -43,8 +43,8 @@ def resolve(
         steps = 1 if steps is None else steps
         train = micro * steps * world_size
         if train > LARGEST_INTEGER:
-            product = f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {world_size}"
-            expected = f"expected {product} of at most 64 bits"
+            factors = f"{MICRO} x {STEPS} x data-parallel ranks = {micro} x {steps} x {world_size}"
+            expected = f"expected {factors} of at most 64 bits"
             raise ConfigError(Problem(TRAIN, expected, str(train), action=f"lower {MICRO} or {STEPS}"))
         return ResolvedBatch(train, micro, steps)
     if micro is None:
