@@ -129,7 +129,9 @@ def test_the_step_slider_and_the_rank_filter_change_what_is_shown(browser: Brows
 
 def test_the_frame_of_a_notebook_answers_as_the_page_does(browser: Browser, page: Path) -> None:
     notebook = page.with_name("notebook.html")
-    notebook.write_text(f'<!doctype html>\n<html data-ready="true">\n{make_report(page.parent)._repr_html_()}\n</html>\n')
+    notebook.write_text(
+        f'<!doctype html>\n<html data-ready="true">\n{make_report(page.parent)._repr_html_()}\n</html>\n'
+    )
     browser.open(notebook)
     browser.enter_frame()
     before = drawn(browser)

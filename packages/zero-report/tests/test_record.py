@@ -41,7 +41,9 @@ while True:
 """
 
 
-def write(path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, rank: int = 0, world_size: int = 1) -> None:
+def write(
+    path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, rank: int = 0, world_size: int = 1
+) -> None:
     with_rank = RecordWriter(path, rank=rank, world_size=world_size, max_bytes=max_bytes, background=False)
     for step in range(steps):
         now = time.perf_counter()
@@ -194,7 +196,7 @@ def test_a_file_cut_anywhere_is_read_as_far_as_it_is_whole(tmp_path: Path, part:
         run = read_run(tmp_path)
         whole = data[:size].count(b"\n")
         missing = size == 0 and part != "timeline"  # a rank that has not computed yet has no steps
-        assert bool(run.problems) == (missing or not data[:size].endswith(b"\n") and size > 0)
+        assert bool(run.problems) == (missing or (not data[:size].endswith(b"\n") and size > 0))
         if part == "table":
             assert len(run.last.first.table["first"]) == max(0, whole - 1)
         elif part == "timeline":
@@ -221,7 +223,9 @@ def test_a_record_without_spans_does_not_say_that_no_step_is_over(tmp_path: Path
     simulate(tmp_path, Simulation(ranks=2, steps=20))
     for rank in range(2):
         (tmp_path / "attempt-0000" / f"rank-0000{rank}.timeline").write_bytes(b"")
-    assert analyse(paged(tmp_path)).verdict.sentence == "The record has no spans of a whole step, so no causes of waiting."
+    assert (
+        analyse(paged(tmp_path)).verdict.sentence == "The record has no spans of a whole step, so no causes of waiting."
+    )
 
 
 def test_a_missing_head_of_the_first_rank_leaves_the_world_size_of_the_others(tmp_path: Path) -> None:
