@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..analysis.analyse import Analysis
+from ..analysis.waiting import CauseKind
 from ..record.reader import Run
 from .curves import curves
 from .figures import configuration_rows, totals
@@ -28,7 +29,13 @@ _PER_STEP = (
     ("written to tiers per step", "written_bytes", "B"),
     ("collectives per step, all ranks", "collectives", ""),
 )
-_CAUSES = {"data": "data loaders", "tier": "tiers", "rank": "slower ranks", "link": "links", "save": "checkpoints"}
+_CAUSES: dict[CauseKind, str] = {
+    "data": "data loaders",
+    "tier": "tiers",
+    "rank": "slower ranks",
+    "link": "links",
+    "save": "checkpoints",
+}
 
 
 def comparison(run: Run, analysis: Analysis, other: Run, other_analysis: Analysis) -> dict[str, Any]:
@@ -98,15 +105,15 @@ def _computing_share(sums: dict[str, Any]) -> float:
 def _analysed_figures(here: Analysis, there: Analysis) -> list[dict[str, Any]]:
     """Return rows of figures of two analyses: the share of the step that each kind of cause took, and the rate of each
     link, in bytes per second of one rank."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     shares = [{share.kind: share.share for share in analysis.causes.by_kind} for analysis in (here, there)]
     for kind, causes in _CAUSES.items():
         left, right = (found.get(kind, 0.0) for found in shares)
         rows.append({"name": f"lost by {causes}, share of the step", "unit": "%", "here": left, "there": right})
     rates = [{link.name: link.rate for link in analysis.links} for analysis in (here, there)]
     for link in dict.fromkeys([*rates[0], *rates[1]]):
-        left, right = (found.get(link) for found in rates)
-        rows.append({"name": f"{link}, bytes per second", "unit": "B", "here": left, "there": right})
+        here_rate, there_rate = (found.get(link) for found in rates)
+        rows.append({"name": f"{link}, bytes per second", "unit": "B", "here": here_rate, "there": there_rate})
     return rows
 
 
