@@ -76,6 +76,15 @@ def test_what_cannot_be_planned_is_one_sentence(
     assert message in capsys.readouterr().err
 
 
+def test_any_value_of_the_machine_can_be_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*write(tmp_path, model=LLAMA, ds=ENGINE), "--batch", "2x8", "--world-size", "2", "--rank", "0", "--json"]
+    assert main([*command, "--machine", "dgx-2", "--set", "device.memory=1 kB"]) == 1
+    fits = {row["tier"]: row for row in json.loads(capsys.readouterr().out)["fits"]}
+    assert fits["device"]["capacity"] == 1000 and not fits["device"]["fits"]
+    assert main([*command, "--set", "device.memory=1 kB"]) == 2
+    assert "expected --machine with it" in capsys.readouterr().err
+
+
 def test_a_batch_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for batch in ("0x8", "2x", "few"):
         with pytest.raises(SystemExit):

@@ -171,6 +171,59 @@ def test_a_model_function_that_needs_a_device_or_has_weights_is_refused_by_line(
             plan(build, dry_models.Case().config(), **asked)
 
 
+class Failing(torch.nn.Module):
+    """Applies ``function`` to the output of a linear map."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = torch.nn.Linear(4, 4), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.inner(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda y: y @ torch.ones(3, 4), r"line \d+: RuntimeError: .*same reduction dim"),
+        (lambda y: y.cuda(), r"line \d+: .*computes on the CPU"),
+        (lambda y: y + torch.zeros(4, device="cuda"), r"line \d+: a dry run computes on the CPU"),
+        (lambda y: y * y.detach().numpy().mean(), r"line \d+: .*shapes and no values"),
+        (lambda y: y * len(f"{y.sum():.3f}"), r"line \d+: .*shapes and no values"),
+    ],
+)
+def test_an_error_of_the_model_names_the_line_once_and_nothing_else_is_printed(
+    function: Any, message: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: dict[str, Any] = {"batch": torch.zeros(2, 4), "world_size": 2, "ranks": [1]}
+    with pytest.raises(PlanError, match="^" + str(Path(__file__)) + ", " + message) as found:
+        plan(lambda: Failing(function), dry_models.Case().config(), **asked)
+    assert str(found.value).count(__file__) == 1
+    assert capfd.readouterr().err == "" and not caplog.records
+
+
+def test_wrong_arguments_of_a_plan_are_one_sentence(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    def with_weights() -> torch.nn.Module:
+        module = torch.nn.Linear(4, 4)
+        module.load_state_dict(load_file(tmp_path / "w.safetensors"))
+        return module
+
+    save_file(torch.nn.Linear(4, 4).state_dict(), tmp_path / "w.safetensors")
+    asked: dict[str, Any] = {"batch": torch.zeros(2, 4), "loss": torch.sum, "world_size": 2}
+    for build, changed, message in (
+        (with_weights, {}, r"test_plan_run.py, line \d+: .*reads no weights from files"),
+        (torch.nn.Linear(4, 4), {}, "model_fn: expected a function that returns a model, got Linear, a model"),
+        (lambda: torch.nn.Linear(4, 4), {"batch": {"y": torch.zeros(2, 4)}}, "the model's forward: TypeError: .*'y'"),
+        (lambda: torch.nn.Linear(4, 4), {"loss": lambda y: y}, r"expected a scalar loss .* shape \(2, 4\)"),
+        (lambda: torch.nn.Linear(4, 4), {"loss": lambda y: y.loss}, r"test_plan_run.py, line \d+: AttributeError"),
+        (lambda: torch.nn.Linear(4, 4), {"ranks": []}, "ranks: expected at least one rank, got none"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            plan(build, dry_models.Case().config(), **{**asked, **changed})
+
+
 def test_auto_is_what_the_script_says() -> None:
     asked = {"a": "auto", "b": {"c": "auto", "d": 3}, "e": "auto"}
     assert fill_auto(asked, {"a": 1, "b": {"c": 2, "d": 4}, "f": 5}) == {"a": 1, "b": {"c": 2, "d": 3}, "e": "auto"}

@@ -16,6 +16,7 @@ from ..fitting import judge_fit
 from ..limits import step_time, wear
 from ..machine import Machine, load_machine
 from ..planned import Plan
+from .machine_command import add_set_option, parse_overrides
 from .plan_tables import compared_table, plan_tables
 from .printing import TextTable, print_tables
 
@@ -32,6 +33,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--machine", metavar="NAME", help="a preset or a machine file: does it fit, and how long does a step take"
     )
+    add_set_option(parser)
     parser.add_argument("--checkpoint", action="store_true", help="plan a checkpoint too")
     parser.add_argument(
         "--saved-by", type=int, metavar="N", help="ranks that saved the checkpoint to load; default: as many as load it"
@@ -42,10 +44,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def machine_from_options(options: argparse.Namespace) -> Machine | None:
-    """Return the machine that ``--machine`` names; None without the option. Raises `PlanError` as `load_machine`
-    does.
+    """Return the machine that ``--machine`` names, with the values of ``--set``; None without the option. Raises
+    `PlanError` as `load_machine` does, and for ``--set`` without a machine.
     """
-    return None if options.machine is None else load_machine(options.machine)
+    values = parse_overrides(options.set)
+    if options.machine is None:
+        if values:
+            raise PlanError("--set: expected --machine with it, whose values it replaces")
+        return None
+    return load_machine(options.machine).with_values(values, "--set")
 
 
 def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace, title: str) -> int:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
+
+from ..errors import PlanError
 
 _OTHERS = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _HINTS = (
@@ -17,16 +21,30 @@ _HINTS = (
         "a dry run computes on the CPU: take the device from engine.device, or ask torch.accelerator.is_available() "
         "first",
     ),
+    (r"UntypedStorage", "a dry run reads no weights from files: build the model from its configuration alone"),
+    (r"FakeTensor|tensor subclasses", "a dry run has shapes and no values: compute without them"),
 )
 """Pattern in the text of one of torch's errors -> advice for the user."""
 
 
+@contextmanager
+def naming_the_line(part: str) -> Iterator[None]:
+    """Inside the block, raise `PlanError` for every error, with the innermost line of the user's code, or with ``part``
+    if it was not raised there.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise PlanError(describe_error(error, part)) from error
+
+
 def describe_error(error: BaseException, otherwise: str) -> str:
     """Return an error's type and text, preceded by the innermost line of the user's code in its traceback (or by
-    ``otherwise`` without such a line) and followed by advice if there is some.
+    ``otherwise`` without such a line), which the text then leaves out, and followed by advice if there is some.
     """
-    kind = "" if type(error).__name__ == "PlanError" else f"{type(error).__name__}: "
-    said = f"{user_line(error.__traceback__) or otherwise}: {kind}{error}"
+    kind = "" if isinstance(error, PlanError) else f"{type(error).__name__}: "
+    place = user_line(error.__traceback__) or otherwise
+    said = f"{place}: {kind}{error}".replace(f" ({place})", "")
     hints = [hint for words, hint in _HINTS if re.search(words, str(error)) and hint not in said]
     return f"{said}. {hints[0]}" if hints and kind else said
 

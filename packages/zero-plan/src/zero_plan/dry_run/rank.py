@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from zero_optim_kernels import rehearsed
 from ..errors import PlanError
 from ..planned import RankPlan
 from .fakes import PlanMode
-from .lines import describe_error
+from .lines import describe_error, naming_the_line
 from .parts import SavedPart
 from .peak_watch import PeakWatch
 from .recorder import DryRunRecorder
@@ -101,7 +102,11 @@ def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder
 
 
 def _build_model(model_fn: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that ``model_fn`` builds. Raises `PlanError` if it fails or returns another type."""
+    """Return the model that ``model_fn`` builds. Raises `PlanError` if it fails, is itself a module, or returns another
+    type.
+    """
+    if isinstance(model_fn, nn.Module):
+        raise PlanError(f"model_fn: expected a function that returns a model, got {type(model_fn).__name__}, a model")
     with refuse_real_parameters():
         try:
             model = model_fn()
@@ -133,17 +138,20 @@ def _refuse_values(module: nn.Module, name: str, parameter: object) -> None:
 
 def _run_step(engine: Engine, micro_batch: Any, loss: Callable[[Any], torch.Tensor], watch: PeakWatch) -> None:
     """Run one optimizer step, with ``micro_batch`` (see `zero_plan.plan`) for each of its micro-batches, and set the
-    phase of ``watch`` along the way.
+    phase of ``watch`` along the way. Raises `PlanError` for errors of the model and of ``loss``, naming the line.
     """
     for _ in range(engine.gradient_accumulation_steps()):
         watch.phase = "forward"
-        if isinstance(micro_batch, Mapping):
-            output = engine(**micro_batch)
-        else:
-            output = engine(*micro_batch) if isinstance(micro_batch, tuple) else engine(micro_batch)
-        found = loss(output)
+        with naming_the_line("the model's forward"):
+            if isinstance(micro_batch, Mapping):
+                output = engine(**micro_batch)
+            else:
+                output = engine(*micro_batch) if isinstance(micro_batch, tuple) else engine(micro_batch)
+        with naming_the_line("loss"):
+            found = loss(output)
         watch.phase = "backward"
-        engine.backward(found)
+        with naming_the_line("the backward pass"):
+            engine.backward(found)
         watch.phase = "step"
         engine.step()
 
@@ -159,9 +167,14 @@ def without_values(value: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for; rehearsed
-    kernels use none.
+    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for (rehearsed
+    kernels use none), and its log of operations that fail, which a `PlanError` tells of.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        yield
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        log.disabled = before
