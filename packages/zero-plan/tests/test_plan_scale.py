@@ -15,8 +15,15 @@ from zero_plan import plan
 from zero_plan.dry_run.operations import Operations
 
 
-def operations(blocks: int, world_size: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many operations on tensors a plan of the last rank runs."""
+CODED = (
+    ("zero_hpz_partition_size", 8),
+    ("zero_quantized_weights", True),
+    ("zero_quantized_gradients", True),
+)
+
+
+def operations(blocks: int, world_size: int, monkeypatch: pytest.MonkeyPatch, zero: Any = ()) -> int:
+    """Return how many operations on tensors a plan of the last rank runs; ``zero``: settings of zero_optimization."""
     found: Counter[str] = Counter()
     count = Operations.count
 
@@ -29,15 +36,18 @@ def operations(blocks: int, world_size: int, monkeypatch: pytest.MonkeyPatch) ->
         model.blocks = nn.ModuleList(dry_models.Block(32, 4, 2) for _ in range(blocks))
         return model
 
-    case = dry_models.Case(settings=(("comm", {"ranks_per_node": 8}),))
+    case = dry_models.Case(settings=(("comm", {"ranks_per_node": 8}),), zero=zero)
     with monkeypatch.context() as patch:
         patch.setattr(Operations, "count", counted)
         plan(build, case.config(), batch=dry_models.tokens(), world_size=world_size, ranks=[world_size - 1])
     return found["operations"]
 
 
-def test_the_operations_of_a_plan_do_not_depend_on_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert operations(2, 4096, monkeypatch) == operations(2, 64, monkeypatch)
+@pytest.mark.parametrize("zero", ((), CODED, CODED[1:2]))
+def test_the_operations_of_a_plan_do_not_grow_with_the_number_of_ranks(
+    zero: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert operations(2, 4096, monkeypatch, zero) <= operations(2, 64, monkeypatch, zero)
 
 
 def test_the_operations_of_a_plan_grow_with_the_blocks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,6 +108,12 @@ class AlikeGroup(Group):
     On an accelerator the fake backend has collectives of its own, as real ones have, and slices are summed in full.
     """
 
+    def coded_ranks(self, device: torch.device) -> Sequence[int]:
+        """Return this rank and, if there is one, another: on the CPU the slices of two stand for those of all."""
+        if device.type != "cpu":
+            return super().coded_ranks(device)
+        return sorted({self.rank, (self.rank + 1) % self.world_size})
+
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Return the whole tensor ``count`` times instead of its slices: on the CPU they are neither sent nor
         received."""

@@ -52,8 +52,9 @@ class FeedbackAverage:
             return Work(tag)
         self.worker_error[: self._numel].add_(x)
         sent = self._packets.empty(ranks, x.device)
-        for mine, packet in zip(self.worker_error.view(ranks, -1), sent, strict=True):
-            self._encode(mine, packet)
+        slices = self.worker_error.view(ranks, -1)
+        for rank in self._group.coded_ranks(x.device):
+            self._encode(slices[rank], sent[rank])
         self.worker_error[self._numel :].zero_()
         arrived = torch.empty_like(sent)
         first = self._group.all_to_all(arrived, sent, tag)
@@ -69,17 +70,20 @@ class FeedbackAverage:
         """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks'
         averages, and write them into ``x``; waits."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
-        for packet in arrived:
-            self._packets.read(packet, decoded)
+        coded = self._group.coded_ranks(x.device)
+        for rank in coded:
+            self._packets.read(arrived[rank], decoded)
             total.add_(decoded)
         self.server_error.add_(total.div_(len(arrived)))
         answers = torch.empty_like(arrived)
         self._encode(self.server_error, answers[self._group.rank])
         self.server_error[self._owned :].zero_()
         self._group.all_gather(answers.view(-1), answers[self._group.rank], tag).wait()
-        for packet, target in zip(answers, torch.split(x, self._slice), strict=False):
-            self._packets.read(packet, decoded)
-            target.copy_(decoded[: target.numel()])
+        for rank in coded:
+            target = x[rank * self._slice : (rank + 1) * self._slice]
+            if target.numel():
+                self._packets.read(answers[rank], decoded)
+                target.copy_(decoded[: target.numel()])
 
     def _encode(self, compensated: torch.Tensor, packet: torch.Tensor) -> None:
         """Encode ``compensated`` (one slice) into ``packet``, and replace it by the encoding error."""

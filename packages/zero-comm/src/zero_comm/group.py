@@ -248,6 +248,10 @@ class Group:
             destroy_group(self._process_group)
             self._process_group = None
 
+    def coded_ranks(self, device: torch.device) -> Sequence[int]:
+        """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: all."""
+        return range(self.world_size)
+
     def _count(self, tag: Tag, slice_bytes: int) -> None:
         """Count a collective in which this rank sends ``slice_bytes`` bytes to every other rank."""
         self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)

@@ -10,6 +10,7 @@ the world size: with G nodes of L ranks these are (L - 1) G messages of gradient
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -54,8 +55,9 @@ class QuantizedGather:
         def finish() -> None:
             """Wait for the packets, and decode them into ``out``."""
             sent.wait()
-            for packet, target in zip(arrived, out.view(self.world_size, size), strict=True):
-                packets.read(packet, target)
+            targets = out.view(self.world_size, size)
+            for rank in self._group.coded_ranks(out.device):
+                packets.read(arrived[rank], targets[rank])
 
         return Work(tag, buffers=(out, arrived), finish=finish)
 
@@ -125,21 +127,25 @@ class _Hop:
     """One all-to-all of encoded slices over ``group``, started by the constructor, and the sums of the slices that
     arrive.
 
-    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r, as k packets. This rank's own row is not
-    encoded.
+    ``slices``: of shape (ranks of ``group``, k, s); row r goes to rank r, as k packets, of which ``numbers`` are
+    encoded and decoded (see `Group.coded_ranks`). This rank's own row is not encoded.
     """
 
-    def __init__(self, group: Group, packets: Packets, slices: torch.Tensor, tag: Tag) -> None:
+    def __init__(
+        self, group: Group, packets: Packets, slices: torch.Tensor, tag: Tag, numbers: Sequence[int] = (0,)
+    ) -> None:
         ranks, count, _ = slices.shape
         self._rank = group.rank
+        self._numbers = numbers
+        self._coded = group.coded_ranks(slices.device)
         self._packets = packets
         self._own = slices[group.rank]
         sent = packets.empty(ranks * count, slices.device).view(ranks, count, -1)
         self._arrived = torch.empty_like(sent)
-        for rank in range(ranks):
+        for rank in self._coded:
             if rank != group.rank:
-                for x, packet in zip(slices[rank], sent[rank], strict=True):
-                    packets.write(x, packet)
+                for number in numbers:
+                    packets.write(slices[rank, number], sent[rank, number])
         self._work = group.all_to_all(self._arrived, sent, tag)
 
     def sums(self, dtype: torch.dtype) -> torch.Tensor:
@@ -149,12 +155,12 @@ class _Hop:
             return self._own.to(dtype)
         sums = torch.zeros(self._own.shape, dtype=dtype, device=self._own.device)
         decoded = torch.empty_like(sums[0])
-        for rank, packets in enumerate(self._arrived):
-            for number, packet in enumerate(packets):
+        for rank in self._coded:
+            for number in self._numbers:
                 if rank == self._rank:
                     sums[number].add_(self._own[number])
                 else:
-                    self._packets.read(packet, decoded)
+                    self._packets.read(self._arrived[rank, number], decoded)
                     sums[number].add_(decoded)
         return sums
 
@@ -183,7 +189,8 @@ class _QuantizedReduction:
         self._dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
         self._world_size = inside.world_size * across.world_size
         slices = _padded(flat, self._world_size * out.numel()).view(across.world_size, inside.world_size, -1)
-        self._inside_hop = _Hop(inside, self._packets, slices.transpose(0, 1), tag)
+        nodes = across.coded_ranks(flat.device)
+        self._inside_hop = _Hop(inside, self._packets, slices.transpose(0, 1), tag, nodes)
         self._across_hop: _Hop | None = None
 
     def start_across(self) -> _Hop:
