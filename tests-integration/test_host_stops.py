@@ -104,11 +104,13 @@ def test_norm_can_be_read_after_each_step(stage: int) -> None:
 OFFLOADED = {"device": "cpu", "pin_memory": True}
 
 
-@pytest.mark.parametrize("zero", [{"offload_optimizer": OFFLOADED, "offload_param": OFFLOADED}])
-def test_offloaded_states_wait_for_gradients_once_a_step_and_copy_pinned_memory(zero: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "zero", [{"offload_optimizer": OFFLOADED}, {"offload_optimizer": OFFLOADED, "offload_param": OFFLOADED}]
+)
+def test_offloaded_states_wait_for_the_device_once_a_step_and_copy_pinned_memory(zero: dict[str, object]) -> None:
     for reports in run_simulated(stops.by_step, 2, engines.config(3, "bf16", **zero), range(9, 12)):
         assert not [place for place in places(reports) if "not pinned" in place]
-        assert max(len(report.stops) for report in reports) <= 3
+        assert max(len(report.stops) for report in reports) <= 1  # for the norm, behind the gradients
         assert [str(race) for report in reports for race in report.races] == []
 
 

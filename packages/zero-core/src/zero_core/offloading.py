@@ -129,40 +129,33 @@ class Offloading:
                 f"zero_optimization.offload_optimizer: {type(optimizer).__name__} has no CPU kernel. Use Adam, AdamW, "
                 'Adagrad, Lion or SGD, or set offload_optimizer.device to "none"'
             )
-        if section.device == "cpu" and section.ratio < 1 and self._device.type != "cpu":
-            raise UsageError(
-                'zero_optimization.offload_optimizer.ratio: expected 1 with device "cpu" where the model computes on '
-                f"{self._device}, got {section.ratio}: the kernels update in host memory only"
-            )
-        return lambda shards, residency: self._make_update(optimizer, shards, residency)
+        options, delayed = self._tier_options(), self._config.offload.delayed_update
+        try:
+            options.check_device(self._device, type(optimizer), delayed=delayed)
+        except ValueError as error:
+            raise UsageError(f"zero_optimization.offload_optimizer.{error}") from error
+        return lambda shards, residency: self._make_update(optimizer, options, shards, residency)
 
-    def _make_update(self, optimizer: Optimizer, shards: Sequence[ShardNeeds], residency: Residency) -> StateTier:
+    def _make_update(
+        self, optimizer: Optimizer, tier_options: TierOptions, shards: Sequence[ShardNeeds], residency: Residency
+    ) -> StateTier:
         """Make, keep as `update` and return the tier for masters and states; ``shards``: one per trained unit."""
         groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
-        plans = list(_shard_plans(shards, groups, in_host))
-        tier_options = self._tier_options("nvme" if section.device == "nvme" else "host")
+        plans = _shard_plans(shards, groups, in_host)
         common: dict[str, Any] = {"device": self._device, "budget": self._budget, "trace": self.trace}
+        what = plans, type(optimizer), lambda: optimizer.param_groups, residency, tier_options
         if self._config.offload.delayed_update:
-            self.update = DelayedUpdate(
-                plans, type(optimizer), lambda: optimizer.param_groups, residency, tier_options, **common
-            )
+            self.update = DelayedUpdate(*what, **common)
         else:
-            self.update = OffloadedUpdate(
-                plans,
-                type(optimizer),
-                lambda: optimizer.param_groups,
-                residency,
-                tier_options,
-                gradients="nvme" if section.device == "nvme" else "host",
-                **common,
-            )
+            self.update = OffloadedUpdate(*what, gradients="nvme" if section.device == "nvme" else "host", **common)
         return self.update
 
-    def _tier_options(self, tier: Literal["host", "nvme"]) -> TierOptions:
-        """Return the configuration's settings for optimizer states on ``tier``."""
+    def _tier_options(self) -> TierOptions:
+        """Return the configuration's settings for optimizer states that are offloaded."""
         section = self._config.zero_optimization.offload_optimizer
+        tier: Literal["host", "nvme"] = "nvme" if section.device == "nvme" else "host"
         return TierOptions(
             tier=tier,
             path=section.nvme_path if tier == "nvme" else None,

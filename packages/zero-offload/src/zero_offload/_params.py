@@ -105,7 +105,7 @@ class GradientHooks:
     finished it, then sets ``p.grad`` to None. Parameters without elements have no hook.
     """
 
-    def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], object]) -> None:
         self._take = take
         self._handles: list[RemovableHandle] = [
             member.param.register_post_accumulate_grad_hook(partial(self._hand_over, member))  # type: ignore[no-untyped-call]

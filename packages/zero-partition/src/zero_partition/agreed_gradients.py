@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from .device_norm import Arriving, DeviceNorm, DeviceSquare
+from .device_norm import DeviceNorm, DeviceSquare
+from .device_values import Arriving
 from .errors import STEP_DROPPED, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
@@ -107,6 +108,7 @@ class GradientAgreement:
         }
         for index, gradients in partition.runtime.gradients.items():
             gradients.norm = self._norms[index, partition.rank]
+            gradients.is_norm_plain = is_plain
 
     def agree(self, *, defers: bool = False, covers: Callable[[Touched], bool] = bool) -> AgreedGradients:
         """Take over gradients that user code wrote, and return the facts that all ranks agree on. Collective.
@@ -331,6 +333,7 @@ class GradientAgreement:
         squares = [self._sums.zero()] * partition.world_size
         if self._device is not None:
             return squares
+        self._await_squares()
         for index, gradients in partition.runtime.gradients.items():
             if not gradients.is_reduced:
                 continue
@@ -341,6 +344,18 @@ class GradientAgreement:
                 for rank, part in enumerate(averaged.chunk(partition.world_size)):
                     squares[rank] = squares[rank] + self._norms[index, rank](part)
         return squares
+
+    def _await_squares(self) -> None:
+        """Wait, once for all, for the sums of squares that an accelerator has added of gradients on their way to a
+        tier, and for these gradients, which the tier's step reads."""
+        found = [(g, g.square_on_device) for g in self._partition.runtime.gradients.values()]
+        pending = [(gradients, square) for gradients, square in found if square is not None]
+        if self._partition.states is None or not pending:
+            return
+        self._partition.states.join_gradients()
+        arriving = Arriving(torch.stack([square for _, square in pending]))
+        for (gradients, _), square in zip(pending, arriving.read(), strict=True):
+            gradients.settle_square(square)
 
     def _untouched(self) -> dict[int, list[int]]:
         """Return by unit index the numbers of the parameters that had no gradient on this rank; only units that were

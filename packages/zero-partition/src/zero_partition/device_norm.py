@@ -9,30 +9,9 @@ import torch
 
 from zero_comm import Tag
 
+from .device_values import Arriving, squares_on_device, sum_dtype
 from .partition import Partition
 from .placeholder import Placeholders, any_written
-
-
-class Arriving:
-    """A copy of ``values``, a small tensor of an accelerator, on its way to the host behind the work that is queued
-    now."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._host = _pinned(values)
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.Event(values.device)
-        self._event.record()
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `read` returns without waiting for the device."""
-        return self._event.query()
-
-    def read(self) -> list[float]:
-        """Return the values as a list; wait for the device where they are not here yet."""
-        if not self.is_here:
-            self._event.synchronize()
-        return self._host.tolist()
 
 
 class DeviceSquare:
@@ -96,7 +75,6 @@ class DeviceNorm:
 
     def __init__(self, partition: Partition) -> None:
         self._partition = partition
-        self._wide = torch.float32 if partition.device.type == "mps" else torch.float64
         self._placeholders: list[Placeholders] = [p for unit in partition.units for p in unit.placeholders]
         self._memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
 
@@ -128,13 +106,5 @@ class DeviceNorm:
         """Return the sum of squares of each of ``shards`` (1-D each) as a 1-D tensor on the device; a single 0 without
         any."""
         if not shards:
-            return torch.zeros(1, dtype=self._wide, device=self._partition.device)
-        return torch.stack(torch._foreach_norm(shards, 2, self._wide)).square_()
-
-
-def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return host memory for ``values``, pinned where the accelerator can."""
-    try:
-        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    except RuntimeError:  # the copy then waits for the device
-        return torch.empty(values.shape, dtype=values.dtype)
+            return torch.zeros(1, dtype=sum_dtype(self._partition.device), device=self._partition.device)
+        return squares_on_device(shards)

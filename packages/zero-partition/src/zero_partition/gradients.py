@@ -11,6 +11,7 @@ import torch
 from zero_comm import Group, Reduction, Tag, Work
 
 from .checksums import digest_of
+from .device_values import squares_on_device
 from .errors import EditRefusedError
 from .leaves import LeafTree
 from .needs import AveragingOptimizer
@@ -35,6 +36,7 @@ class UnitGradients:
 
     Attributes:
         norm: returns the sum of squares of an averaged shard; used by `square`.
+        is_norm_plain: whether the device may add the squares of a shard on its way to a tier in place of ``norm``.
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``full_group`` the flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.
@@ -55,6 +57,7 @@ class UnitGradients:
     ) -> None:
         self.unit = unit
         self.norm: Callable[[torch.Tensor], Any] = norm_squared
+        self.is_norm_plain = False
         self.leaves = leaves
         self.watches: list[Watch] = []
         self._leaf: torch.Tensor | None = None
@@ -134,7 +137,18 @@ class UnitGradients:
         if self._square is None:
             with self.averaged() as gradient:
                 self._square = self.norm(gradient)
+        elif isinstance(self._square, torch.Tensor):
+            self._square = float(self._square)
         return self._square
+
+    @property
+    def square_on_device(self) -> torch.Tensor | None:
+        """Return what `square` would wait for, as a 0-D tensor on the device; None if the host knows it."""
+        return self._square if isinstance(self._square, torch.Tensor) else None
+
+    def settle_square(self, square: float) -> None:
+        """Take ``square``, the value of `square_on_device`, for the sum of squares."""
+        self._square = square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
         """Add ``gradient``, of the unit's parameter number ``index``, to those that wait for a reduction; it is copied.
@@ -234,7 +248,8 @@ class UnitGradients:
             self._square = self.norm(arriving)
             self._states.give_back_gradient(self.unit.name)
         else:
-            self._states.add_gradient(self.unit.name, arriving)
+            parts = self._states.add_gradient(self.unit.name, arriving)
+            self._square = squares_on_device(parts).sum() if self.is_norm_plain else None
 
     def _add_leaf(self, leaves: LeafTree) -> None:
         """Add the reduced shard to the step's tree ``leaves``; once the tree is complete, its mean is the averaged

@@ -38,8 +38,12 @@ class StateTier(Protocol):
     def give_back_gradient(self, shard: str, /) -> None:
         """End `borrow_gradient`: the memory holds the shard's gradient now."""
 
-    def add_gradient(self, shard: str, gradient: torch.Tensor, /) -> None:
-        """Add a shard's reduced gradient (1-D, on any device) to the sum so far."""
+    def add_gradient(self, shard: str, gradient: torch.Tensor, /) -> Sequence[torch.Tensor]:
+        """Add a shard's reduced gradient (1-D, on any device) to the sum so far; return the sum on that device, in 1-D
+        parts that follow each other, valid until the next gradient of the shard."""
+
+    def join_gradients(self) -> None:
+        """Make the work that is queued from now on wait for gradients on their way to the tier; the host does not."""
 
     def has_gradient(self, shard: str, /) -> bool:
         """Return whether the shard has got a gradient since `clear_gradients`."""

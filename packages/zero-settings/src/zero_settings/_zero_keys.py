@@ -82,7 +82,11 @@ class OffloadOptimizer(Section):
     pipeline_read: Flag = Field(default=True, description="Read ahead of the update.")
     pipeline_write: Flag = Field(default=True, description="Write behind the update.")
     fast_init: Flag = False
-    ratio: Fraction = 1.0
+    ratio: Fraction = Field(
+        default=1.0,
+        description="That share of the states is in host memory, or in files; the rest is on the device, where torch's "
+        'optimizer updates it (Twin-Flow), or with "nvme" in host memory.',
+    )
     super_offload: Flag = False
     cpuadam_cores_perc: Fraction = 0.8
 

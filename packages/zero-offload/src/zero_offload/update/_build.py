@@ -16,6 +16,7 @@ from .._extents import folders
 from ..budget import HostBudget
 from ..errors import BudgetError
 from ..trace import Trace
+from ._device_step import DeviceSteps
 from ._filed_gradients import NvmeGradients, gradient_ring_bytes
 from ._gradients import (
     CallerGradients,
@@ -23,9 +24,11 @@ from ._gradients import (
     HostGradients,
     gradient_bytes,
 )
+from ._rules import Rule
 from ._slices import BLOCK, KeptFragment, Slice, cut_slices, split_by_ratio
+from ._split_gradients import SplitGradients, host_parts
 from ._staging import StagedSlices, staging_bytes
-from ._tiers import HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
+from ._tiers import DeviceTier, HostTier, NvmeOptions, NvmeTier, SplitTier, Tier, host_bytes, ring_bytes
 from .plans import BoundedWeights, ShardPlan, Weights
 from .tier_options import TierOptions
 
@@ -40,7 +43,8 @@ class UpdateParts:
 
     ``slices``: all of them. ``in_memory``: if some slices are in files, the slices that are not. ``tier``: keeps
     masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
-    ``plan``: bytes by what holds them. ``paths``: the folders of the files.
+    ``on_device``: updates the slices that stay on an accelerator. ``plan``: bytes by what holds them. ``paths``: the
+    folders of the files.
     """
 
     slices: Sequence[Slice]
@@ -48,12 +52,14 @@ class UpdateParts:
     tier: Tier
     gradients: Gradients
     staged: StagedSlices
+    on_device: DeviceSteps
     plan: Mapping[str, int]
     paths: Sequence[str]
 
 
 def build(
     shards: Sequence[ShardPlan],
+    rule: Rule,
     fragments: Sequence[KeptFragment],
     weights: Weights,
     tier_options: TierOptions,
@@ -65,8 +71,9 @@ def build(
     """Cut the fragments into slices, plan the memory, check the plan against ``budget``, to which it is added, and
     allocate.
 
-    ``weights`` lends the shards. ``where``: the gradients are collected in ``"host"`` memory or in files (``"nvme"``),
-    or the ``"caller"`` keeps them. ``device``: that of weights and gradients. ``trace``: records the transfers.
+    ``rule``: of the optimizer. ``weights`` lends the shards. ``where``: the gradients are collected in ``"host"``
+    memory or in files (``"nvme"``), or the ``"caller"`` keeps them. ``device``: that of weights and gradients.
+    ``trace``: records the transfers.
 
     BudgetError if the plan does not fit; ValueError for options that exclude each other; OffloadError if the folders of
     the files cannot be used.
@@ -74,34 +81,38 @@ def build(
     if where == "nvme" and tier_options.path is None:
         raise ValueError("gradients='nvme': expected a path in the tier options, got none")
     uses_files = _uses_files(fragments, tier_options, budget)
-    tier_options.check_device(device)
     ratio = tier_options.ratio if uses_files or tier_options.tier == "host" else 1.0
     offloaded, rest = _cut_into_slices(fragments, tier_options, ratio, weights)
     in_files, in_memory = (offloaded, rest) if uses_files else ([], offloaded)
     on_device = [] if uses_files else rest
+    kept = [] if device.type == "cpu" else on_device
     slices = [*offloaded, *rest]
+    steps = DeviceSteps(rule, len(slices) - len(kept), device)
+    in_host = slices[: len(slices) - len(kept)]
+    collected = host_parts(shards, kept)
     pin = tier_options.pin and device.type != "cpu"
     options = _nvme_options(tier_options)
-    staging = 0 if device.type == "cpu" else staging_bytes(slices, gradients_too=where == "caller")
+    staging = 0 if device.type == "cpu" else staging_bytes(in_host, gradients_too=where == "caller")
     plan = {
-        "device": host_bytes(on_device),
-        "gradients": _gradient_memory(shards, slices, where, options.buffer_count),
+        "device": host_bytes(on_device)
+        + (gradient_bytes(shards) - gradient_bytes(collected) if where == "host" else 0),
+        "gradients": _gradient_memory(collected, slices, where, options.buffer_count),
         "nvme": host_bytes(in_files) + (gradient_bytes(shards) if where == "nvme" else 0),
         "ring": ring_bytes(in_files, options.buffer_count),
         "staging": staging,
         "states": host_bytes(in_memory),
     }
-    _declare_needs(budget, plan, options.paths)
+    _declare_needs(budget, {**plan, "device": 0} if kept else plan, options.paths)
     budget.check()
-    tier = _make_tier(in_files, in_memory, on_device, options, trace)
+    tier = _make_tier(in_files, in_memory, on_device, device, options, trace)
     try:
-        gradients = _make_gradients(shards, slices, device, where, options, pin, trace)
+        gradients = _make_gradients(shards, slices, kept, device, where, options, pin, trace)
     except BaseException:
         tier.close()
         raise
-    staged = StagedSlices(slices, gradients, weights, device, staging=staging, pin=pin, trace=trace)
+    staged = StagedSlices(slices, gradients, weights, device, staging=staging, on_device=steps, pin=pin, trace=trace)
     return UpdateParts(
-        slices, in_memory if in_files else (), tier, gradients, staged, MappingProxyType(plan), options.paths
+        slices, in_memory if in_files else (), tier, gradients, staged, steps, MappingProxyType(plan), options.paths
     )
 
 
@@ -197,31 +208,41 @@ def _make_tier(
     in_files: Sequence[Slice],
     in_memory: Sequence[Slice],
     on_device: Sequence[Slice],
+    device: torch.device,
     options: NvmeOptions,
     trace: Trace | None,
 ) -> Tier:
-    """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded, and the device
-    is the CPU); a `SplitTier` if they are in two of these places.
+    """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded); a `SplitTier`
+    if they are in two of these places. What an accelerator updates is visited first: the host updates beside it.
     """
     if in_files:
         files = NvmeTier(in_files, options, trace)
         return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
     host = HostTier(in_memory)
-    return SplitTier(host, HostTier(on_device, on_device=True), len(in_memory)) if on_device else host
+    if not on_device:
+        return host
+    away = device.type != "cpu"
+    rest = DeviceTier(on_device, device) if away else HostTier(on_device, on_device=True)
+    return SplitTier(host, rest, len(in_memory), rest_first=away)
 
 
 def _make_gradients(
     shards: Sequence[ShardPlan],
     slices: Sequence[Slice],
+    kept: Sequence[Slice],
     device: torch.device,
     where: GradientPlace,
     options: NvmeOptions,
     pin: bool,
     trace: Trace | None,
 ) -> Gradients:
-    """Return the object that holds the gradients ``where`` says: with the caller, in host memory, or in files."""
+    """Return the object that holds the gradients ``where`` says: with the caller, in host memory (but for those of the
+    slices ``kept`` on an accelerator), or in files.
+    """
     if where == "caller":
         return CallerGradients(shards, slices)
+    if where == "host" and kept:
+        return SplitGradients(shards, slices, kept, device, pin=pin, trace=trace)
     if where == "host":
         return HostGradients(shards, slices, device, pin=pin, trace=trace)
     return NvmeGradients(shards, slices, device, options, trace)

@@ -115,15 +115,20 @@ class NvmeGradients:
         else:
             self._ring.drop(pack)
 
-    def add(self, shard: str, gradient: torch.Tensor) -> None:
+    def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Start copying a gradient to a buffer, added to the sum so far; it is written to its file in a later call,
         once it has arrived. The tensor may be freed at once.
         """
         own, again = self.borrow(shard)
-        event = copy_to_host(self._copy_stream, own, gradient, again=again)
+        event, total = copy_to_host(self._copy_stream, own, gradient, again=again)
         self._arriving.append((event, shard))
         self._present.add(shard)
         self._write_arrived(at_most=self._most_arriving)
+        return [total]
+
+    def join(self) -> None:
+        for event, _ in self._arriving:
+            self._copy_stream.join(event)
 
     def has(self, shard: str) -> bool:
         return shard in self._present
@@ -192,7 +197,7 @@ class NvmeGradients:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the buffers as ``gradients``, and of all gradients in files as ``nvme``."""
-        return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes}
+        return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
         return self._store.bytes_written()

@@ -67,7 +67,9 @@ class Gradients(Protocol):
         """Discard all gradients: no shard has one until the next is collected or given."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held, by what holds them: ``gradients`` in host memory, ``nvme`` in files."""
+        """Return the bytes held, by what holds them: ``gradients`` in host memory, ``nvme`` in files, ``device`` on the
+        accelerator.
+        """
 
     def bytes_written(self) -> int:
         """Return the bytes written to drives so far."""
@@ -98,10 +100,16 @@ class CollectedGradients(Gradients, Protocol):
         updated here.
         """
 
-    def add(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a gradient of the shard's size, on any device, to the sum. The caller may free the tensor at once, but
-        not write to it before `flush`. ShardError if the shard is not updated here.
+    def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Add a gradient of the shard's size, on any device, to the sum. Return the sum on that device, in 1-D parts
+        that follow each other, valid for work that is queued before the next `add`.
+
+        The caller may free the tensor at once, but not write to it before `flush`. ShardError if the shard is not
+        updated here.
         """
+
+    def join(self) -> None:
+        """Make the current stream wait for gradients on their way from the device; the host does not wait."""
 
 
 class CallerGradients:
@@ -152,7 +160,7 @@ class CallerGradients:
         self._given = {}
 
     def memory(self) -> dict[str, int]:
-        return {"gradients": 0, "nvme": 0}
+        return {"gradients": 0, "nvme": 0, "device": 0}
 
     def bytes_written(self) -> int:
         return 0
@@ -213,15 +221,22 @@ class HostGradients:
         if dirty:
             self._present.add(shard)
 
-    def add(self, shard: str, gradient: torch.Tensor) -> None:
+    def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Start copying a gradient to the shard's part of the block, added to the sum so far. The tensor may be freed
         at once, but not written before `flush`. ShardError for an unknown shard.
         """
-        own, again = self.borrow(shard)
-        event = copy_to_host(self._copy_stream, own, gradient, again=again)
+        own, again = known_shard(self._views, shard), shard in self._present
+        if gradient.device.type == "cpu":
+            self._wait_for(shard)
+        event, total = copy_to_host(self._copy_stream, own, gradient, again=again)
         if event is not None:
             self._arriving[shard] = event
         self._present.add(shard)
+        return [total]
+
+    def join(self) -> None:
+        for event in self._arriving.values():
+            self._copy_stream.join(event)
 
     def has(self, shard: str) -> bool:
         return shard in self._present
@@ -251,8 +266,8 @@ class HostGradients:
         self._present.clear()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of the block as ``gradients``; ``nvme`` is 0."""
-        return {"gradients": self._block.nbytes, "nvme": 0}
+        """Return the bytes of the block as ``gradients``; ``nvme`` and ``device`` are 0."""
+        return {"gradients": self._block.nbytes, "nvme": 0, "device": 0}
 
     def bytes_written(self) -> int:
         return 0
@@ -282,20 +297,22 @@ class HostGradients:
                 awaited.synchronize()
 
 
-def copy_to_host(stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool) -> torch.Event | None:
-    """Start copying ``gradient`` to ``own``, host memory of the same size, or with ``again`` adding it to the content;
-    return the event after which ``own`` is complete, None if it is already.
+def copy_to_host(
+    stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool
+) -> tuple[torch.Event | None, torch.Tensor]:
+    """Start copying ``gradient`` to ``own``, host memory of the same size, or with ``again`` adding it to the content.
+    Return the event after which ``own`` is complete, None if it is already, and the sum on the gradient's device.
 
     On an accelerator the sum is computed there, so that the host does not wait for it.
     """
     if not again:
-        return stream.copy(own, gradient)
+        return stream.copy(own, gradient), gradient
     if gradient.device == own.device:
-        own.add_(gradient)
-        return None
+        return None, own.add_(gradient)
     total = torch.empty_like(own, device=gradient.device)
     stream.join(stream.copy(total, own))
-    return stream.copy(own, total.add_(gradient))
+    total.add_(gradient)
+    return stream.copy(own, total), total
 
 
 @contextmanager

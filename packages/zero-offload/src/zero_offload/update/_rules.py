@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Rule:
     ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, whether it is a
     second moment, never negative) of each moment for a parameter group, ``initial`` the value that moments start with.
     ``run`` calls the kernel, which writes weights and states. ``refused``: options that the kernel does not have.
+    ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel; torch's own
+    classes choose by themselves.
     """
 
     template: type[torch.optim.Optimizer]
@@ -46,6 +48,7 @@ class Rule:
     initial: Callable[[Group], float]
     run: Callable[[KernelOperands, Group], None]
     refused: tuple[str, ...] = ()
+    fused: bool = False
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of a parameter group: ``options``, and the defaults of the torch class for the others.
@@ -153,6 +156,7 @@ _REFUSED = ("amsgrad", "differentiable")
 _ADAM_MOMENTS = (("exp_avg", False), ("exp_avg_sq", True))
 _ADAM = Rule(torch.optim.Adam, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
 _ADAMW = Rule(torch.optim.AdamW, lambda group: _ADAM_MOMENTS, _zero, _adam, _REFUSED)
+_FUSED_ADAM, _FUSED_ADAMW = replace(_ADAM, fused=True), replace(_ADAMW, fused=True)
 _SGD = Rule(
     torch.optim.SGD,
     lambda group: (("momentum_buffer", False),) if group["momentum"] else (),
@@ -169,14 +173,14 @@ _ADAGRAD = Rule(
 )
 _LION = Rule(CPULion, lambda group: (("exp_avg", False),), _zero, _lion)
 
-_BY_NAME = {"adagrad": _ADAGRAD, "adam": _ADAM, "adamw": _ADAMW, "lion": _LION, "sgd": _SGD}
+_BY_NAME = {"adagrad": _ADAGRAD, "adam": _FUSED_ADAM, "adamw": _FUSED_ADAMW, "lion": _LION, "sgd": _SGD}
 _BY_CLASS: Sequence[tuple[type, Rule]] = (
     (torch.optim.AdamW, _ADAMW),
     (torch.optim.Adam, _ADAM),
     (torch.optim.SGD, _SGD),
     (torch.optim.Adagrad, _ADAGRAD),
-    (CPUAdamW, _ADAMW),
-    (CPUAdam, _ADAM),
+    (CPUAdamW, _FUSED_ADAMW),
+    (CPUAdam, _FUSED_ADAM),
     (CPUSGD, _SGD),
     (CPUAdagrad, _ADAGRAD),
     (CPULion, _LION),

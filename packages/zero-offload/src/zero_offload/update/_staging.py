@@ -4,7 +4,7 @@ of fragments that are updated together.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -65,9 +65,9 @@ class StagedSlices:
     `staged_spans`, `finish`; then `end`, or `abort`.
 
     Tensors on an accelerator (``device``) pass through two alternating staging buffers in host memory (``staging``
-    bytes in all, from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory are
-    used in place. Shards are borrowed from ``weights`` from the first slice that needs them to the last. ``trace``, if
-    not None, records the copies.
+    bytes in all, from `staging_bytes`; pinned with ``pin``), copied on streams of their own; tensors in host memory,
+    and those of the slices in ``on_device``, are used in place. Shards are borrowed from ``weights`` from the first
+    slice that needs them to the last. ``trace``, if not None, records the copies.
     """
 
     def __init__(
@@ -78,10 +78,12 @@ class StagedSlices:
         device: torch.device,
         *,
         staging: int,
+        on_device: Container[int] = (),
         pin: bool,
         trace: Trace | None,
     ) -> None:
         self._slices = slices
+        self._on_device = on_device
         self._gradients = gradients
         self._weights = weights
         self._in = CopyStream(device, trace, "gradients, device")
@@ -121,9 +123,9 @@ class StagedSlices:
         """Start bringing the slice at a position of the order, and give a hint of the next two; do nothing beyond the
         last.
 
-        Spans that are absent or have no gradient are left out. Blocks until the new weights of two slices ago have left
-        the staging buffer. OffloadError if weights on an accelerator are to be updated in place; ShardError if weights
-        or gradients cannot be read or do not fit their plan.
+        Spans that are absent or have no gradient are left out; those of slices on the device stay there. Blocks until
+        the new weights of two slices ago have left the staging buffer. OffloadError if weights on an accelerator are to
+        be updated in place; ShardError if weights or gradients cannot be read or do not fit their plan.
         """
         if position >= len(self._order):
             return
@@ -141,6 +143,9 @@ class StagedSlices:
             if grad is None or span.fragment.name in self._absent:
                 continue
             weights = out = span.of_shard(self._borrowed_weights(span.fragment.shard))
+            if index in self._on_device:
+                staged_spans.append(StagedSpan(number, span, grad, out, weights))
+                continue
             if self.is_away(grad.base):
                 staged = self._staging_place(side, offset, grad)
                 offset += _aligned(nbytes_of(staged.base))
@@ -233,5 +238,5 @@ class StagedSlices:
 
 def _wait(event: torch.Event | None) -> None:
     """Block until the event has completed; None is an event that has."""
-    if event is not None:
+    if event is not None and not event.query():
         event.synchronize()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..trace import Trace
+from ._device_step import DeviceSteps
 from ._rules import KernelOperands, Rule
 from ._slices import MASTER, FragmentSpan, KeptFragment, Slice
 from ._staging import StagedSlices, StagedSpan
@@ -27,13 +28,15 @@ def run_step(
     slices: Sequence[Slice],
     tier: Tier,
     staged: StagedSlices,
+    on_device: DeviceSteps,
     fragments: Collection[KeptFragment],
     *,
     absent: Collection[str],
     grad_scale: float,
     trace: Trace | None,
 ) -> None:
-    """Update the weights, masters and moments of ``fragments``, slice by slice, with the kernels of ``rule``.
+    """Update the weights, masters and moments of ``fragments``, slice by slice, with the kernels of ``rule``, or by
+    ``on_device`` where it has the slice.
 
     ``groups``: the parameter groups, by number. ``slices``: all slices of the update, whose states are on ``tier``;
     those without one of ``fragments`` are skipped. ``staged``: brings gradients and weights. ``fragments`` are all that
@@ -51,11 +54,15 @@ def run_step(
             for position, visit in enumerate(visits):
                 staged.start(position + 1)
                 staged_spans = staged.staged_spans(position)
-                with nullcontext() if trace is None else trace.span("compute", _shard_names_text(staged_spans)):
+                stays = visit.number in on_device
+                with nullcontext() if trace is None or stays else trace.span("compute", _names_text(staged_spans)):
                     for staged_span in staged_spans:
                         if not staged_span.span.fragment.is_settled:
                             _prepare_states(rule, groups, staged_span, visit.tensors[staged_span.number])
-                    _run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
+                    if stays:
+                        on_device.run(groups, staged_spans, visit.tensors, grad_scale)
+                    else:
+                        _run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
                 staged.finish(position)
         staged.end()
     except BaseException:
@@ -68,7 +75,7 @@ def run_step(
         fragment.weights_changed = False
 
 
-def _shard_names_text(staged_spans: Sequence[StagedSpan]) -> str:
+def _names_text(staged_spans: Sequence[StagedSpan]) -> str:
     """Return the names of the shards that are updated together as text: one name, or the first and the last; empty for
     none.
     """

@@ -7,6 +7,7 @@ tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,17 @@ from ..ends import HostUse
 from ..trace import Trace
 from ._slices import Slice, slice_bytes
 
-__all__ = ["HostTier", "LoadedSlice", "NvmeOptions", "NvmeTier", "SplitTier", "Tier", "host_bytes", "ring_bytes"]
+__all__ = [
+    "DeviceTier",
+    "HostTier",
+    "LoadedSlice",
+    "NvmeOptions",
+    "NvmeTier",
+    "SplitTier",
+    "Tier",
+    "host_bytes",
+    "ring_bytes",
+]
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -93,7 +104,8 @@ class HostTier:
         self._on_device = on_device
         parts = tuple((span.fragment.name, span.fragment.nbytes(span.length)) for slice_ in slices for span in slice_)
         use = HostUse("masters and optimizer states", on_device=on_device, parts=parts)
-        self._block = HostBlock(host_bytes(slices), use)
+        self._nbytes = host_bytes(slices)
+        self._block = HostBlock(self._nbytes, use)
         self._tensors: list[list[_Tensors]] = [[{} for _ in slice_] for slice_ in slices]
         places = [
             (kind, span, self._tensors[index][number])
@@ -120,10 +132,10 @@ class HostTier:
         """Do nothing: the content of a slice may be anything until the caller writes it."""
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of the block as ``states``, or as ``device`` if it counts as device memory; ``ring`` and
+        """Return the bytes of the states as ``states``, or as ``device`` if they count as device memory; ``ring`` and
         ``nvme`` are 0.
         """
-        states, device = (0, self._block.nbytes) if self._on_device else (self._block.nbytes, 0)
+        states, device = (0, self._nbytes) if self._on_device else (self._nbytes, 0)
         return {"states": states, "ring": 0, "nvme": 0, "device": device}
 
     def bytes_written(self) -> int:
@@ -145,7 +157,24 @@ class HostTier:
     def close(self) -> None:
         """Free the block; tensors over it keep it alive."""
         self._tensors.clear()
-        self._block = HostBlock(0, HostUse("nothing"))
+        self._nbytes, self._block = 0, HostBlock(0, HostUse("nothing"))
+
+
+class DeviceTier(HostTier):
+    """A `Tier` in the memory of an accelerator, ``device``, for ``slices`` that are not offloaded: a tensor for each
+    state, so that each is aligned as the device's allocator does.
+    """
+
+    def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
+        super().__init__((), on_device=True)
+        self._nbytes = host_bytes(slices)
+        self._tensors = [
+            [
+                {k.name: torch.empty(k.items(s.length), dtype=k.dtype, device=device) for k in s.fragment.kinds}
+                for s in slice_
+            ]
+            for slice_ in slices
+        ]
 
 
 def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
@@ -320,26 +349,31 @@ def _slice_pack(index: int, slice_: Slice) -> BufferContent:
 
 class SplitTier:
     """A `Tier` that keeps the first ``count`` slices on the tier ``first`` and the others on ``rest``, where their
-    indices begin with 0. Only ``first`` can have files.
+    indices begin with 0. Only ``first`` can have files. ``rest_first``: `order` begins with those on ``rest``.
     """
 
-    def __init__(self, first: Tier, rest: Tier, count: int) -> None:
+    def __init__(self, first: Tier, rest: Tier, count: int, *, rest_first: bool = False) -> None:
         self._first = first
         self._rest = rest
         self._count = count
+        self._rest_first = rest_first
 
     def order(self, indices: Sequence[int]) -> list[int]:
-        """Return the indices of the first tier's slices in its order, then the others as they are."""
+        """Return the indices of the first tier's slices in its order, and behind or before them the others as they
+        are.
+        """
         first = self._first.order([i for i in indices if i < self._count])
-        return first + [i for i in indices if i >= self._count]
+        rest = [i for i in indices if i >= self._count]
+        return rest + first if self._rest_first else first + rest
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield those of the slices that are on the first tier, then the others, with their indices among all
-        slices.
-        """
-        yield from self._first.visit([i for i in indices if i < self._count], dirty=dirty)
-        for visit in self._rest.visit([i - self._count for i in indices if i >= self._count], dirty=dirty):
-            yield LoadedSlice(visit.number + self._count, visit.tensors)
+        """Yield the slices with these indices in turn; those of one tier that follow each other in one visit of it."""
+        for on_first, run in groupby(indices, lambda index: index < self._count):
+            if on_first:
+                yield from self._first.visit(list(run), dirty=dirty)
+                continue
+            for visit in self._rest.visit([index - self._count for index in run], dirty=dirty):
+                yield LoadedSlice(visit.number + self._count, visit.tensors)
 
     def reset(self) -> None:
         self._first.reset()

@@ -54,7 +54,7 @@ class DelayedUpdate:
         trace: Trace | None = None,
     ) -> None:
         device = compute_device(device)
-        (tier_options or TierOptions()).check_device(device)
+        (tier_options or TierOptions()).check_device(device, optimizer, delayed=True)
         budget = HostBudget() if budget is None else budget
         budget.need("two sets of gradients", 2 * gradient_bytes(shards))
         budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
@@ -103,11 +103,18 @@ class DelayedUpdate:
         """
         self._sets[0].give_back(shard, dirty=True)
 
-    def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a shard's gradient (1-D, on any device) to the sum for the next step. The tensor may be freed at once,
-        but not written before `step`. ShardError if the shard is not updated here.
+    def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Add a shard's gradient (1-D, on any device) to the sum for the next step; return that sum on its device, as
+        `OffloadedUpdate.add_gradient`. The tensor may be freed at once, but not written before `step`. ShardError if
+        the shard is not updated here.
         """
-        self._sets[0].add(shard, gradient)
+        return self._sets[0].add(shard, gradient)
+
+    def join_gradients(self) -> None:
+        """Make the accelerator's current stream wait for the gradients for the next step that are on their way to host
+        memory; the host does not wait.
+        """
+        self._sets[0].join()
 
     def has_gradient(self, shard: str) -> bool:
         """Return whether a shard has a gradient for the next step; those that a running step uses do not count."""

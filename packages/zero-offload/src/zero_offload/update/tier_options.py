@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from .._extents import NvmePath
+from ._rules import find_rule
 from ._slices import GRAIN
 
 __all__ = ["TierOptions"]
@@ -24,9 +25,10 @@ class TierOptions:
 
     ``sub_group_size``: elements that are updated at a time. ``ratio``: the fraction of the elements, to the element (to
     the block of 256 with 8-bit states), that is in files, while the rest stays in host memory; with ``tier="host"`` the
-    fraction in host memory, while the rest stays on the device, which must be the CPU. ``state_dtype`` of the moments:
-    None for that of the update (float32, or float64 for float64), ``torch.bfloat16``, or ``torch.int8`` (a byte per
-    element and a scale per 256). ``pin`` registers host memory with an accelerator.
+    fraction in host memory, while the rest stays on the device, where torch's optimizer updates it if that is an
+    accelerator (Twin-Flow). ``state_dtype`` of the moments: None for that of the update (float32, or float64 for
+    float64), ``torch.bfloat16``, or ``torch.int8`` (a byte per element and a scale per 256). ``pin`` registers host
+    memory with an accelerator.
 
     ``checksums`` are recorded as files are written, ``verify`` compares them on every read; ``prefix`` begins the file
     names: two updates in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share.
@@ -66,9 +68,21 @@ class TierOptions:
         if self.state_dtype not in (None, torch.bfloat16, torch.int8):
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
-    def check_device(self, device: torch.device) -> None:
-        """Raise ValueError if part of the update would have to run on an accelerator, for which there is no kernel:
-        with ``tier="host"`` and a ``ratio`` below 1 when ``device`` is not the CPU.
+    def check_device(
+        self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, delayed: bool
+    ) -> None:
+        """Raise ValueError if a part of the update would stay on an accelerator (``tier="host"`` with a ``ratio`` below
+        1 and a ``device`` that is not the CPU) and could not run there: moments in another dtype than the update's, an
+        ``optimizer`` that torch does not have, and a ``delayed`` update, which runs in host memory only.
         """
-        if self.tier == "host" and self.ratio < 1.0 and device.type != "cpu":
-            raise ValueError(f"ratio: expected 1 with tier='host' and weights on {device}, got {self.ratio}")
+        if self.tier != "host" or self.ratio == 1.0 or device.type == "cpu":
+            return
+        template, problem = find_rule(optimizer).template, ""
+        if self.state_dtype is not None:
+            problem = f"with moments in {self.state_dtype} (state_dtype), which torch's optimizers do not keep"
+        elif delayed:
+            problem = "with a delayed update (delayed_update), which runs in host memory only"
+        elif not template.__module__.startswith("torch.optim."):
+            problem = f"with {template.__name__}, which torch has no optimizer for"
+        if problem:
+            raise ValueError(f"ratio: expected 1 on {device} {problem}; got {self.ratio}")

@@ -65,7 +65,8 @@ class OffloadedUpdate:
         if gradients not in ("host", "nvme", "caller"):
             raise ValueError(f"gradients: expected 'host', 'nvme' or 'caller', got {gradients!r}")
         check_plans(shards, len(groups()))
-        tier_options = tier_options or TierOptions()
+        tier_options, place = tier_options or TierOptions(), compute_device(device)
+        tier_options.check_device(place, optimizer, delayed=False)
         self._rule = find_rule(optimizer)
         self._groups = groups
         self._trace = trace
@@ -78,11 +79,12 @@ class OffloadedUpdate:
         self._first_of_group = {f.plan.group: f for f in reversed(self._fragments.values())}
         self._parts = build(
             shards,
+            self._rule,
             list(self._fragments.values()),
             weights,
             tier_options,
             gradients,
-            compute_device(device),
+            place,
             HostBudget() if budget is None else budget,
             trace,
         )
@@ -132,11 +134,19 @@ class OffloadedUpdate:
         """
         self._collected().give_back(shard, dirty=True)
 
-    def add_gradient(self, shard: str, gradient: torch.Tensor) -> None:
-        """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. The tensor may be freed at once, but
-        not written before `flush` or the step. Errors as in `borrow_gradient`.
+    def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Add a shard's gradient (1-D, on any device) to the sum of earlier ones. Return the sum on that device, in 1-D
+        parts that follow each other, valid for work that is queued before the next gradient of the shard.
+
+        The tensor may be freed at once, but not written before `flush` or the step. Errors as in `borrow_gradient`.
         """
-        self._collected().add(shard, gradient)
+        return self._collected().add(shard, gradient)
+
+    def join_gradients(self) -> None:
+        """Make the accelerator's current stream wait for the gradients that are on their way to host memory, so that
+        work queued from now on follows them; the host does not wait. OffloadError if the caller keeps them.
+        """
+        self._collected().join()
 
     def has_gradient(self, shard: str) -> bool:
         """Return whether a shard has a gradient for the next step."""
@@ -195,6 +205,7 @@ class OffloadedUpdate:
             self._parts.slices,
             self._parts.tier,
             self._parts.staged,
+            self._parts.on_device,
             {f for f in self._fragments.values() if f.name not in absent and self.has_gradient(f.shard.name)},
             absent=absent,
             grad_scale=grad_scale,
@@ -345,7 +356,7 @@ class OffloadedUpdate:
         """Return the bytes held now, by the names of `plan`."""
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
-            "device": tier["device"],
+            "device": tier["device"] + gradients["device"],
             "gradients": gradients["gradients"],
             "nvme": tier["nvme"] + gradients["nvme"],
             "ring": tier["ring"],

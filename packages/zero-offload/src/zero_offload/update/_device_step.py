@@ -1,0 +1,136 @@
+"""The arithmetic of the slices that stay on an accelerator: torch's optimizer, over masters and moments there. A slice
+is the spans of fragments that are updated together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ._rules import Rule
+from ._slices import MASTER, KeptFragment
+from ._staging import StagedSpan
+
+__all__ = ["DeviceSteps"]
+
+_STEP = "step"
+_HOST = torch.device("cpu")
+
+
+class DeviceSteps:
+    """Steps by torch's optimizer over the slices whose index is ``first`` or more; a container of these indices.
+
+    The optimizer is ``rule.template``, with the options of the parameter groups, so the results have the bits of that
+    optimizer without offload. Its states are the tensors of the tier, on ``device``. The host waits for nothing, unless
+    weights are in host memory.
+    """
+
+    def __init__(self, rule: Rule, first: int, device: torch.device) -> None:
+        self._rule = rule
+        self._first = first
+        self._device = device
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._parameters: dict[tuple[KeptFragment, int], torch.Tensor] = {}
+        self._counted: dict[torch.Tensor, int] = {}
+
+    def __contains__(self, index: object) -> bool:
+        """Return whether the slice with this index stays on the device."""
+        return isinstance(index, int) and index >= self._first
+
+    def run(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        staged_spans: Sequence[StagedSpan],
+        tensors: Sequence[Mapping[str, torch.Tensor]],
+        grad_scale: float,
+    ) -> None:
+        """Update the spans of one slice and write their new weights. ``groups``: the parameter groups, by number.
+        ``tensors``: the states of every span of the slice, by kind, updated in place. ``grad_scale`` multiplies
+        gradients, which are not changed.
+        """
+        by_group: dict[int, list[StagedSpan]] = {}
+        for staged_span in staged_spans:
+            by_group.setdefault(staged_span.span.fragment.plan.group, []).append(staged_span)
+        for number, spans in by_group.items():
+            optimizer = self._optimizer(number, groups[number])
+            parameters = [self._parameter(one, tensors[one.number]) for one in spans]
+            optimizer.param_groups[0]["params"] = parameters
+            for one, parameter in zip(spans, parameters, strict=True):
+                self._lend_states(optimizer, one.span.fragment, parameter, tensors[one.number])
+                parameter.grad = one.grad.view().to(parameter.device, parameter.dtype)
+            if grad_scale != 1.0:
+                for parameter, grad in zip(parameters, _scaled(parameters, grad_scale), strict=True):
+                    parameter.grad = grad
+            try:
+                optimizer.step()
+            finally:
+                for parameter in parameters:
+                    parameter.grad = None
+            for one, parameter in zip(spans, parameters, strict=True):
+                self._take_states(optimizer, one.span.fragment, parameter, tensors[one.number])
+                one.weights.view().copy_(parameter)
+                if not one.span.fragment.keeps_master:
+                    parameter.data = parameter.new_empty(0)
+
+    def _optimizer(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """Return the optimizer for parameter group ``number``, with the options that ``group`` has now."""
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            made: Any = self._rule.template
+            optimizer = self._optimizers[number] = made([torch.zeros(0, device=self._device)])
+        own = optimizer.param_groups[0]
+        own.update({key: value for key, value in group.items() if key in own and key != "params"})
+        if self._rule.fused and own["fused"] is None:
+            own["fused"] = not own["foreach"]
+        return optimizer
+
+    def _parameter(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor that the optimizer knows a span by: its master, or a copy of its weights on the device."""
+        fragment, key = staged_span.span.fragment, (staged_span.span.fragment, staged_span.span.begin)
+        if fragment.keeps_master:
+            return self._parameters.setdefault(key, tensors[MASTER])
+        copied = staged_span.weights.view().to(self._device)
+        parameter = self._parameters.setdefault(key, copied)
+        parameter.data = copied
+        return parameter
+
+    def _lend_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fragment: KeptFragment,
+        parameter: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Give the optimizer the states of a span (``tensors``, by kind) and the number of its steps. SGD's buffer is
+        left out of a first step, which sets it to the gradient.
+        """
+        state, group = optimizer.state[parameter], optimizer.param_groups[0]
+        begins_anew = self._rule.template is torch.optim.SGD and fragment.step == 0
+        for kind in fragment.moments:
+            state[kind.name] = None if begins_anew else tensors[kind.name]
+        where = self._device if group.get("fused") or group.get("capturable") else _HOST
+        count = state.get(_STEP)
+        if count is None or count.device.type != where.type or self._counted[parameter] != fragment.step:
+            state[_STEP] = torch.full((), float(fragment.step), dtype=torch.float32, device=where)
+        self._counted[parameter] = fragment.step + 1
+
+    def _take_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        fragment: KeptFragment,
+        parameter: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind)."""
+        for kind in fragment.moments:
+            own = optimizer.state[parameter][kind.name]
+            if own is not tensors[kind.name]:
+                tensors[kind.name].copy_(own)
+                optimizer.state[parameter][kind.name] = None
+
+
+def _scaled(parameters: Sequence[torch.Tensor], factor: float) -> Sequence[torch.Tensor]:
+    """Return the parameters' gradients times ``factor``, in new tensors."""
+    return torch._foreach_mul([p.grad for p in parameters if p.grad is not None], factor)

@@ -1,0 +1,149 @@
+"""Gradients of which a part stays on the accelerator, because its states do. A slice is the spans of fragments that are
+updated together; its index is its place in the list of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from .._memory import nbytes_of
+from ..trace import Trace
+from ._gradients import HostGradients, known_shard
+from ._slices import FlatSpan, Slice
+from .plans import ShardPlan
+
+__all__ = ["SplitGradients", "host_parts"]
+
+
+def host_parts(shards: Sequence[ShardPlan], kept: Sequence[Slice]) -> list[ShardPlan]:
+    """Return the shards cut off where their part on the device begins: at the first element of ``kept``, the slices
+    that stay there, which are the last fragments of a shard, or all of them.
+    """
+    begins: dict[str, int] = {}
+    for span in (span for slice_ in kept for span in slice_):
+        start, name = span.fragment.plan.start + span.begin, span.fragment.shard.name
+        begins[name] = min(start, begins.get(name, start))
+    counts = {s.name: begins.get(s.name, s.numel) for s in shards}
+    return [
+        replace(s, numel=0 if s.fragments and counts[s.name] <= s.fragments[0].start else counts[s.name])
+        for s in shards
+    ]
+
+
+class SplitGradients:
+    """`CollectedGradients` whose first elements of each shard, as `host_parts` says, go to host memory, while the
+    others stay on ``device``.
+
+    ``kept``: the slices on the device. The other arguments are as in `HostGradients`.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardPlan],
+        slices: Sequence[Slice],
+        kept: Sequence[Slice],
+        device: torch.device,
+        *,
+        pin: bool,
+        trace: Trace | None,
+    ) -> None:
+        parts = host_parts(shards, kept)
+        self._slices = slices
+        self._counts = {part.name: part.numel for part in parts}
+        self._host = HostGradients(parts, (), device, pin=pin, trace=trace)
+        self._rest = {
+            shard.name: torch.empty(shard.numel - part.numel, dtype=shard.grad_dtype, device=device)
+            for shard, part in zip(shards, parts, strict=True)
+            if shard.numel > part.numel
+        }
+        self._lent: dict[str, torch.Tensor] = {}
+
+    def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """Return host memory for all of a shard's gradient (1-D), and whether it holds the sum so far. Where a part is
+        on the device it is a copy, for which the host waits. ShardError for an unknown shard.
+        """
+        own, again = self._host.borrow(shard)
+        rest = self._rest.get(shard)
+        if rest is None:
+            return own, again
+        self._lent[shard] = torch.cat([own, rest.to("cpu")]) if again else own.new_empty(own.numel() + rest.numel())
+        return self._lent[shard], again
+
+    def give_back(self, shard: str, *, dirty: bool) -> None:
+        """End one `borrow`; with ``dirty`` the content is the shard's gradient from now on, and copied to its parts."""
+        lent = self._lent.pop(shard, None)
+        if lent is not None and dirty:
+            count = self._counts[shard]
+            self._host.borrow(shard)[0].copy_(lent[:count])
+            self._rest[shard].copy_(lent[count:])
+        self._host.give_back(shard, dirty=dirty)
+
+    def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Start copying a gradient's first elements to host memory, and add the others to the sum on the device.
+        ShardError for an unknown shard.
+        """
+        count, rest = known_shard(self._counts, shard), self._rest.get(shard)
+        if rest is None:
+            return self._host.add(shard, gradient)
+        again = self.has(shard)
+        if count:
+            parts = self._host.add(shard, gradient[:count])
+        else:
+            parts = ()
+            self._host.give_back(shard, dirty=True)
+        (rest.add_ if again else rest.copy_)(gradient[count:])
+        return [*parts, rest]
+
+    def join(self) -> None:
+        self._host.join()
+
+    def has(self, shard: str) -> bool:
+        return self._host.has(shard)
+
+    def prefetch(self, index: int) -> None:
+        """Do nothing: the gradients are where they are updated."""
+
+    def acquire(self, index: int) -> list[FlatSpan | None]:
+        """Return the gradient of each span of slice ``index``, in host memory after it has arrived there, or on the
+        device; None for a span whose shard has none. Valid until `clear`.
+        """
+        found: list[FlatSpan | None] = []
+        for span in self._slices[index]:
+            shard, start = span.fragment.shard.name, span.fragment.plan.start + span.begin
+            count = self._counts[shard]
+            if not self.has(shard):
+                found.append(None)
+            elif start < count:
+                found.append(FlatSpan(self._host.borrow(shard)[0], start, span.length))
+            else:
+                found.append(FlatSpan(self._rest[shard], start - count, span.length))
+        return found
+
+    def release(self, index: int) -> None:
+        """Do nothing: the gradients stay until `clear`."""
+
+    def abort(self) -> None:
+        """Do nothing: `acquire` took no memory."""
+
+    def clear(self) -> None:
+        """Forget all gradients; the memory stays."""
+        self._host.clear()
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes in host memory as ``gradients``, those on the device as ``device``; ``nvme`` is 0."""
+        return {**self._host.memory(), "device": sum(map(nbytes_of, self._rest.values()))}
+
+    def bytes_written(self) -> int:
+        return 0
+
+    def flush(self) -> None:
+        """Block until every gradient has arrived from the device."""
+        self._host.flush()
+
+    def close(self) -> None:
+        """Wait for copies under way and free the memory; tensors over it keep it alive."""
+        self._host.close()
+        self._rest.clear()

@@ -1,0 +1,48 @@
+"""Small values of an accelerator on their way to the host, and sums of squares that are added there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Arriving:
+    """A copy of ``values``, a small tensor of an accelerator, on its way to the host behind the work that is queued
+    now."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = _pinned(values)
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.Event(values.device)
+        self._event.record()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._event.query()
+
+    def read(self) -> list[float]:
+        """Return the values as a list; wait for the device where they are not here yet."""
+        if not self.is_here:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+def squares_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of each of ``tensors``, one or more of one device, as a 1-D tensor there: float64, or
+    float32 on MPS, which lacks it. Nothing waits."""
+    return torch.stack(torch._foreach_norm(list(tensors), 2, sum_dtype(tensors[0].device))).square_()
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums of squares on ``device``: float64, or float32 on MPS, which lacks it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _pinned(values: torch.Tensor) -> torch.Tensor:
+    """Return host memory for ``values``, pinned where the accelerator can."""
+    try:
+        return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    except RuntimeError:  # the copy then waits for the device
+        return torch.empty(values.shape, dtype=values.dtype)
