@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import simulated_engines as engines
@@ -111,6 +112,21 @@ def test_offloaded_states_wait_for_the_device_once_a_step_and_copy_pinned_memory
     for reports in run_simulated(stops.by_step, 2, engines.config(3, "bf16", **zero), range(9, 12)):
         assert not [place for place in places(reports) if "not pinned" in place]
         assert max(len(report.stops) for report in reports) <= 1  # for the norm, behind the gradients
+        assert [str(race) for report in reports for race in report.races] == []
+
+
+def test_gradients_go_to_files_through_pinned_memory(tmp_path: Path) -> None:
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path), "pin_memory": True}}
+    for reports in run_simulated(stops.by_step, 2, engines.config(2, "bf16", **zero), range(9, 12)):
+        assert not [place for place in places(reports) if "not pinned" in place or "blocking" in place]
+        assert [str(race) for report in reports for race in report.races] == []
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_delayed_update_copies_beside_the_host(stage: int) -> None:
+    settings = {**engines.config(stage, "bf16", offload_optimizer=OFFLOADED), "offload": {"delayed_update": True}}
+    for reports in run_simulated(stops.by_step, 2, settings, range(9, 12)):
+        assert not [place for place in places(reports) if "not pinned" in place or "blocking" in place]
         assert [str(race) for report in reports for race in report.races] == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulated_engines as engines
 import torch
 import twin_flow_runs as runs
 from simulated_accelerator.ranks import run_simulated
@@ -95,6 +96,16 @@ def test_host_waits_once_a_micro_batch_at_most_and_nothing_races(stage: int, rat
     for rank in run_simulated(runs.trained, 2, settings, 11):
         assert [str(race) for report in rank.reports for race in report.races] == []
         assert [str(s) for report in rank.reports[9:] if len(report.stops) > micro_batches for s in report.stops] == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize(("stage", "ratio"), [(1, 0.7), (2, 0.0), (3, 0.3)])
+def test_no_delays_make_a_race(stage: int, ratio: float, delayed: bool) -> None:
+    settings = runs.config(stage, "bf16", 1.0 if delayed else ratio)
+    settings["offload"] = {"delayed_update": delayed}
+    for first in range(0, 100, 10):
+        assert run_simulated(engines.races_by_seed, 2, settings, range(first, first + 10)) == [[], []]
 
 
 @pytest.mark.parametrize("more", [{"sub_group_size": 4096}, {"offload_param": {"device": "cpu"}}])

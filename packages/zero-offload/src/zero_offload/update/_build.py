@@ -245,4 +245,4 @@ def _make_gradients(
         return SplitGradients(shards, slices, kept, device, pin=pin, trace=trace)
     if where == "host":
         return HostGradients(shards, slices, device, pin=pin, trace=trace)
-    return NvmeGradients(shards, slices, device, options, trace)
+    return NvmeGradients(shards, slices, device, options, pin=pin, trace=trace)

@@ -59,10 +59,9 @@ class DeviceSteps:
             optimizer.param_groups[0]["params"] = parameters
             for one, parameter in zip(spans, parameters, strict=True):
                 self._lend_states(optimizer, one.span.fragment, parameter, tensors[one.number])
-                parameter.grad = one.grad.view().to(parameter.device, parameter.dtype)
+                parameter.grad = one.grad.view().to(parameter.device, parameter.dtype, copy=grad_scale != 1.0)
             if grad_scale != 1.0:
-                for parameter, grad in zip(parameters, _scaled(parameters, grad_scale), strict=True):
-                    parameter.grad = grad
+                torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_scale)
             try:
                 optimizer.step()
             finally:
@@ -129,8 +128,3 @@ class DeviceSteps:
             if own is not tensors[kind.name]:
                 tensors[kind.name].copy_(own)
                 optimizer.state[parameter][kind.name] = None
-
-
-def _scaled(parameters: Sequence[torch.Tensor], factor: float) -> Sequence[torch.Tensor]:
-    """Return the parameters' gradients times ``factor``, in new tensors."""
-    return torch._foreach_mul([p.grad for p in parameters if p.grad is not None], factor)

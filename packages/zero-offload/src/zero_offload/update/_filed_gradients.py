@@ -45,7 +45,8 @@ class NvmeGradients:
 
     ``shards``: whose gradients are collected. ``slices``: what the step reads, by index. ``device``: where gradients
     are computed. ``options``: of the files, and the number of buffers, of which there are at least 4
-    (`gradient_ring_bytes` says how large). ``trace``: records the transfers; None for no record.
+    (`gradient_ring_bytes` says how large). ``pin``: the buffers are pinned, so that copies run beside compute.
+    ``trace``: records the transfers; None for no record.
 
     The constructor opens the files and allocates the buffers; OffloadError if the folders cannot be used or another
     process uses them. `close` removes the files.
@@ -57,6 +58,8 @@ class NvmeGradients:
         slices: Sequence[Slice],
         device: torch.device,
         options: NvmeOptions,
+        *,
+        pin: bool,
         trace: Trace | None,
     ) -> None:
         self._slices = slices
@@ -84,6 +87,7 @@ class NvmeGradients:
                 self._store,
                 buffer_count=count,
                 buffer_bytes=gradient_ring_bytes(shards, slices, count) // count,
+                pin=pin,
                 trace=trace,
                 hop=HOP,
             )

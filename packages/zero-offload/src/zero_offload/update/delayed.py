@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._copy_streams import compute_device
+from .._copy_streams import CopyStream, compute_device
 from .._memory import HostBlock
 from ..budget import HostBudget
 from ..ends import HostUse
@@ -79,6 +79,8 @@ class DelayedUpdate:
         self._changed = set(self._plans)
         self._sets = [HostGradients(shards, (), device, pin=pin, trace=trace) for _ in range(2)]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload delayed update")
+        self._copies = CopyStream(device, trace, "weights, device")
+        self._copied: torch.Event | None = None
         self._running: Future[None] | None = None
         self._updated_shards: set[str] = set()
         self._changed_unreported: set[str] = set()
@@ -145,28 +147,41 @@ class DelayedUpdate:
         given.flush()
         gradients = {name: given.borrow(name)[0] for name in self._plans if given.has(name)}
         for shard in sorted(self._changed & gradients.keys()):
-            self._mirror.borrow(shard).copy_(self._borrow_weights(shard, fresh=False))
+            self._copied = self._copies.copy(self._mirror.borrow(shard), self._borrow_weights(shard, fresh=False))
             self._weights.give_back(shard, dirty=False)
             self._inner.weights_changed(shard)
+        self._copies.join(self._copied)
         self._changed -= gradients.keys()
         self._updated_shards = set(gradients)
         self._sets.reverse()
         self._sets[0].clear()
-        self._running = self._thread.submit(
-            self._inner.step, grad_scale=grad_scale, absent=frozenset(absent), gradients=gradients
-        )
+        self._running = self._thread.submit(self._run, self._copied, grad_scale, frozenset(absent), gradients)
+
+    def _run(
+        self,
+        copied: torch.Event | None,
+        grad_scale: float,
+        absent: Collection[str],
+        gradients: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Step once the copies of weights up to the event ``copied`` have ended; called in the thread."""
+        if copied is not None and not copied.query():
+            copied.synchronize()
+        self._inner.step(grad_scale=grad_scale, absent=absent, gradients=gradients)
 
     def finish(self) -> bool:
         """Wait for the running step and write its weights to the shards that forward reads, except those of
-        `weights_changed`; return False if none was running. Raises the step's error; no weights are written then.
+        `weights_changed`; return False if none was running. Raises the step's error; no weights are written then. On an
+        accelerator work that is queued from now on sees them; the host does not wait for their copies.
         """
         if self._running is None:
             return False
         running, self._running = self._running, None
         running.result()
         for shard in sorted(self._updated_shards - self._changed):
-            self._borrow_weights(shard, fresh=True).copy_(self._mirror.borrow(shard))
+            self._copied = self._copies.copy(self._borrow_weights(shard, fresh=True), self._mirror.borrow(shard))
             self._weights.give_back(shard, dirty=True)
+        self._copies.join(self._copied)
         return True
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
@@ -286,6 +301,7 @@ class DelayedUpdate:
     def close(self) -> None:
         """Wait for the running step, drop its weights, free the memory and remove the files. May be called twice."""
         self._running = None
+        self._copies.synchronize()
         self._finalizer()
 
 
