@@ -14,7 +14,6 @@ from torch import nn
 from zero_plan import plan
 from zero_plan.dry_run.operations import Operations
 
-
 CODED = (
     ("zero_hpz_partition_size", 8),
     ("zero_quantized_weights", True),
