@@ -60,7 +60,7 @@ class Way:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count anew."""
+        """Begin to count again."""
         self.parts: dict[str, int] = dict.fromkeys(("forward", "backward", "reduce", "all"), 0)
         self.kernel = 0
         self.seconds: list[float] = []

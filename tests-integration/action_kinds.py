@@ -32,7 +32,7 @@ class Action:
     """One thing that user code does; ``apply`` does it to either run.
 
     ``trains``: it ends in a step. ``instead``: what its refusal says to do; None where that cannot be done any more.
-    ``give_up``: how the engine goes on without a step that was refused.
+    ``give_up``: how the engine continues without a step that was refused.
     """
 
     name: str

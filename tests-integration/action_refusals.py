@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "things-that-bite.md"
 
 DROPPED = (
     "The weights were not changed, and the gradients of this step are dropped: call engine.zero_grad() on every rank "
-    "and go on with the next batch."
+    "and continue with the next batch."
 )
 
 
@@ -68,7 +68,7 @@ GRADIENT_READ = Refusal(
     "p.grad read",
     PartitionError,
     "p.grad of parameter '{name}' was read in {word} and is not there: from stage 1 on, and inside an accumulation, "
-    "the engine holds the gradients, averaged and sharded. Code that goes on without them would change nothing. Read "
+    "the engine holds the gradients, averaged and sharded. Code that continues without them would change nothing. Read "
     "engine.full_grad(p), write engine.set_full_grad(p, value) or p.grad = value, clip with engine.clip_grad_norm_, "
     "step with engine.step and zero with engine.zero_grad. The weights were not changed.",
     "Read engine.full_grad(p), write engine.set_full_grad(p, value)",
@@ -96,8 +96,8 @@ SAVED_BETWEEN = Refusal(
     "save in the middle of an accumulation",
     zero_core.UsageError,
     "save_checkpoint was called after 1 of 2 micro-batches of an accumulation, whose gradients a checkpoint does not "
-    "hold: a resumed run would go on without them. Save after the step that ends the accumulation, or end it before: "
-    "after engine.set_gradient_accumulation_boundary(True) the next step acts",
+    "hold: a resumed run would continue without them. Save after the step that ends the accumulation, or end it "
+    "before: after engine.set_gradient_accumulation_boundary(True) the next step acts",
     "Save after the step that ends the accumulation",
     "`save_checkpoint` between the micro-batches of an accumulation is refused on every rank",
 )
@@ -112,7 +112,8 @@ WRITTEN_ALONE = Refusal(
 )
 WRITTEN_ALONE_AT_STEP = replace(
     WRITTEN_ALONE,
-    text=WRITTEN_ALONE.text + " The gradients of this step are kept: call engine.zero_grad() on every rank and go on "
+    text=WRITTEN_ALONE.text
+    + " The gradients of this step are kept: call engine.zero_grad() on every rank and continue "
     "with the next batch, or, without gradient accumulation, engine.step() again.",
 )
 GROUPS_APART = Refusal(

@@ -1,4 +1,5 @@
-"""A failure in forward or backward that the user's loop catches: training goes on as plain torch's, or says why not."""
+"""A failure in forward or backward that the user's loop catches: training continues as plain torch's, or says why
+not."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def inputs(scene: Scene, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain(scene: Scene) -> dict[str, torch.Tensor]:
-    """The skipping loop by torch: an accumulation begins anew when its backward failed."""
+    """The skipping loop by torch: an accumulation begins again when its backward failed."""
     model = zoo.build(scene.variant)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.LR, weight_decay=0.01)
     done = 0
@@ -152,7 +153,7 @@ def undisturbed(scene: Scene, stage: int, zero: dict[str, Any], dtype: str) -> d
         if where is None:
             taken.append(number)
         elif where not in ("shape", "forward"):
-            del taken[len(taken) - len(taken) % scene.accumulation :]  # its accumulation begins anew
+            del taken[len(taken) - len(taken) % scene.accumulation :]  # its accumulation begins again
     for number in taken:
         engine.backward(sum(engine(*inputs(scene, number))))
         engine.step()

@@ -43,7 +43,7 @@ def states(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def save(run: Run, stage: int, path: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
-    """Train to HALF, save, go on to END; return the states at both."""
+    """Train to HALF, save, continue to END; return the states at both."""
     engine = training.start(run, stage)
     training.train(engine, run, 0, HALF)
     engine.save_checkpoint(path, client_state={"epoch": 3, "names": ["a", "b"]})

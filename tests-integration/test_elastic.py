@@ -1,4 +1,4 @@
-"""Jobs that go on when ranks and hosts are lost, and grow when they come back."""
+"""Jobs that continue when ranks and hosts are lost, and grow when they come back."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_lost_host_shrinks_the_world_and_its_return_grows_it_at_a_checkpoint(
     found = that_count(told(folder))
     worlds = [line.world for _, line in sorted(found.items())]
     shrunk, grown = worlds.index(1), len(worlds) - worlds[::-1].index(1)
-    assert shrunk == EVERY and grown % EVERY == 0  # it went on from the last checkpoint, and grew at one
+    assert shrunk == EVERY and grown % EVERY == 0  # it continued from the last checkpoint, and grew at one
     assert set(worlds[:shrunk]) == set(worlds[grown:]) == {2} and set(worlds[shrunk:grown]) == {1}
     assert (tmp_path / "checkpoints.parent.2.1").read_text() == _elastic_training.STANDBY  # with torch imported
     repeated = [line.step for before, line in itertools.pairwise(told(folder)) if line.step <= before.step]

@@ -283,7 +283,7 @@ SHOWN += [
     ),
     Shown(
         "checkpoint.writer.decoupled",
-        f"{ENGINE}/test_engine_saves_behind.py",
+        f"{ENGINE}/test_engine_background_saves.py",
         "test_a_save_behind_training_holds_the_state_at_its_call",
     ),
     Shown("comm.stopped_after", "tests-integration/test_left_alone.py", "test_a_stopped_rank_is_named"),

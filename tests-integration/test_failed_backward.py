@@ -1,4 +1,4 @@
-"""A hook that fails inside loss.backward() leaves no half-open pass: the engine goes on, or every rank is told."""
+"""A hook that fails inside loss.backward() leaves no half-open pass: the engine continues, or every rank is told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Step hooks and schedules of the user's that raise: training goes on as plain torch's, and nothing is half written."""
+"""Step hooks and schedules of the user's that raise: training continues as plain torch's, and nothing is half
+written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lost rank or node goes on, to the bit, from the copies in the nodes' memory; a second one from the disk."""
+"""A lost rank or node continues, to the bit, from the copies in the nodes' memory; a second one from the disk."""
 
 from __future__ import annotations
 

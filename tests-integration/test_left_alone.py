@@ -92,7 +92,7 @@ class Broken(torch.autograd.Function):
         raise ArithmeticError("no luck")
 
 
-HANDLED = ("as it is", "raised anew", "by a debugger")
+HANDLED = ("as it is", "raised again", "by a debugger")
 
 
 def cleans_up(stage: int, how: str) -> tuple[str, float]:
@@ -115,7 +115,7 @@ def cleans_up(stage: int, how: str) -> tuple[str, float]:
             Broken.apply(loss).backward()
         except ArithmeticError as error:
             message = f"{type(error).__name__}: {error}"
-            if how == "raised anew":
+            if how == "raised again":
                 raise RuntimeError("the script's own") from error
             if how == "by a debugger":
                 sys.last_value = error  # as the interpreter does for an exception that nobody catches
@@ -132,7 +132,7 @@ def cleans_up(stage: int, how: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("world_size", "stage", "how"),
     [
-        (2, 1, "raised anew"),
+        (2, 1, "raised again"),
         *(pytest.param(n, s, how, marks=pytest.mark.soak) for n in (2, 3) for s in STAGES for how in HANDLED),
     ],
 )
@@ -244,7 +244,7 @@ class Records(logging.Handler):
 
 def silent(stage: int) -> tuple[list[str], float]:
     """The last rank's loss fails before autograd comes to the model; it forgets that and does nothing, until the others
-    have said for whom they wait. Then the loss is right, and training goes on."""
+    have said for whom they wait. Then the loss is right, and training continues."""
     engine = training.start(Run(), stage)
     training.train(engine, Run(), 0, 2)
     store = dist.distributed_c10d._get_default_store()
@@ -305,7 +305,7 @@ def test_different_numbers_of_micro_batches_are_named(world_size: int, stage: in
 
 
 def stopped(stage: int) -> str:
-    """Rank 1's process is stopped, and goes on when rank 0 has named it."""
+    """Rank 1's process is stopped, and continues when rank 0 has named it."""
     engine = training.start(Run(), stage)
     engine = restart_with_patience(engine, stage)
     training.train(engine, Run(), 0, 2)

@@ -17,7 +17,7 @@ from zero_ckpt import CheckpointError, MismatchError
 from zero_comm import run_ranks
 from zero_core.supervision import supervised
 from zero_verify import Bitwise, Recording, Variant, compare
-from zero_verify.recorder import Enough, Recorder
+from zero_verify.recorder import AllStepsTaken, Recorder
 
 SAMPLES, STEPS, CLIP, LR = 4, 6, 2.8, 1e-2
 SOAK = pytest.mark.soak
@@ -120,7 +120,7 @@ def test_two_times_two_ranks_follow_one_process(stage: int, recompute: bool) -> 
 
 def recorded(folder: str, variant: Variant) -> None:
     recorder = Recorder(Path(folder), variant, steps=2)
-    with supervised(recorder), pytest.raises(Enough):
+    with supervised(recorder), pytest.raises(AllStepsTaken):
         steps(start(Grid(2), 3), STEPS)
     recorder.close()
 

@@ -1,4 +1,4 @@
-"""What breaks under a tier ends every rank with the tensor, the file and the offset; a restart goes on from the last
+"""What breaks under a tier ends every rank with the tensor, the file and the offset; a restart continues from the last
 checkpoint."""
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_a_linked_checkpoint_survives_three_more_steps_and_loads_everywhere(
 
 
 def crowded(drive: str) -> tuple[list[str], bool]:
-    """A disk without room for a new generation refuses the checkpoint; training goes on, and saves once there is."""
+    """A disk without room for a new generation refuses the checkpoint; training continues, and saves once there is."""
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": drive, "buffer_count": 3}}
     engine = start(CASE, 2, zero)
     training.train(engine, CASE, 0, 2)

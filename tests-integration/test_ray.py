@@ -1,4 +1,4 @@
-"""Ray Train's workers train with the engine as zero-launch's ranks do, and go on when one of them dies."""
+"""Ray Train's workers train with the engine as zero-launch's ranks do, and continue when one of them dies."""
 
 from __future__ import annotations
 

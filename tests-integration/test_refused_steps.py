@@ -15,8 +15,10 @@ from training import LR, Run, deviation
 from zero_comm import run_ranks
 from zero_partition import PartitionError
 
-DROPPED = "the gradients of this step are dropped: call engine.zero_grad() on every rank and go on with the next batch"
-KEPT = "The gradients of this step are kept: call engine.zero_grad() on every rank and go on with the next batch, or"
+DROPPED = (
+    "the gradients of this step are dropped: call engine.zero_grad() on every rank and continue with the next batch"
+)
+KEPT = "The gradients of this step are kept: call engine.zero_grad() on every rank and continue with the next batch, or"
 
 
 def other_rate(engine: Any) -> None:

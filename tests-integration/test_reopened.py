@@ -1,4 +1,5 @@
-"""After one rank alone has failed, and the scripts have caught it: saving, reading and training go on as before it."""
+"""After one rank alone has failed, and the scripts have caught it: saving, reading and training continue as before
+it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_an_error_of_one_rank_in_initialize_is_every_ranks(world_size: int) -> N
 
 
 def with_a_rate_of_its_own(stage: int, zero: dict[str, Any]) -> list[str]:
-    """A rate, then a flag, that rank 1 alone changes between steps; set back, training goes on."""
+    """A rate, then a flag, that rank 1 alone changes between steps; set back, training continues."""
     engine = training.start(Run(), stage, **zero)
     group = engine.optimizer.param_groups[0]
     training.train(engine, Run(), 0, 1)

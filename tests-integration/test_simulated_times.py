@@ -15,7 +15,7 @@ def test_seconds_waited_are_those_in_which_the_device_stood_still() -> None:
     (first, untimed, host, stops), _ = run_simulated(times.awaited, 2, True)
     open_seconds, waited = first
     assert stops == []
-    assert host < times.LATE  # the host went on
+    assert host < times.LATE  # the host continued
     assert waited > times.LATE / 2 and open_seconds >= waited
     assert untimed == 0
 

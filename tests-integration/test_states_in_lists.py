@@ -1,4 +1,5 @@
-"""An optimizer that keeps lists of tensors in its states is saved, loaded elsewhere, and goes on as in plain torch."""
+"""An optimizer that keeps lists of tensors in its states is saved, loaded elsewhere, and continues as in plain
+torch."""
 
 from __future__ import annotations
 

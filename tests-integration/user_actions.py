@@ -5,7 +5,7 @@ they are observed: in float64 with one process on the batch of all ranks; in bfl
 has masters (`PlainMasters`) and with a second engine at the lowest stage.
 
 An action that the engine refuses has to be refused on every rank, by a message of action_refusals.py, with weights,
-masters and states as before. The sequence goes on: with what the message says to do instead, or without the action.
+masters and states as before. The sequence continues: with what the message says to do instead, or without the action.
 """
 
 from __future__ import annotations

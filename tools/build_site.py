@@ -67,7 +67,7 @@ def fenced_apart(text: str) -> Iterator[str]:
 
 
 def copy_pages() -> None:
-    """Write build/pages anew."""
+    """Write build/pages again."""
     shutil.rmtree(PAGES, ignore_errors=True)
     places = sources()
     for source, place in places.items():

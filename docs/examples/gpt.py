@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--config", default=str(HERE / "ds.json"), help="DeepSpeed-style JSON")
     parser.add_argument("--data", type=Path, help="a file to learn from; default: Python's standard library")
     parser.add_argument("--steps", type=int, default=480, help="train up to this step")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of --run")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of --run")
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--width", type=int, default=Shape.width, help="a multiple of 64")
     parser.add_argument("--context", type=int, default=Shape.context, help="bytes that the model looks back")

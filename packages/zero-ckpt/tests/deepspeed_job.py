@@ -1,4 +1,4 @@
-"""Run as a script, one process per rank: train with DeepSpeed and save, or load a universal checkpoint and go on.
+"""Run as a script, one process per rank: train with DeepSpeed and save, or load a universal checkpoint and continue.
 
     deepspeed_job.py save ROOT STAGE DTYPE STEPS
 

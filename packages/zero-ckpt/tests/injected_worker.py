@@ -2,7 +2,7 @@
 
 The process saves step 1, stops itself, saves step 2, stops itself, and saves step 3. How each save ended is written to
 the file NOTES through memory, since system calls may be made to fail between the stops. The last byte of NOTES is the
-step that may be saved: a debugger that lets go of a process can lose its stop, which must not let it go on.
+step that may be saved: a debugger that lets go of a process can lose its stop, which must not let it continue.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ def _state(pid: str) -> str:
 
 
 def check(root: Path, nbytes: int, saved: int) -> int:
-    """Assert what a job left: a whole checkpoint at least as new as every save that returned, and a root that goes on.
+    """Assert what a job left: a whole checkpoint at least as new as every save that returned, and a root that
+    continues.
 
     Returns the step that was opened.
     """

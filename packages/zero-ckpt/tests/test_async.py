@@ -256,8 +256,8 @@ def test_options_are_asked_for_while_memory_is_copied_and_what_fails_then_is_ref
 
     with AsyncSaver() as saver:
         with pytest.raises(KeyError):
-            saver.save(tmp_path, "t0", [], memory=memory, behind=behind, meanwhile=fail)
-        saver.save(tmp_path, "t1", [], memory=memory, behind=behind, meanwhile=lambda: {"step": 7})
+            saver.save(tmp_path, "t0", [], memory=memory, later_intervals=behind, meanwhile=fail)
+        saver.save(tmp_path, "t1", [], memory=memory, later_intervals=behind, meanwhile=lambda: {"step": 7})
         memory[0][:] = bytes(nbytes)
         saver.wait()
     found = open_checkpoint(tmp_path)
@@ -292,7 +292,7 @@ def test_intervals_that_come_behind_the_save_are_described_on_its_thread_from_co
         return [first, second, Interval("w0", "exp_avg", (500,), "U8", 0, states)]
 
     with AsyncSaver(allow=asked.append) as saver:
-        saver.save(tmp_path, "t", [interval(bytearray(b"n" * 100))], memory=[weights], behind=describe, step=1)
+        saver.save(tmp_path, "t", [interval(bytearray(b"n" * 100))], memory=[weights], later_intervals=describe, step=1)
         weights[:] = b"x" * 1000
         opened.set()
         saver.copied()
@@ -313,7 +313,7 @@ def test_what_fails_while_intervals_are_described_behind_is_the_saves_failure_on
 
         with AsyncSaver(coordinator) as saver:
             mine = [Interval("w", "param", (2,), "U8", coordinator.rank, b"x")]
-            saver.save(tmp_path, "t1", mine, behind=describe, step=1)
+            saver.save(tmp_path, "t1", mine, later_intervals=describe, step=1)
             saver.copied()
             try:
                 saver.wait()
@@ -336,7 +336,7 @@ def test_copies_of_one_save_stay_until_it_is_written_and_a_smaller_one_uses_thei
     with AsyncSaver(allow=asked.append) as saver:
         for step, size in enumerate((9 << 20, 5 << 20), start=1):  # of several pieces for several threads
             data = bytearray(bytes([step]) * size)
-            saver.save(tmp_path, f"t{step}", [], memory=[data], behind=all_of, step=step)
+            saver.save(tmp_path, f"t{step}", [], memory=[data], later_intervals=all_of, step=step)
             data[:] = bytes(size)
     for step, size in enumerate((9 << 20, 5 << 20), start=1):
         assert open_checkpoint(tmp_path, f"t{step}").read("w", "param") == bytes([step]) * size
@@ -348,6 +348,8 @@ def test_intervals_without_elements_are_saved_also_where_there_are_no_others(tmp
         return Interval(name, "buffer", (0,), "U8", 0, bytearray())
 
     with AsyncSaver() as saver:
-        saver.save(tmp_path, "t", [empty("now")], memory=[bytearray()], behind=lambda _: [empty("later")], step=1)
+        saver.save(
+            tmp_path, "t", [empty("now")], memory=[bytearray()], later_intervals=lambda _: [empty("later")], step=1
+        )
     checkpoint = open_checkpoint(tmp_path, "t")
     assert checkpoint.read("now", "buffer") == checkpoint.read("later", "buffer") == b""

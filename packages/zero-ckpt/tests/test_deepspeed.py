@@ -1,4 +1,5 @@
-"""Real DeepSpeed checkpoints convert to exactly what DeepSpeed extracts, and it goes on from what is exported to it."""
+"""Real DeepSpeed checkpoints convert to exactly what DeepSpeed extracts, and it continues from what is exported to
+it."""
 
 from __future__ import annotations
 

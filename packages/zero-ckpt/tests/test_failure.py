@@ -21,7 +21,7 @@ from zero_ckpt import (
     save_sharded,
 )
 from zero_ckpt.commit import Staging
-from zero_ckpt.coordination import together
+from zero_ckpt.coordination import run_on_all_ranks
 from zero_ckpt.latest import write_latest
 
 
@@ -228,7 +228,7 @@ def test_a_failure_of_this_rank_and_that_of_the_exchange_are_both_told(tmp_path:
         raise FileNotFoundError("the others have removed it")
 
     def told(group: ThreadCoordinator) -> Any:
-        return together(Gone(group.rank, group.world_size, group._barrier, group._slots), "saving", part)
+        return run_on_all_ranks(Gone(group.rank, group.world_size, group._barrier, group._slots), "saving", part)
 
     (error,) = on_ranks(1, told)
     assert isinstance(error, CheckpointError)

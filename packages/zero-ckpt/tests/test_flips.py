@@ -21,7 +21,7 @@ STEPS = (1, 2, 3, 4)
 
 
 def content(name: str, step: int) -> bytes:
-    """Return the values of a tensor at a step; `linked` is written anew at every second step only."""
+    """Return the values of a tensor at a step; `linked` is written again at every second step only."""
     changed = step if name == "w" else (step + 1) // 2
     return random.Random(f"{name} {changed}").randbytes(NBYTES)
 

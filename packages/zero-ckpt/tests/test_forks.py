@@ -41,7 +41,7 @@ class ForkAt:
 
 
 def save_with_fork(root: Path, at: int) -> ForkAt:
-    """Save in the background with a fork at one line; then saves of the parent must go on as if nothing were."""
+    """Save in the background with a fork at one line; then saves of the parent must continue as if nothing were."""
     fork = ForkAt(at)
     threading.settrace(fork)
     try:

@@ -195,7 +195,7 @@ def fail_once(server: Server, how: str, call: str, error: str, when: int) -> str
 
 
 def kill_once(server: Server, how: str, call: str, when: int) -> str:
-    """The process dies as it makes the call; what was there before loads, and another process goes on."""
+    """The process dies as it makes the call; what was there before loads, and another process continues."""
     case = server.case(how)
     outcome, _ = case.second_save("-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={when}")
     if outcome != "gone":

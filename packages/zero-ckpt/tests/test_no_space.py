@@ -1,4 +1,4 @@
-"""A full disk is a typed error on every rank; training goes on and earlier checkpoints stay."""
+"""A full disk is a typed error on every rank; training continues and earlier checkpoints stay."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def save_async(rank: int, root: str) -> None:
     with zero_ckpt.AsyncSaver(DistCoordinator(group)) as saver:
         for step in (1, 2, 3):
             zero_ckpt.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=step, saver=saver)
-            digest(model, optimizer)  # collectives of training go on meanwhile
+            digest(model, optimizer)  # collectives of training continue meanwhile
             train(model, optimizer)
 
 

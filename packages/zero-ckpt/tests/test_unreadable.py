@@ -1,4 +1,4 @@
-"""A disk that answers EIO: verify reports it, and opening goes on to the newest checkpoint that can be read."""
+"""A disk that answers EIO: verify reports it, and opening continues to the newest checkpoint that can be read."""
 
 from __future__ import annotations
 

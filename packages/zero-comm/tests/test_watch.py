@@ -53,12 +53,12 @@ def is_slow(how: str) -> str:
         return str(error)
     finally:
         groups.close()
-    return "went on"
+    return "continued"
 
 
 @pytest.mark.parametrize("how", ["lock", "store", "exchange"])
 def test_a_rank_that_lives_and_is_slow_is_waited_for(how: str) -> None:
-    assert run_ranks(is_slow, 3, how, timeout=60) == ["went on"] * 3
+    assert run_ranks(is_slow, 3, how, timeout=60) == ["continued"] * 3
 
 
 def leaves_early() -> str:
@@ -71,7 +71,7 @@ def leaves_early() -> str:
         return f"{type(error).__name__}: {error}"
     finally:
         groups.close()
-    return "went on"
+    return "continued"
 
 
 def test_a_rank_in_a_collective_of_its_own_ends_the_job_after_the_time_that_is_set() -> None:

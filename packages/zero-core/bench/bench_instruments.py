@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import zero_core
-from zero_core.instruments import PARTS, Silent
+from zero_core.instruments import PARTS, NoInstruments
 
 REPETITIONS = 300
 WIDTH, LAYERS, BATCH = 256, 4, 8
@@ -43,7 +43,7 @@ def step(trained: zero_core.Engine, x: torch.Tensor) -> float:
 
 def silent_calls() -> float:
     """Seconds that one step spends on calling instruments that are not there."""
-    silent, loss = Silent(), torch.zeros(())
+    silent, loss = NoInstruments(), torch.zeros(())
     start = time.perf_counter()
     for _ in range(CALLS):
         for part in PARTS:

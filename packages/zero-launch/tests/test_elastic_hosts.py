@@ -1,4 +1,5 @@
-"""Hosts of elastic jobs that end by themselves or cannot take part: the job goes on, and says the host's own reason."""
+"""Hosts of elastic jobs that end by themselves or cannot take part: the job continues, and says the host's own
+reason."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_a_host_that_ends_because_it_was_asked_to_or_for_what_its_ranks_did_ends
     assert cluster._stopping == "host b failed"
     cluster._roster.peers["a"].send("stop")
     cluster.hear("a", ENDED)
-    assert not cluster._roster.there and not cluster._calls and not cluster._lost
+    assert not cluster._roster.present and not cluster._calls and not cluster._lost
 
 
 def test_a_host_that_ends_by_itself_when_no_restart_is_left_ends_the_job_with_its_reason(cluster):
@@ -145,13 +146,13 @@ def test_a_launcher_that_was_held_up_reads_what_hosts_said_before_it_judges_them
     cluster._roster.peers["a"].channel = channel
     cluster._roster._looked_at = time.monotonic() - 5.0
     cluster._lose_silent_hosts()
-    assert cluster._roster.peers["a"].there
+    assert cluster._roster.peers["a"].present
     for _ in range(3):
         time.sleep(0.2)
         cluster._lose_silent_hosts()
     channel.heard_at -= 30.0
     cluster._lose_silent_hosts()
-    assert not cluster._roster.peers["a"].there
+    assert not cluster._roster.peers["a"].present
     channel.close()
 
 
@@ -260,11 +261,11 @@ def test_a_round_after_all_hosts_were_lost_waits_for_those_that_are_back_a_littl
         nodes = [[place, 1, number] for number, place in enumerate(places)]
         state = {"round": 1, "complete": False, "closed": False, "deadline": time.time() + 99, "waiting": []}
         state |= {"participants": [[node, 0] for node in nodes], "heartbeats": [[node, time.time()] for node in nodes]}
-        cluster._keeper.replace({**state, "redundant": []}, cluster._keeper.newest()["version"])
+        cluster._meeting.replace({**state, "redundant": []}, cluster._meeting.newest()["version"])
         cluster._review()
-        return cluster._keeper.newest()["state"]["deadline"] == 0.0  # the round begins
+        return cluster._meeting.newest()["state"]["deadline"] == 0.0  # the round begins
 
-    cluster._keeper.replace({"heartbeats": [], "participants": [], "deadline": None, "complete": False}, None)
+    cluster._meeting.replace({"heartbeats": [], "participants": [], "deadline": None, "complete": False}, None)
     come("a")
     time.sleep(0.01)
     assert meet("00000") is not comes

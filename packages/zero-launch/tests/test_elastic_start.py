@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import marked_processes, wait_until
 
-from zero_launch.standbys import Standby, StandbyKind
+from zero_launch.standby_pool import Standby, StandbyKind
 
 STANDBY = """
     import json, os, random, sys, time

@@ -45,7 +45,7 @@ def test_a_stopped_rank_is_named_and_a_slow_one_is_not(start, write_script, tmp_
     os.kill(pid, signal.SIGSTOP)
     assert said.have(rf"rank 1 \(pid {pid}\) has been stopped for 2 s, as by SIGSTOP", 30)
     os.kill(pid, signal.SIGCONT)
-    assert said.have("rank 1 goes on", 30)
+    assert said.have("rank 1 continues", 30)
     (tmp_path / "enough").touch()
     assert job.wait(30) == 0
     assert "rank 0" not in said.text

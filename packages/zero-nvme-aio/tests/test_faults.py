@@ -1,4 +1,4 @@
-"""What goes wrong below is a typed error above, with numbers, and the engine goes on."""
+"""What goes wrong below is a typed error above, with numbers, and the engine continues."""
 
 from __future__ import annotations
 

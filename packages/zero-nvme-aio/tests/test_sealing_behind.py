@@ -1,4 +1,4 @@
-"""A generation that is sealed now and made to survive a crash later, while its store goes on."""
+"""A generation that is sealed now and made to survive a crash later, while its store continues."""
 
 from __future__ import annotations
 

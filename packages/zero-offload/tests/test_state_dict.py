@@ -1,4 +1,4 @@
-"""Training goes on from a saved state as if it had never stopped, at any tier and from torch's own optimizer."""
+"""Training continues from a saved state as if it had never stopped, at any tier and from torch's own optimizer."""
 
 from __future__ import annotations
 

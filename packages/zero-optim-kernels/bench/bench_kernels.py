@@ -6,7 +6,7 @@
 Needs torch, deepspeed and, as deepspeed does, a C compiler; exits with status 2 and their names when one is missing.
 Every comparison runs its contestants round after round, each round in another order, and prints the median of the
 rounds' time ratios with their 10 % and 90 % quantiles, so that other load on the machine hits both sides alike.
-Contestants work on the same memory, and each begins after a pause: OpenMP's workers go on turning for some
+Contestants work on the same memory, and each begins after a pause: OpenMP's workers continue turning for some
 milliseconds after their work, and whoever came next would share a processor with them. ``--pause 0`` leaves the pause
 out. After it each runs twice, and the second run counts: by then processors that slept have their clock back. ``--cpu``
 measures processor time instead of elapsed time, for a machine so busy that most of the elapsed time is waiting for a

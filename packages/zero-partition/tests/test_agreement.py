@@ -139,7 +139,7 @@ def test_an_engine_that_has_ended_refuses_to_meet_and_tells_the_others_once() ->
         made.liveness.end(ValueError("first"))
         made.liveness.end(ValueError("second"))
         assert made.liveness.failed and [str(failure) for failure in made.failures] == ["first"]
-        with pytest.raises(CommError, match=r"failed earlier and cannot go on: ValueError: first.*is its shards"):
+        with pytest.raises(CommError, match=r"failed earlier and cannot continue: ValueError: first.*is its shards"):
             made.agreement.agree("step", "", None)
 
     run_threads(check, 1)

@@ -17,7 +17,7 @@ def modules(rank: MemoryRank) -> None:
     assert calls.is_running(unit) and not calls.is_done(unit)
     calls.end_call(unit, "b")
     assert not calls.is_running(unit) and calls.is_done(unit)
-    calls.add_keeper(unit, "around")
+    calls.add_caller(unit, "around")
     assert not calls.is_done(unit)
     calls.note_run(unit, "around")
     assert calls.is_done(unit)

@@ -1,4 +1,4 @@
-"""A pass that fails: who may go on, and that the process groups are then at one place on every rank."""
+"""A pass that fails: who may continue, and that the process groups are then at one place on every rank."""
 
 from __future__ import annotations
 

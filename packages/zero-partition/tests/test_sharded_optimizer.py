@@ -208,7 +208,7 @@ def test_param_groups_stay_the_users_and_schedulers_and_written_rates_act(stage:
 
 
 def with_history(stage: int) -> float:
-    """An optimizer that has trained before the model was cut goes on with its state."""
+    """An optimizer that has trained before the model was cut continues with its state."""
     model, reference = make(), make()
     inner, expected = torch.optim.Adam(model.parameters(), lr=0.01), torch.optim.Adam(reference.parameters(), lr=0.01)
     train(model, inner, 2)
@@ -307,7 +307,7 @@ def not_finite(stage: int) -> tuple[str, float]:
         text = str(error)
     wholes = [full_parameter(parts, p) for p in model.parameters()]
     moved = max(float((a - b).abs().max()) for a, b in zip(wholes, before, strict=True))
-    train_one(model, optimizer, 1)  # and training goes on
+    train_one(model, optimizer, 1)  # and training continues
     return text, moved
 
 

@@ -61,7 +61,7 @@ class LoadEnds(MeasuredEnds):
 
 @contextmanager
 def copies_followed(memory: LiveMemory) -> Iterator[list[int]]:
-    """Count the bytes of memory for copies that saves behind training take, and follow storages on their thread."""
+    """Count the bytes of memory for copies that background saves take, and follow storages on their thread."""
     found: list[int] = []
     private_memory, finish = snapshot._private_memory, snapshot.Snapshot.finish
 

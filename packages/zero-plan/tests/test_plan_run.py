@@ -18,7 +18,7 @@ from zero_core.supervision import Unsupervised, run_as_main, supervised
 from zero_core.training import Unobserved
 from zero_plan import PlanError, plan, plan_script
 from zero_plan.cli import main
-from zero_plan.dry_run.script import fill_auto, rehearse_script
+from zero_plan.dry_run.script import fill_auto, plan_script_rank
 from zero_plan.planned import Plan, RankPlan
 from zero_plan.scripts import Script, ScriptRank
 
@@ -35,7 +35,7 @@ AUTO = {
 
 def run(name: str, *arguments: str, rank: int = 1, world_size: int = 2, **config: Any) -> tuple[RankPlan, list[str]]:
     script = Script(str(SCRIPTS / name), arguments, config=config or None)
-    return rehearse_script(ScriptRank(script, rank, world_size, checkpoint=True))
+    return plan_script_rank(ScriptRank(script, rank, world_size, checkpoint=True))
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_a_load_into_a_scripts_engine_is_what_plan_says(saved_by: int | None, mo
 def test_what_cannot_be_planned_names_the_line(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "s.py").write_text(text)
     with pytest.raises(PlanError, match=message):
-        rehearse_script(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
+        plan_script_rank(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
     assert not torch.distributed.is_initialized()
 
 
@@ -153,7 +153,7 @@ def test_what_the_engine_or_a_plan_refuses_names_the_line(
     text = TRAINS.format(**{**_WHOLE, "config": config, **parts})
     (tmp_path / "s.py").write_text(text)
     with pytest.raises(PlanError, match=message):
-        rehearse_script(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
+        plan_script_rank(ScriptRank(Script(str(tmp_path / "s.py")), 0, 4))
 
 
 def test_a_model_function_that_needs_a_device_or_has_weights_is_refused_by_line() -> None:

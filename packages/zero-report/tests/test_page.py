@@ -78,9 +78,9 @@ def test_each_start_and_how_the_one_before_it_ended_are_events(tmp_path: Path) -
     events = [(row["kind"], row["step"], row["text"]) for row in data_of(write_report(tmp_path))["events"]]
     assert events == [
         ("end", 12, "start 1: Both ranks stopped after step 12: they were killed, or their machine was lost."),
-        ("start", 10, "start 2 goes on at step 10 with 3 ranks; 3 steps are done again"),
+        ("start", 10, "start 2 continues at step 10 with 3 ranks; 3 steps are done again"),
         ("end", 15, "start 2 ended"),
-        ("start", 16, "start 3 goes on at step 16 with 3 ranks"),
+        ("start", 16, "start 3 continues at step 16 with 3 ranks"),
     ]
 
 
@@ -149,7 +149,7 @@ def live_ranks(path: Path, steps: tuple[int, ...], *, began: float = 0.0, apart:
 def test_a_run_that_goes_on_is_no_failure(tmp_path: Path) -> None:
     live_ranks(tmp_path, (4, 4), began=0.5)
     verdict = data_of(write_report(tmp_path))["verdict"]
-    assert verdict["ended"] == "The run goes on; it is in step 5."
+    assert verdict["ended"] == "The run continues; it is in step 5."
     assert verdict["tone"] != "bad"
     assert verdict["steps"] == 2  # the third and the fourth, without the one that is under way
 

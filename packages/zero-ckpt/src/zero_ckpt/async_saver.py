@@ -1,13 +1,13 @@
-"""Save while training goes on: copy now, write later, in a thread.
+"""Save while training continues: copy now, write later, in a thread.
 
 [Note: asynchronous saves]
 `save` copies the intervals into host memory that is kept and reused, and returns; a thread then runs `save_sharded`.
 Intervals with a `version` are copied after it has returned, on a thread of their own: code that will change their
-memory calls `copied` first. Describing many intervals takes longer than copying memory in one piece, so `behind` is
-called on that thread too. Extents of sealed files are not copied: the saving thread links them, and holds their `owner`
-meanwhile. Its collectives run beside those of training, so it needs a coordinator of its own (for torch, a
-`DistCoordinator` over a group made for it). All ranks start their saves in the same order, so their threads make the
-same collective calls in the same order.
+memory calls `copied` first. Describing many intervals takes longer than copying memory in one piece, so
+`later_intervals` is called on that thread too. Extents of sealed files are not copied: the saving thread links them,
+and holds their `owner` meanwhile. Its collectives run beside those of training, so it needs a coordinator of its own
+(for torch, a `DistCoordinator` over a group made for it). All ranks start their saves in the same order, so their
+threads make the same collective calls in the same order.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .direct import default_copy, make_sink
+from .dry_run import current_dry_run
 from .errors import CheckpointError
 from .plain import to_plain
-from .rehearsal import current_rehearsal
 from .saving import save_sharded
-from .snapshot import Arena, Behind, CopyUnderWay, nothing
+from .snapshot import Arena, CopyUnderWay, LaterIntervals, no_intervals
 from .types import Coordinator, Interval, SoloCoordinator
 from .writer import OpenSink
 
@@ -67,7 +67,7 @@ class AsyncSaver:
         self._arenas: queue.Queue[Arena] = queue.Queue()
         for _ in range(max_pending):
             self._arenas.put(Arena(threads, allow, default_copy()))
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-copy-behind")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="zero-ckpt-background-copy")
         self._copying: Future[None] | None = None
         self._pending = max_pending
         self._jobs: queue.Queue[_SaveJob | None] = queue.Queue()
@@ -84,27 +84,27 @@ class AsyncSaver:
         intervals: Iterable[Interval],
         *,
         memory: Sequence[Buffer] = (),
-        behind: Behind = nothing,
+        later_intervals: LaterIntervals = no_intervals,
         first: Callable[[], object] = lambda: None,
         meanwhile: Callable[[], Mapping[str, Any]] = dict,
         **options: Any,
     ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
-        `memory` is copied in one piece before the call returns. `behind` is called with these copies on the copying
-        thread, and returns further intervals: parts of the copies, or memory that nobody writes until `copied` returns.
-        An exception of it is a failure of this save.
+        `memory` is copied in one piece before the call returns. `later_intervals` is called with these copies on the
+        copying thread, and returns further intervals: parts of the copies, or memory that nobody writes until `copied`
+        returns. An exception of it is a failure of this save.
 
         `meanwhile` is called while `memory` is being copied, and returns further options.
 
         `first` is called on the background thread before anything is written, to sync the files of extents, say; an
         exception of it is a failure of this save.
 
-        When the call returns, the tensors may change, except those of intervals with a `version` or from `behind`:
-        these may change once `copied` returns. Client state that is not plain data, or other input that cannot be
-        copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier save is raised
-        after this one was started, so that ranks that learn of it at different times stay in step. Raises ValueError
-        after `close`.
+        When the call returns, the tensors may change, except those of intervals with a `version` or from
+        `later_intervals`: these may change once `copied` returns. Client state that is not plain data, or other input
+        that cannot be copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier
+        save is raised after this one was started, so that ranks that learn of it at different times stay in step.
+        Raises ValueError after `close`.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")
@@ -118,8 +118,8 @@ class AsyncSaver:
             for key in ("client_state", "config", "rank_state"):
                 if key in arguments:
                     arguments[key] = to_plain(arguments[key], key)
-            snapshot = arena.begin(list(intervals), copying, behind)
-            if current_rehearsal() is None:
+            snapshot = arena.begin(list(intervals), copying, later_intervals)
+            if current_dry_run() is None:
                 self._copying = self._copier.submit(snapshot.finish)
             else:
                 snapshot.finish()
@@ -135,7 +135,7 @@ class AsyncSaver:
             raise
         arguments["intervals"] = snapshot.intervals
         job = _SaveJob(arena, arguments, self._copying, first)
-        if current_rehearsal() is None:
+        if current_dry_run() is None:
             self._jobs.put(job)
         else:
             self._perform(job)

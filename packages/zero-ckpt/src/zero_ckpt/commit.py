@@ -82,9 +82,9 @@ class Staging:
             self.path.rename(target)
             self._end()
             fsync_directory(self.root)
-            doomed = set_for_removal(replaced) if exists(replaced) else None
-        if doomed is not None:
-            remove_tree(doomed)
+            to_remove = set_for_removal(replaced) if exists(replaced) else None
+        if to_remove is not None:
+            remove_tree(to_remove)
         return target
 
     def discard(self) -> None:
@@ -143,15 +143,15 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
     """
     if not root.is_dir():
         return []
-    swept, doomed = [], []
+    swept, to_remove = [], []
     with root_lock(root):
         for path in sorted(root.iterdir()):
             what = _sweep_action(path)
             if what is not None:
                 swept.append(path)
                 if not dry_run:
-                    doomed += _put_back_or_doom(path, what)
-    for path in doomed:
+                    to_remove += _put_back_or_set_for_removal(path, what)
+    for path in to_remove:
         _try_remove(path)
     for path in [] if dry_run else swept:
         logger.warning("swept %s, left by a save that did not finish", path)
@@ -194,7 +194,7 @@ def _is_flat(path: Path) -> bool:
     return not any(entry.is_dir() and not entry.is_symlink() for entry in path.iterdir())
 
 
-def _put_back_or_doom(path: Path, what: str) -> list[Path]:
+def _put_back_or_set_for_removal(path: Path, what: str) -> list[Path]:
     """Do with `path` what `_sweep_action` returned: put it back, or rename it for removal.
 
     Returns the paths that are now to be removed. Failures are logged.
@@ -257,9 +257,9 @@ def _is_stale(path: Path) -> bool:
 def set_for_removal(path: Path) -> Path:
     """Rename a directory to a hidden name, so that no reader finds half of it; returns the new path, for
     `remove_tree`."""
-    doomed = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
-    path.rename(doomed)
-    return doomed
+    to_remove = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
+    path.rename(to_remove)
+    return to_remove
 
 
 def remove_tree(path: Path) -> None:

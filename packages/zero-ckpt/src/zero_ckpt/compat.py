@@ -10,7 +10,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 """Major and minor version of torch, from torch 2.8 on; its pre-releases count as the release."""
 
 
-def noting_offsets() -> AbstractContextManager[object]:
+def recording_offsets() -> AbstractContextManager[object]:
     """Return the context in which `torch.load(map_location="meta")` notes each storage's position in the file.
 
     torch before 2.11 does so for fake tensors only.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .linking import Copying, Stretch, link_files
+from .linking import Copying, FileSlice, link_files
 from .manifest import FileEntry
 from .plan import MAX_SLICE_BYTES, PlannedSlice
 from .types import ITEMSIZE, FileExtent, Interval
@@ -23,14 +23,14 @@ def write_contribution(
     extents are linked where possible, all else is in one safetensors file, the last, created by `open_sink`. Raises
     OSError with a file's name, or CheckpointError when an interval's data is not what it claims.
     """
-    stretches, in_memory = [], []
+    file_slices, in_memory = [], []
     for piece in file_order(intervals, pieces):
         interval = intervals[piece.index]
         if isinstance(interval.data, FileExtent):
-            stretches.append(Stretch(piece, interval, interval.data))
+            file_slices.append(FileSlice(piece, interval, interval.data))
         else:
             in_memory.append(piece)
-    files, slices, left = link_files(directory, rank, stretches)
+    files, slices, left = link_files(directory, rank, file_slices)
     if not (in_memory or left):
         return files, slices
     copying = Copying(left)

@@ -11,7 +11,7 @@ from .types import Coordinator
 T = TypeVar("T")
 
 
-def together(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(coordinator: Coordinator, what: str, part: Callable[[], T]) -> list[T]:
     """Run `part` on every rank and return the results (plain data) of all, in rank order; collective.
 
     `what` names the operation in errors. When `part` raised anywhere, every rank raises a CheckpointError (of the

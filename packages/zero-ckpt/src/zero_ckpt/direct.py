@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from .dry_run import DryRunSink, current_dry_run
 from .errors import CheckpointError
-from .rehearsal import RehearsedSink, current_rehearsal
 from .snapshot import Copy, copy_nothing, move_memory
 from .writer import BufferedSink, FileSink, OpenSink
 
@@ -54,9 +54,9 @@ def default_copy() -> Copy:
     """Return the function that copies snapshots: with the `nvme` extra one that bypasses the processor's caches.
 
     Training uses those caches meanwhile. Without the extra, or with an early version of it, it is `memmove`. In a
-    rehearsal (see `zero_ckpt.rehearsal`) it does nothing.
+    dry run (see `zero_ckpt.dry_run`) it does nothing.
     """
-    if current_rehearsal() is not None:
+    if current_dry_run() is not None:
         return copy_nothing
     if find_spec("zero_nvme_aio") is None:
         return move_memory
@@ -187,9 +187,9 @@ def _finished(request: Request) -> str:
 def make_sink(path: Path, nbytes: int) -> FileSink:
     """Create a file of `nbytes` bytes and return its sink: the default `open_sink`.
 
-    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a rehearsal (see
-    `zero_ckpt.rehearsal`) the sink writes no content.
+    Files below 4 MiB are written through the page cache: they are not worth an engine of their own. In a dry run (see
+    `zero_ckpt.dry_run`) the sink writes no content.
     """
-    if current_rehearsal() is not None:
-        return RehearsedSink(path, nbytes)
+    if current_dry_run() is not None:
+        return DryRunSink(path, nbytes)
     return default_sink()(path, nbytes) if nbytes >= _DIRECT_BYTES else BufferedSink(path, nbytes)

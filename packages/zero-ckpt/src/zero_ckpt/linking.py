@@ -31,7 +31,7 @@ _COPY_BYTES = 2 * MAX_SLICE_BYTES
 
 
 @dataclass(frozen=True)
-class Stretch:
+class FileSlice:
     """A planned slice of an interval whose data lies in a file."""
 
     piece: PlannedSlice
@@ -63,32 +63,32 @@ class Stretch:
         """The interval and its file, for error messages."""
         return f"{self.interval.name!r} ({self.interval.kind}) in {self.extent.path}"
 
-    def split(self, nbytes: int) -> Iterator[Stretch]:
-        """Yield the stretch in runs of at most `nbytes` bytes, in order."""
+    def split(self, nbytes: int) -> Iterator[FileSlice]:
+        """Yield the slice in runs of at most `nbytes` bytes, in order."""
         step, end = nbytes // self.itemsize, self.piece.offset + self.piece.length
         for offset in range(self.piece.offset, end, step):
             yield replace(self, piece=replace(self.piece, offset=offset, length=min(step, end - offset)))
 
 
 def link_files(
-    directory: Path, rank: int, stretches: Sequence[Stretch]
-) -> tuple[list[FileEntry], list[WrittenSlice], list[Stretch]]:
-    """Link each file of `stretches` into `directory` and wait until the content is on disk.
+    directory: Path, rank: int, file_slices: Sequence[FileSlice]
+) -> tuple[list[FileEntry], list[WrittenSlice], list[FileSlice]]:
+    """Link each file of `file_slices` into `directory` and wait until the content is on disk.
 
-    Returns the links' manifest entries, their slices, and the stretches whose file can be neither linked nor cloned,
+    Returns the links' manifest entries, their slices, and the slices whose file can be neither linked nor cloned,
     which are left to copy. `rank` is in the names of the links. Raises OSError naming the file, CheckpointError when
-    two stretches share bytes or an extent is not in its file, and DamagedError when the bytes that have to be read are
+    two slices share bytes or an extent is not in its file, and DamagedError when the bytes that have to be read are
     damaged.
     """
     files: list[FileEntry] = []
     slices: list[WrittenSlice] = []
-    left: list[Stretch] = []
-    by_file: dict[Path, list[Stretch]] = {}
-    for stretch in stretches:
-        by_file.setdefault(Path(stretch.extent.path), []).append(stretch)
+    left: list[FileSlice] = []
+    by_file: dict[Path, list[FileSlice]] = {}
+    for file_slice in file_slices:
+        by_file.setdefault(Path(file_slice.extent.path), []).append(file_slice)
     for source, members in by_file.items():
         target = directory / f"rank-{rank:05d}-{len(files):04d}.extents"
-        members.sort(key=lambda stretch: stretch.begin)
+        members.sort(key=lambda file_slice: file_slice.begin)
         _require_disjoint(source, members)
         if share_file(source, target):
             entry, own = _file_entry(target, members, len(files))
@@ -101,68 +101,68 @@ def link_files(
     return files, slices, left
 
 
-def _require_disjoint(source: Path, members: Sequence[Stretch]) -> None:
-    """Raise CheckpointError unless the extents lie inside the file `source` and no two stretches share a byte.
+def _require_disjoint(source: Path, members: Sequence[FileSlice]) -> None:
+    """Raise CheckpointError unless the extents lie inside the file `source` and no two slices share a byte.
 
-    `members` are the stretches of that file, sorted by their first byte.
+    `members` are the slices of that file, sorted by their first byte.
     """
     nbytes, end, before = source.stat().st_size, 0, ""
-    for stretch in members:
-        extent = stretch.extent
+    for file_slice in members:
+        extent = file_slice.extent
         if extent.file_offset_bytes + extent.nbytes > nbytes:
             raise CheckpointError(
-                f"{stretch.where}: bytes {extent.file_offset_bytes} to {extent.file_offset_bytes + extent.nbytes} "
+                f"{file_slice.where}: bytes {extent.file_offset_bytes} to {extent.file_offset_bytes + extent.nbytes} "
                 f"are outside of the file, which has {nbytes}"
             )
-        if stretch.begin < end:
-            raise CheckpointError(f"{stretch.where}: byte {stretch.begin} is given to {before} as well")
-        end, before = stretch.begin + stretch.nbytes, stretch.where
+        if file_slice.begin < end:
+            raise CheckpointError(f"{file_slice.where}: byte {file_slice.begin} is given to {before} as well")
+        end, before = file_slice.begin + file_slice.nbytes, file_slice.where
 
 
-def _file_entry(path: Path, members: Sequence[Stretch], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
+def _file_entry(path: Path, members: Sequence[FileSlice], number: int) -> tuple[FileEntry, list[WrittenSlice]]:
     """Return the manifest's entry and the slices of a linked file, reading the bytes that have no checksum yet.
 
-    `members` are the stretches of the file `path`, sorted by their first byte; `number` is the file's among the rank's
+    `members` are the slices of the file `path`, sorted by their first byte; `number` is the file's among the rank's
     own. Raises DamagedError when the file cannot be read or a checksum of an extent does not hold.
     """
     slices: list[WrittenSlice] = []
     extents: list[tuple[int, str]] = []
     nbytes, position = path.stat().st_size, 0
-    for stretch in (part for member in members for part in _checksummed_slices(member)):
-        if stretch.begin > position:
-            extents.append((stretch.begin - position, scan(path, position, stretch.begin - position, str(path))))
-        digest = stretch.extent.checksum or scan(path, stretch.begin, stretch.nbytes, stretch.where)
-        extents.append((stretch.nbytes, digest))
-        piece = stretch.piece
-        slices.append(WrittenSlice(piece.index, "", piece.offset, piece.length, digest, number, stretch.begin))
-        position = stretch.begin + stretch.nbytes
+    for file_slice in (part for member in members for part in _checksummed_slices(member)):
+        if file_slice.begin > position:
+            extents.append((file_slice.begin - position, scan(path, position, file_slice.begin - position, str(path))))
+        digest = file_slice.extent.checksum or scan(path, file_slice.begin, file_slice.nbytes, file_slice.where)
+        extents.append((file_slice.nbytes, digest))
+        piece = file_slice.piece
+        slices.append(WrittenSlice(piece.index, "", piece.offset, piece.length, digest, number, file_slice.begin))
+        position = file_slice.begin + file_slice.nbytes
     if position < nbytes:
         extents.append((nbytes - position, scan(path, position, nbytes - position, str(path))))
     entry = FileEntry(path.name, nbytes, raw_checksum(extents), 0, checksum(b""), tuple(extents))
     return entry, slices
 
 
-def _checksummed_slices(stretch: Stretch) -> Iterable[Stretch]:
-    """Return the stretch itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
+def _checksummed_slices(file_slice: FileSlice) -> Iterable[FileSlice]:
+    """Return the slice itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
 
-    A stretch that is only part of an extent with a checksum is verified by reading that extent; raises DamagedError if
+    A slice that is only part of an extent with a checksum is verified by reading that extent; raises DamagedError if
     it is damaged.
     """
-    trusted = _with_usable_checksum(stretch)
+    trusted = _with_usable_checksum(file_slice)
     return [trusted] if trusted.extent.checksum is not None else trusted.split(MAX_SLICE_BYTES)
 
 
-def _require_checksum(stretch: Stretch, found: str) -> None:
-    """Raise DamagedError unless `found` is the checksum of the stretch's extent."""
-    if found != stretch.extent.checksum:
+def _require_checksum(file_slice: FileSlice, found: str) -> None:
+    """Raise DamagedError unless `found` is the checksum of the slice's extent."""
+    if found != file_slice.extent.checksum:
         raise DamagedError(
-            f"{stretch.where}: the extent at byte {stretch.extent.file_offset_bytes} is damaged "
-            f"(checksum {found}, expected {stretch.extent.checksum})"
+            f"{file_slice.where}: the extent at byte {file_slice.extent.file_offset_bytes} is damaged "
+            f"(checksum {found}, expected {file_slice.extent.checksum})"
         )
 
 
 class Copying:
-    """Intervals that read stretches which cannot be linked; their data functions are to be called in order.
+    """Intervals that read slices which cannot be linked; their data functions are to be called in order.
 
     Each part is read while the one before is written, past the page cache where the `nvme` extra is installed; two
     buffers of 16 MiB are all the memory it takes. A function raises DamagedError when its bytes cannot be read, or the
@@ -170,8 +170,8 @@ class Copying:
     list, of the intervals that `intervals` came from. Close it.
     """
 
-    def __init__(self, stretches: Iterable[Stretch]) -> None:
-        parts = [part for stretch in stretches for part in _with_usable_checksum(stretch).split(_COPY_BYTES)]
+    def __init__(self, file_slices: Iterable[FileSlice]) -> None:
+        parts = [part for file_slice in file_slices for part in _with_usable_checksum(file_slice).split(_COPY_BYTES)]
         size = max((part.nbytes for part in parts), default=1)
         buffers = [memoryview(mmap(-1, size)) for _ in range(min(2, len(parts)))]  # on page boundaries
         ranges = [
@@ -193,7 +193,7 @@ class Copying:
         """Stop reading; the buffers that were returned are no longer needed."""
         self._reads.close()
 
-    def _next_part(self, part: Stretch) -> memoryview:
+    def _next_part(self, part: FileSlice) -> memoryview:
         """Return the bytes of `part`, the next one in order, valid until the next call.
 
         Raises DamagedError when they cannot be read, or end an extent whose checksum does not hold.
@@ -212,16 +212,16 @@ class Copying:
         return view
 
 
-def _with_usable_checksum(stretch: Stretch) -> Stretch:
-    """Return the stretch; if it is only part of an extent that has a checksum, verify the extent and return it without.
+def _with_usable_checksum(file_slice: FileSlice) -> FileSlice:
+    """Return the slice; if it is only part of an extent that has a checksum, verify the extent and return it without.
 
     Raises DamagedError if the extent's bytes have another checksum.
     """
-    if stretch.extent.checksum is None or stretch.is_whole:
-        return stretch
-    extent = stretch.extent
-    _require_checksum(stretch, scan(Path(extent.path), extent.file_offset_bytes, extent.nbytes, stretch.where))
-    return replace(stretch, extent=replace(extent, checksum=None))
+    if file_slice.extent.checksum is None or file_slice.is_whole:
+        return file_slice
+    extent = file_slice.extent
+    _require_checksum(file_slice, scan(Path(extent.path), extent.file_offset_bytes, extent.nbytes, file_slice.where))
+    return replace(file_slice, extent=replace(extent, checksum=None))
 
 
 def _read_ahead(ranges: Sequence[tuple[Path, int, memoryview]]) -> Generator[None, None, None]:

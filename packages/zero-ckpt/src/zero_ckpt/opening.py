@@ -11,7 +11,7 @@ from typing import Any
 
 from .catalog import Candidate, examine, find_candidates
 from .commit import exists, holds_checkpoint, list_tags, replaced_directories, replaced_tag, roots_below
-from .coordination import together
+from .coordination import run_on_all_ranks
 from .errors import DamagedError, NotFoundError, ReplacedError
 from .latest import LATEST_NAME, check_tag, is_tag, read_latest
 from .reader import Checkpoint, OpenReport
@@ -52,7 +52,7 @@ def open_checkpoint(
             options.extend(_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
-        for name, problem in _merge_problems(together(group, what, part)).items():
+        for name, problem in _merge_problems(run_on_all_ranks(group, what, part)).items():
             if problem is None:
                 return _open_chosen(next(option for option in options if option.tag == name), tag, skipped, what)
             skipped[name] = problem

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from .coordination import together
+from .coordination import run_on_all_ranks
+from .dry_run import current_dry_run
+from .dry_run_reads import DryRunCheckpoint
 from .errors import DamagedError, ReplacedError
 from .opening import open_checkpoint
 from .reader import Checkpoint
-from .rehearsal import current_rehearsal
-from .rehearsed_reads import RehearsedCheckpoint
 from .types import Coordinator, SoloCoordinator
 
 T = TypeVar("T")
@@ -36,16 +36,16 @@ def restore(
     Without a tag, when it meets damaged bytes on any rank, all ranks open the next older whole checkpoint and call
     `fill` again, so it must overwrite everything that the first call wrote; the checkpoint's `report` names those that
     were passed over. With a tag, damage raises DamagedError. When a save replaces the checkpoint while it is read, it
-    is opened again, up to 20 times. In a rehearsal (see `zero_ckpt.rehearsal`) `fill` is called once, and its reads are
+    is opened again, up to 20 times. In a dry run (see `zero_ckpt.dry_run`) `fill` is called once, and its reads are
     only counted.
 
     Raises NotFoundError when there is no checkpoint, and DamagedError when no whole one is left. Any other exception on
     any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
     """
-    rehearsal = current_rehearsal()
-    if rehearsal is not None:
-        rehearsed = RehearsedCheckpoint(Path(root), rehearsal)
-        return rehearsed, fill(rehearsed)
+    dry_run = current_dry_run()
+    if dry_run is not None:
+        counted = DryRunCheckpoint(Path(root), dry_run)
+        return counted, fill(counted)
     group = coordinator or SoloCoordinator()
     damaged: dict[str, str] = {}
     attempts = 0
@@ -68,7 +68,9 @@ def restore(
                 return [_DAMAGED, str(error)]
             return None
 
-        problems = [problem for problem in together(group, f"loading {checkpoint.path}", part) if problem is not None]
+        problems = [
+            problem for problem in run_on_all_ranks(group, f"loading {checkpoint.path}", part) if problem is not None
+        ]
         if not problems:
             return checkpoint, results[0]
         if any(kind == _REPLACED for kind, _ in problems):

@@ -24,8 +24,8 @@ def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool
     with root_lock(root):
         kept = {*keep, read_latest(root)}
         complete = [candidate for candidate in find_candidates(root) if candidate.problem is None]
-        doomed = [candidate.path for candidate in complete[keep_last:] if candidate.tag not in kept]
-        removed = [] if dry_run else [set_for_removal(path) for path in doomed]
+        to_remove = [candidate.path for candidate in complete[keep_last:] if candidate.tag not in kept]
+        removed = [] if dry_run else [set_for_removal(path) for path in to_remove]
     for path in removed:
         remove_tree(path)
-    return doomed
+    return to_remove

@@ -12,15 +12,15 @@ from typing import Any
 
 from .commit import Staging, staging_path, sweep
 from .contribution import write_contribution
-from .coordination import together
+from .coordination import run_on_all_ranks
 from .direct import make_sink
+from .dry_run import DryRunRanks, current_dry_run
 from .durable import write_durably
 from .errors import CheckpointError
 from .latest import check_new_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, SavePlan, make_plan
-from .rehearsal import RehearsedRanks, current_rehearsal
 from .retention import prune
 from .scripts import leave_script
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
@@ -69,23 +69,23 @@ def save_sharded(
     any rank fails: earlier checkpoints are untouched and no partial one is left.
     """
     group = coordinator or SoloCoordinator()
-    rehearsal = current_rehearsal()
-    if rehearsal is not None:
-        group = RehearsedRanks(group, rehearsal)
+    dry_run = current_dry_run()
+    if dry_run is not None:
+        group = DryRunRanks(group, dry_run)
     job = _Save(Path(root), tag, group, open_sink, node)
     extras = {"step": step, "aliases": dict(aliases or {}), "client_state": client_state, "config": config}
     extras["frozen"] = None if frozen is None else sorted(frozen)
-    described = together(group, job.what, lambda: job.describe(intervals, extras, rank_state, keep_last))
+    described = run_on_all_ranks(group, job.what, lambda: job.describe(intervals, extras, rank_state, keep_last))
     job.plan(described)
     try:
-        together(group, job.what, job.stage)
-        written = together(group, job.what, job.write)
-        together(group, job.what, lambda: job.commit(described, written, beside or {}, save_latest))
+        run_on_all_ranks(group, job.what, job.stage)
+        written = run_on_all_ranks(group, job.what, job.write)
+        run_on_all_ranks(group, job.what, lambda: job.commit(described, written, beside or {}, save_latest))
     except BaseException:
         job.discard()
         raise
     if keep_last is not None:
-        together(group, f"pruning {root}", lambda: job.prune(keep_last))
+        run_on_all_ranks(group, f"pruning {root}", lambda: job.prune(keep_last))
     return job.root / tag
 
 
@@ -99,7 +99,7 @@ class _Save:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
         self._group, self._open_sink, self._node = group, open_sink, node
         self._nodes: list[str] | None = None
-        self._leads = group.rank == 0 or isinstance(group, RehearsedRanks)
+        self._leads = group.rank == 0 or isinstance(group, DryRunRanks)
         self._token = ""
         self._intervals: list[Interval] = []
         self._plan = SavePlan((), ())
@@ -195,9 +195,9 @@ class _Save:
         for name, data in beside.items():
             _write_beside(self._staging.path, name, data)
         manifest = replace(_build_manifest(self._plan, described, written, self._own_ranks()), tag=self.tag)
-        rehearsal = current_rehearsal()
-        if rehearsal is not None:
-            rehearsal.manifest = manifest
+        dry_run = current_dry_run()
+        if dry_run is not None:
+            dry_run.manifest = manifest
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
         self._staging.commit()

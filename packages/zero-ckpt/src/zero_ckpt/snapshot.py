@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from .dry_run import current_dry_run
 from .errors import CheckpointError
-from .rehearsal import current_rehearsal
 from .types import ITEMSIZE, FileExtent, Interval, byte_view
 from .writer import interval_length
 
@@ -26,7 +26,7 @@ _ALONE_BYTES = 4 << 20
 """Up to this size copying takes less time than waking another thread."""
 _HANDOVER_SECONDS = 5e-4
 
-Behind = Callable[[Sequence[memoryview]], Iterable[Interval]]
+LaterIntervals = Callable[[Sequence[memoryview]], Iterable[Interval]]
 """A function that returns further intervals of a save, called on the copying thread: parts of the copies that it is
 given, or memory that nobody writes until it is copied."""
 
@@ -36,8 +36,8 @@ Copy = Callable[[Sequence[memoryview], Sequence[memoryview]], object]
 argument, without the GIL."""
 
 
-def nothing(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
-    """Return no intervals: the `Behind` of a save without background intervals."""
+def no_intervals(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
+    """Return no intervals: the `LaterIntervals` of a save without background intervals."""
     return ()
 
 
@@ -64,11 +64,11 @@ class Arena:
         chunks = [pair for target, source in zip(places, buffers, strict=True) for pair in _chunks(target, source)]
         return CopyUnderWay(places, chunks, self._copy, self._pool, self._helpers)
 
-    def begin(self, intervals: list[Interval], copying: CopyUnderWay, behind: Behind) -> Snapshot:
+    def begin(self, intervals: list[Interval], copying: CopyUnderWay, later_intervals: LaterIntervals) -> Snapshot:
         """Return a snapshot of `intervals`, to be completed by `Snapshot.finish`.
 
         `copying` is what `start` returned. All memory that may change as soon as this returns is copied, that of
-        `copying` included; `finish` copies intervals with a `version` and those that `behind` returns. Raises
+        `copying` included; `finish` copies intervals with a `version` and those that `later_intervals` returns. Raises
         CheckpointError for an invalid interval, and what `allow` or an interval's function raises.
         """
         copies = _copies_of(intervals, self._now.places([*map(_nbytes, intervals)]))
@@ -85,7 +85,7 @@ class Arena:
         return Snapshot(
             [source if copy is None else copy.copied() for source, copy in zip(intervals, copies, strict=True)],
             [copy for copy in copies if copy is not None and copy.interval.version is not None],
-            lambda: self._background_copies(behind(copying.places)),
+            lambda: self._background_copies(later_intervals(copying.places)),
             self._copy,
         )
 
@@ -94,8 +94,8 @@ class Arena:
         self._pool.shutdown()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
-        """Return intervals that a `Behind` returned, with their data in this arena, and the copies that have to be made
-        for them.
+        """Return intervals that a `LaterIntervals` returned, with their data in this arena, and the copies that have to
+        be made for them.
 
         Parts of the copies of `start` lie in the arena already and need none.
         """
@@ -176,18 +176,18 @@ class _Memory:
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
         """Return a view of each size in bytes, 64-byte aligned; the views of the call before are overwritten.
 
-        In a rehearsal (see `zero_ckpt.rehearsal`) `allow` is not called; the bytes are counted there.
+        In a dry run (see `zero_ckpt.dry_run`) `allow` is not called; the bytes are counted there.
         """
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
             return [memoryview(b"")] * len(sizes)
         if self._block is None or len(self._block) < begins[-1]:
             self._block = None
-            rehearsal = current_rehearsal()
-            if rehearsal is None:
+            dry_run = current_dry_run()
+            if dry_run is None:
                 self._allow(begins[-1])
             else:
-                rehearsal.copied_nbytes += max(begins[-1], mmap.PAGESIZE)
+                dry_run.copied_nbytes += max(begins[-1], mmap.PAGESIZE)
             self._block = _private_memory(max(begins[-1], mmap.PAGESIZE))
         view = memoryview(self._block)
         return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
@@ -211,23 +211,24 @@ def _private_memory(nbytes: int) -> mmap.mmap:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `behind` returns.
+    """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `later_intervals`
+    returns.
 
-    `behind` returns (further intervals with their data in the arena, the copies that are to be made for them); `copy`
-    makes the copies.
+    `later_intervals` returns (further intervals with their data in the arena, the copies that are to be made for them);
+    `copy` makes the copies.
     """
 
     intervals: list[Interval]
     later: list[_Copy]
-    behind: Callable[[], tuple[list[Interval], list[_Copy]]]
+    later_intervals: Callable[[], tuple[list[Interval], list[_Copy]]]
     copy: Copy
 
     def finish(self) -> None:
-        """Make the remaining copies and add the intervals of `behind` to `intervals`; on any thread, once.
+        """Make the remaining copies and add the intervals of `later_intervals` to `intervals`; on any thread, once.
 
-        Raises CheckpointError for memory that was written since the save began, and what `behind` raises.
+        Raises CheckpointError for memory that was written since the save began, and what `later_intervals` raises.
         """
-        intervals, copies = self.behind()
+        intervals, copies = self.later_intervals()
         for copy in [*self.later, *copies]:
             copy.run(self.copy)
             if _version(copy.interval) != copy.version:
@@ -313,7 +314,7 @@ def _version(interval: Interval) -> object:
 
 
 def copy_nothing(_targets: Sequence[memoryview], _sources: Sequence[memoryview]) -> None:
-    """Leave all memory as it is: a `Copy` for rehearsals."""
+    """Leave all memory as it is: a `Copy` for dry runs."""
 
 
 def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:

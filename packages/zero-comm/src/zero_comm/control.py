@@ -42,7 +42,7 @@ class Message:
     """One rank's message at a point where all ranks agree.
 
     ``kind``, ``name`` and ``step`` identify the call; ``payload`` is plain data (JSON). `Control` fills in the others
-    from `Watched`: the micro-batches that the rank has counted, its wish and the bits that it announces.
+    from `Watched`: the micro-batches that the rank has counted, its request and the bits that it announces.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Message:
     step: int
     payload: Any = None
     micro_batches: int = 0
-    wish: int = 0
+    request: int = 0
     announced: int = 0
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ class Control:
         if (failed := next((m for m in told if m.kind == _FAILED), None)) is not None:
             raise PeerError(f"rank {messages.index(failed)} failed: {failed.payload[0]}; here: {message}")
         self.watched.failed = None
-        self.watched.agreed = max(self.watched.agreed, max(m.wish for m in told))
+        self.watched.agreed = max(self.watched.agreed, max(m.request for m in told))
         self.watched.heard = functools.reduce(operator.or_, (m.announced for m in told))
         if self._noted:
             self._noted = not self._store.delete_key(self._note_key(self.rank))
@@ -149,9 +149,9 @@ class Control:
         """Exchange as `exchange` does, without looking at what the messages say. ``patience``: None for the group's
         timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set."""
         own = self.watched
-        message = replace(message, micro_batches=own.micro_batches, wish=own.wish, announced=own.announced)
+        message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
-        rare = [message.wish, message.announced]
+        rare = [message.request, message.announced]
         body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
         if self.world_size == 1:
             return [_decode(body)]

@@ -247,7 +247,7 @@ class Watch:
                 self._listing(),
             )
         if waiting is None and self._all_stuck(now):
-            reason = f"the ranks wait for one another and none goes on:\n{self._listing()}\n{_ADVICE}"
+            reason = f"the ranks wait for one another and none continues:\n{self._listing()}\n{_ADVICE}"
             logger.error("%s", reason)
             self._give_up(f"left the others: {reason}")
             self._ended.set()

@@ -11,8 +11,9 @@ class Watched:
             message arrives at once when it was sent); None while it does not wait.
         last: the last call that all ranks took part in.
         micro_batches: number of micro-batches that this rank has counted.
-        wish: what this rank wants all ranks to do, as a number that goes with every message; the highest is agreed on.
-        agreed: the highest wish of any rank so far; after the same call, equal on every rank.
+        request: what this rank wants all ranks to do, as a number that goes with every message; the highest is agreed
+            on.
+        agreed: the highest request of any rank so far; after the same call, equal on every rank.
         announced: bits that go with every message.
         heard: the bits that any rank announced with the last call; after the same call, equal on every rank.
         failed: (why a call of this rank failed, when); None once another call began.
@@ -24,7 +25,7 @@ class Watched:
         self.waiting: tuple[object, float, bool] | None = None
         self.last: object = "none"
         self.micro_batches = 0
-        self.wish = 0
+        self.request = 0
         self.agreed = 0
         self.announced = 0
         self.heard = 0

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from .accumulation import Accumulation
 from .audit import Auditor, auditor_for
-from .checkpoint import Checkpoints, Departure, Dialect, InMemory, Saver, periodic_of
+from .checkpoint import Checkpoints, Dialect, InMemory, LauncherOrders, Saver, periodic_of
 from .checkpointing import Checkpointing
 from .failures import Failures
 from .full_values import FullValues
@@ -94,9 +94,9 @@ def compose(
         instruments,
         saver,
         InMemory(state, offloading),
-        Departure.of(state),
+        LauncherOrders.of(state),
         periodic_of(state, saver),
-        before_load=audit.forget_resting,
+        before_load=audit.forget_digests,
     )
     return EngineParts(
         accumulation=accumulation,

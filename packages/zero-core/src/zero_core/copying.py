@@ -25,7 +25,7 @@ def refuse_pickle(_engine: object, _protocol: Any) -> NoReturn:
     """Raise `UsageError` for `pickle`, naming the calls that write a checkpoint or the weights instead."""
     raise _refusal(
         "pickled",
-        "Write what training goes on from by engine.save_checkpoint(folder), the full weights by "
+        "Write what training continues from by engine.save_checkpoint(folder), the full weights by "
         "engine.save_16bit_model(folder), or take them from engine.consolidated_state_dict(); all on every rank.",
     )
 

@@ -50,7 +50,7 @@ class RankSampler(Sampler[int]):
         if self._loaded and not self._begun and epoch < self.epoch and self.rank == 0:
             logger.warning(
                 "set_epoch(%d) goes back from the checkpoint's position, epoch %d: data that were seen come again; to "
-                "go on with the next batch, loop over range(loader.data_sampler.epoch, epochs)",
+                "continue with the next batch, loop over range(loader.data_sampler.epoch, epochs)",
                 *(epoch, self.epoch),
             )
         if epoch != self.epoch or self._begun:
@@ -201,7 +201,7 @@ class RankLoader(Generic[_Batch]):
             if sampler.loads != loads:
                 raise UsageError(
                     "the position in the data was loaded (engine.resume, engine.load_checkpoint) while an iteration "
-                    "over the loader was under way, which would go on with other batches than the checkpoint's next "
+                    "over the loader was under way, which would continue with other batches than the checkpoint's next "
                     "ones: begin a new one after loading, with iter(loader) or a new RepeatingLoader(loader)"
                 )
             sampler.advance(self.batch_size, self._min_left)

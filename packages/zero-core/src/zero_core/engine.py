@@ -19,7 +19,7 @@ from zero_settings import Config
 
 from . import report
 from .audit import Auditor
-from .checkpoint import CustomLoad, Resumed, Wanted
+from .checkpoint import CustomLoad, LoadChoice, Resumed
 from .checkpointing import Checkpointing
 from .composition import EngineParts
 from .copying import refuse_copy, refuse_pickle, share
@@ -207,7 +207,7 @@ class Engine(nn.Module):
         """Unshard the parameters, remove all hooks and leave the process groups, once. Collective.
 
         ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
-        checkpoints that are written behind training. Raises `zero_ckpt.CheckpointError` if one failed."""
+        checkpoints that are written in the background. Raises `zero_ckpt.CheckpointError` if one failed."""
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
             self._parts.close(self.training_state, unshard)
@@ -248,7 +248,7 @@ class Engine(nn.Module):
         ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name: it runs on
         every rank with the module unsharded, and every rank gets rank 0's result. `load_report` says what was loaded,
         converted, defaulted and ignored. Collective. Raises `zero_ckpt.CheckpointError` on every rank."""
-        wanted = Wanted(
+        wanted = LoadChoice(
             strict=load_module_strict,
             optimizer=load_optimizer_states and not load_module_only and self.sharded_optimizer is not None,
             scheduler=load_lr_scheduler_states and not load_module_only,

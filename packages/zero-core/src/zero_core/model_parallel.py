@@ -90,7 +90,7 @@ class ModelPart:
         """Return `subfolder` of ``root``, where checkpoints are. Collective. Raises `MismatchError` on every rank when
         ``root`` holds checkpoints of a model in another number of parts."""
         names = {path.name for path in root.glob(_PART.format("*"))}
-        if self._everybody is not None and root in self._roots:  # a save behind training may not have made it yet
+        if self._everybody is not None and root in self._roots:  # a background save may not have made it yet
             names.add(self.subfolder(root).name)
         found = len(set().union(*self._tell("folder", sorted(names))))
         if found not in (0, 0 if self._everybody is None else self.place.size):
@@ -102,7 +102,7 @@ class ModelPart:
         return self.subfolder(root)
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
+    def share_failure(self, call: str) -> Iterator[None]:
         """If the block raises `CheckpointError` on the ranks of one part, raise it on the ranks of all parts.
         ``call``: its name in the message. Collective."""
         failure: CheckpointError | None = None

@@ -1,4 +1,4 @@
-"""Saving and loading what the user's loop needs to go on: groups, schedules, counters, client state."""
+"""Saving and loading what the user's loop needs to continue: groups, schedules, counters, client state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loader that `initialize` makes: whose samples, in which order, and where a resumed run goes on."""
+"""The loader that `initialize` makes: whose samples, in which order, and where a resumed run continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""More than one backward pass: second derivatives, torch.func, parameters that stop and go on being trained."""
+"""More than one backward pass: second derivatives, torch.func, parameters that stop and continue being trained."""
 
 from __future__ import annotations
 

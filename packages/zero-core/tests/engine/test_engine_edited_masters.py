@@ -58,7 +58,7 @@ def edited(stage: int, tier: str, more: dict[str, Any], folder: str) -> list[str
         bias.data[: WIDTH - 1] *= 0.5
     engine.save_checkpoint(Path(folder, "saved"))
     after = full(engine)
-    engine.save_checkpoint(Path(folder, "again"))  # waits for the first where that is written behind training
+    engine.save_checkpoint(Path(folder, "again"))  # waits for the first where that is written in the background
     other = made(stage, tier, more, Path(folder, "second"))
     other.load_checkpoint(Path(folder, "saved"))
     wrong = [] if all(map(torch.equal, after, full(other))) else ["loaded otherwise"]
@@ -69,7 +69,7 @@ def edited(stage: int, tier: str, more: dict[str, Any], folder: str) -> list[str
     for one in (engine, other):
         train(one)
         train(one)
-    wrong += [] if all(map(torch.equal, full(engine), full(other))) else ["goes on otherwise"]
+    wrong += [] if all(map(torch.equal, full(engine), full(other))) else ["continues otherwise"]
     engine.destroy()
     other.destroy()
     return wrong

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_comm import Ledger, Tag, run_ranks
-from zero_core.instruments import NoTimers, Silent, Timers, communication_table
+from zero_core.instruments import NoInstruments, NoTimers, Timers, communication_table
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def everything_on(stage: int, folder: str) -> tuple[bool, str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_instruments_change_no_bit_and_only_rank_0_has_them(stage: int, tmp_path: Path) -> None:
     first, second = run_ranks(everything_on, RANKS, stage, str(tmp_path))
-    assert first == (True, "Speaking") and second == (True, Silent.__name__)
+    assert first == (True, "PrintingInstruments") and second == (True, NoInstruments.__name__)
 
 
 # -- communication -----------------------------------------------------------------------------------------------------

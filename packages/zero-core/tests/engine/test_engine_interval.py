@@ -40,7 +40,7 @@ def test_the_interval_is_the_least_that_all_bounds_allow(
 
 
 def test_what_is_measured_decides_and_changes_are_followed() -> None:
-    """Steps of one second; a save at once, then saves behind training that hold up the steps after them."""
+    """Steps of one second; a save at once, then background saves that hold up the steps after them."""
     chooser, now, saves = IntervalChooser(0.1, None), 0.0, []
 
     def steps_until_due() -> int:

@@ -17,7 +17,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
-from zero_core.instruments import Silent
+from zero_core.instruments import NoInstruments
 from zero_core.monitors import NoMonitor
 
 
@@ -194,5 +194,5 @@ def test_a_monitor_that_cannot_write_ends_every_rank(tmp_path: Path) -> None:
 
 def test_without_a_monitor_nothing_is_held(alone: None) -> None:
     engine = start(0)
-    assert isinstance(engine.monitor, NoMonitor) and isinstance(engine.instruments, Silent)
+    assert isinstance(engine.monitor, NoMonitor) and isinstance(engine.instruments, NoInstruments)
     engine.monitor.write_events([("ignored", 1.0, 1)])

@@ -47,7 +47,7 @@ def dynamic_scale(stage: int) -> dict[str, Any]:
     one_step(engine, 4, torch.float16)
     finite = all(bool(torch.isfinite(w).all()) for w in weights(engine).values())
     moved = distance(before, weights(engine)) > 0
-    return {**seen, "scales": scales, "applied": applied, "rates": rates, "goes on": finite and moved,
+    return {**seen, "scales": scales, "applied": applied, "rates": rates, "continues": finite and moved,
             "steps": engine.global_steps, "grown": engine.loss_scale()}  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def test_the_dynamic_loss_scale_skips_on_all_ranks_when_one_overflows(stage: int
     for seen in run_ranks(dynamic_scale, RANKS, stage):
         assert seen["scales"] == [16.0, 16.0, 16.0, 32.0, 16.0]  # grows after a clean window *before* a step
         assert seen["applied"] == [True, True, True, False]
-        assert seen["still"] == 0.0 and seen["skipped"] == 1 and seen["steps"] == 5 and seen["goes on"]
+        assert seen["still"] == 0.0 and seen["skipped"] == 1 and seen["steps"] == 5 and seen["continues"]
         assert seen["rates"] == [LR / 2, LR / 4, LR / 8, LR / 8]  # the schedule does not move on a skipped step
 
 
@@ -112,21 +112,21 @@ def overflow(section: dict[str, Any], stage: int) -> dict[str, Any]:
     still = distance(before, weights(engine))
     one_step(engine, 2, torch.bfloat16)
     return {"message": message, "still": still, "skipped": engine.skipped_steps, "steps": engine.global_steps,
-            "goes on": all(bool(torch.isfinite(w).all()) for w in weights(engine).values())}  # fmt: skip
+            "continues": all(bool(torch.isfinite(w).all()) for w in weights(engine).values())}  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", (1, 3))
 def test_bf16_check_grad_overflow_skips_the_step(stage: int) -> None:
     for seen in run_ranks(overflow, RANKS, {"check_grad_overflow": True}, stage):
         assert seen["message"] == "no error" and seen["skipped"] == 1 and seen["steps"] == 3
-        assert seen["still"] == 0.0 and seen["goes on"]
+        assert seen["still"] == 0.0 and seen["continues"]
 
 
 @pytest.mark.parametrize("section", ({}, {"check_grad_overflow": False}))
 def test_without_it_a_gradient_that_is_not_finite_is_an_error_that_names_a_parameter(section: dict[str, Any]) -> None:
     for seen in run_ranks(overflow, RANKS, section, 3):
         assert seen["message"].startswith("NonFiniteGradientError") and "parameter '" in seen["message"]
-        assert seen["still"] == 0.0 and seen["goes on"] and seen["skipped"] == 0
+        assert seen["still"] == 0.0 and seen["continues"] and seen["skipped"] == 0
 
 
 class WithBuffers(nn.Module):

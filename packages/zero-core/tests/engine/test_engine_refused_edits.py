@@ -57,7 +57,7 @@ def different_storage(model: nn.Sequential) -> None:
 
 
 def run(stage: int, dtype: str, write: Callable[[nn.Sequential], None]) -> Outcome:
-    """Step, write, meet the refusal in the next step, and go on after it."""
+    """Step, write, meet the refusal in the next step, and continue after it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)).to(DTYPES[dtype])
     config = {

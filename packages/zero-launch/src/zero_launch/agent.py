@@ -21,13 +21,13 @@ from zero_launch.compat import shutdown_timeout
 from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
 from zero_launch.orders import END
 from zero_launch.presence import HostPresence, Presence
-from zero_launch.processes import end_job, exit_status, kill_heedless, wait_for_helpers
-from zero_launch.rank_ends import failure_of, fate_of
+from zero_launch.processes import end_job, exit_status, kill_those_ignoring, wait_for_helpers
+from zero_launch.rank_ends import describe_outcome, failure_of
 from zero_launch.rank_files import RankFiles, RankStatus
-from zero_launch.repeats import Repeats
+from zero_launch.repeated_failures import RepeatedFailures
 from zero_launch.report import LaunchError, RankFailure, read_end_file, read_error_file
 from zero_launch.spec import SILENCE_SECONDS
-from zero_launch.standbys import Prepared, StandbyContext
+from zero_launch.standby_pool import Prepared, StandbyContext
 from zero_launch.streams import Sink, Streamer
 
 _STANDBY_SECONDS = 10.0
@@ -79,7 +79,7 @@ class Agent(LocalElasticAgent):
         self._started_at = time.time()
         self._stopping = False
         self._watcher = Watcher({})
-        self._repeats = Repeats()
+        self._repeated_failures = RepeatedFailures()
         self._world_size = 0
         self._here = HostPresence({}, 0, stopped_seconds)
         self._presence = Presence(0, "")
@@ -90,7 +90,7 @@ class Agent(LocalElasticAgent):
         self.left_for: str | None = None
         """The order (see orders.py) on which all ranks have left, if that is how the job ended."""
         self.divergence: str | None = None
-        """Why the ranks of this host cannot go on together, when that is why the job was ended."""
+        """Why the ranks of this host cannot continue together, when that is why the job was ended."""
         self.notes: list[str] = []
         """The processes that ranks left behind and that did not end when they were asked to."""
 
@@ -137,8 +137,8 @@ class Agent(LocalElasticAgent):
 
     def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks, from standbys where there are any; return local rank -> pid."""
-        standbys = self._files.standbys
-        if standbys is None or not standbys.pids:
+        standby_pool = self._files.standby_pool
+        if standby_pool is None or not standby_pool.pids:
             fresh: dict[int, Any] = super()._start_workers(worker_group)
             return fresh
         try:
@@ -148,9 +148,9 @@ class Agent(LocalElasticAgent):
         except Prepared as prepared:
             envs = prepared.envs
         spec = worker_group.spec
-        args = {number: tuple(standbys.command(number)[1:]) for number in envs}
+        args = {number: tuple(standby_pool.command(number)[1:]) for number in envs}
         context = StandbyContext(
-            standbys,
+            standby_pool,
             name=spec.role,
             entrypoint=spec.entrypoint,
             args=args,
@@ -164,29 +164,29 @@ class Agent(LocalElasticAgent):
     def _status_of(self, pid: int) -> int | None:
         """Return the exit status of a rank (a signal is negative); None while it runs. Raises ChildProcessError if it
         is reaped."""
-        standbys = self._files.standbys
-        forked = None if standbys is None else standbys.rank(pid)
+        standby_pool = self._files.standby_pool
+        forked = None if standby_pool is None else standby_pool.rank(pid)
         return exit_status(pid) if forked is None else forked.poll()
 
     @property
     def _spared(self) -> set[int]:
         """The pids of the standbys, which are not ended with an attempt."""
-        return set() if self._files.standbys is None else self._files.standbys.pids
+        return set() if self._files.standby_pool is None else self._files.standby_pool.pids
 
     def dismiss_standbys(self) -> None:
         """End the standbys."""
-        if self._files.standbys is not None:
-            self._files.standbys.close()
+        if self._files.standby_pool is not None:
+            self._files.standby_pool.close()
 
     def _prepare_restart(self) -> None:
         """Start the next standby if the job has standbys and restarts remain, once every rank trains or 10 s after the
         start."""
-        standbys = self._files.standbys
-        if standbys is None or self._remaining_restarts <= 0:
+        standby_pool = self._files.standby_pool
+        if standby_pool is None or self._remaining_restarts <= 0:
             return
         trains = all(self._watcher.step_of(record.rank) for record in self._records)
         if trains or time.time() - self._started_at > _STANDBY_SECONDS:
-            standbys.adjust_to(len(self._records))
+            standby_pool.adjust_to(len(self._records))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the attempt; end it first if a rank failed, is stuck, or cannot finish.
@@ -265,7 +265,7 @@ class Agent(LocalElasticAgent):
             print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
     def _set_divergence(self, why: str | None) -> None:
-        """Set ``divergence`` to why the ranks cannot go on together (None: they can); if they cannot, no restart
+        """Set ``divergence`` to why the ranks cannot continue together (None: they can); if they cannot, no restart
         follows."""
         self.divergence = why
         if why is not None:
@@ -285,14 +285,14 @@ class Agent(LocalElasticAgent):
         self._end(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return
-        hopeless = self._repeats.count_attempt(self.failures(), self._remaining_restarts)
+        hopeless = self._repeated_failures.count_attempt(self.failures(), self._remaining_restarts)
         if hopeless is None:
-            self._tell_restart()
+            self._report_restart()
             return
         self.notes.append(hopeless)
         self._remaining_restarts = 0
 
-    def _tell_restart(self) -> None:
+    def _report_restart(self) -> None:
         """Print the failure that leads to a restart, and the number of the restart."""
         number, total = self._attempt() + 1, self._worker_group.spec.max_restarts
         print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
@@ -332,7 +332,7 @@ class Agent(LocalElasticAgent):
         self._note_ends()
         pids = {record.pid for record in self._records}
         if self._files.takes_requests:
-            kill_heedless(pids, signum)
+            kill_those_ignoring(pids, signum)
         ended = end_job(self._job_id, pids, signum=signum, grace_seconds=self._grace_seconds, spared=self._spared)
         self.notes += [f"left behind: {text}" for pid, text in ended if pid not in pids]
         for record in self._records:
@@ -371,7 +371,7 @@ class Agent(LocalElasticAgent):
         for record in self._records:
             if record.rank not in failed:
                 record.refresh()
-                fates.append(fate_of(record))
+                fates.append(describe_outcome(record))
         return fates
 
     @property

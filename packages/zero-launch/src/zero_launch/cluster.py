@@ -15,11 +15,11 @@ from typing import Any
 from zero_launch.desync import FlightRecord, difference, explain
 from zero_launch.heard_signals import HeardSignals
 from zero_launch.messages import Message
-from zero_launch.outcome import failures_in_order, left_alone, notes
+from zero_launch.outcome import describe_abandoned, failures_in_order, notes
 from zero_launch.peers import Inbox, Peer, title
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
-from zero_launch.repeats import Repeats
+from zero_launch.repeated_failures import RepeatedFailures
 from zero_launch.report import LaunchError, RankFailure, signal_name
 from zero_launch.requeue import SIGNALS, LeftEarly, Requests
 from zero_launch.roster import Roster, other_version
@@ -52,7 +52,7 @@ class Cluster(abc.ABC):
         self._requests = Requests()
         self._left = False
         self._divergence: str | None = None
-        self._repeats = Repeats()
+        self._repeated_failures = RepeatedFailures()
         self._lost: list[tuple[float, RankFailure]] = []
         self._troubles: list[str] = []
         self._handlers: dict[str, Callable[[Peer, Message], None]] = {
@@ -79,7 +79,7 @@ class Cluster(abc.ABC):
         self._check()
         self._signals.take()
         try:
-            self._roster.call_all()
+            self._roster.start_agents()
             self._greet_all()
             if self._stopping is None:
                 self._lead()
@@ -116,15 +116,15 @@ class Cluster(abc.ABC):
         if self._stopping is not None:
             return
         minimum = self._minimum
-        if len(self._roster.there) < minimum:
+        if len(self._roster.present) < minimum:
             self._stop(
-                f"{len(self._roster.there)} of {len(self._roster.peers)} hosts can take part, {minimum} are needed"
+                f"{len(self._roster.present)} of {len(self._roster.peers)} hosts can take part, {minimum} are needed"
             )
             return
         for trouble in self._troubles:
             self._say(trouble)
         self._troubles.clear()
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             self._send_job(peer)
 
     @property
@@ -165,10 +165,10 @@ class Cluster(abc.ABC):
 
     def _end_all(self) -> None:
         """Tell every host to end its processes, and wait until all confirm, up to a time limit."""
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
-        while self._roster.there and time.monotonic() < end:
+        while self._roster.present and time.monotonic() < end:
             self._next_message()
             self._lose_silent_hosts()
 
@@ -208,11 +208,11 @@ class Cluster(abc.ABC):
         except queue.Empty:
             return
         if message["kind"] == "signal":
-            self._heed(message["signal"])
+            self._handle_signal(message["signal"])
         else:
             self.hear(name, message)
 
-    def _heed(self, signum: int) -> None:
+    def _handle_signal(self, signum: int) -> None:
         """Act on a signal to this process: have the ranks save, or stop the job; see [Note: requeue signals]."""
         if not (self._spec.job.requeue and signum in SIGNALS):
             self._interrupted = signum
@@ -229,14 +229,14 @@ class Cluster(abc.ABC):
         if not self._asked_to_end:
             self._asked_to_end = True
             self._say(f"{why}: the ranks save a checkpoint after this step, and end")
-            for peer in self._roster.there:
+            for peer in self._roster.present:
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
         """Handle a message of the host with key ``name``; drop it if that host no longer takes part, and tell one that
         comes only now."""
         peer = self._roster.peers.get(name)
-        if peer is None or not peer.there:
+        if peer is None or not peer.present:
             if peer is not None and peer.channel is not None and message["kind"] == "hello":
                 peer.channel.send("stop", why="the job has begun without this node")
             return
@@ -273,11 +273,11 @@ class Cluster(abc.ABC):
         """Count a failed attempt; return whether restart ``number`` cannot help, and then stop the job: the last
         attempts failed alike, or ranks waited for others that had ended with status 0."""
         failures = self._failures()
-        self._divergence = left_alone(list(self._roster.peers.values()), failures, self._began_at)
+        self._divergence = describe_abandoned(list(self._roster.peers.values()), failures, self._began_at)
         if self._divergence is not None:
             self._stop(self._divergence)
             return True
-        why = self._repeats.count_attempt(failures, self._spec.job.max_restarts - number + 1)
+        why = self._repeated_failures.count_attempt(failures, self._spec.job.max_restarts - number + 1)
         if why is not None:
             self._troubles.append(why)
             self._stop(why)
@@ -300,7 +300,7 @@ class Cluster(abc.ABC):
             self._divergence = message["divergence"]
             self._say(message["divergence"])
         if self._divergence is not None or not self._restart():
-            for other in self._roster.there:
+            for other in self._roster.present:
                 if other is not peer:
                     other.send("stop")
 
@@ -312,8 +312,8 @@ class Cluster(abc.ABC):
         """Keep the host's records; stop the job if all hosts are stalled and the records tell why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
-        records = {rank: record for other in self._roster.there for rank, record in other.records.items()}
-        if all(other.stalled for other in self._roster.there):
+        records = {rank: record for other in self._roster.present for rank, record in other.records.items()}
+        if all(other.stalled for other in self._roster.present):
             self._divergence = explain(records, stalled=len(records) == self._world_size)
             if self._divergence is not None:
                 self._say(self._divergence)

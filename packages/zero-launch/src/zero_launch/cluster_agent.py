@@ -16,7 +16,7 @@ from zero_launch.channel import Channel, ChannelSink
 from zero_launch.cores import bindings
 from zero_launch.desync import FlightRecord
 from zero_launch.guard import Guard
-from zero_launch.job import core_variables, job_environment, standbys_of, worker_group_spec
+from zero_launch.job import core_variables, job_environment, standby_pool_of, worker_group_spec
 from zero_launch.meeting import Meeting
 from zero_launch.messages import Message
 from zero_launch.orders import REGROUP
@@ -77,7 +77,7 @@ class ClusterAgent(Agent):
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
         worker_spec = worker_group_spec(spec, order["how"], rendezvous, None)
-        files.standbys = standbys_of(
+        files.standby_pool = standby_pool_of(
             spec, worker_spec, files, recorders, lambda text: channel.send("notice", text=text)
         )
         agent = cls(
@@ -117,13 +117,13 @@ class ClusterAgent(Agent):
     def prepare(self) -> None:
         """If this host was lost before, start standbys with its ranks' imports and wait for them, up to a minute, so
         that its ranks begin as fast as those of other hosts."""
-        if self._files.standbys is not None and self._imports:
-            self._files.standbys.prepare(self._imports, _PREPARE_SECONDS)
+        if self._files.standby_pool is not None and self._imports:
+            self._files.standby_pool.prepare(self._imports, _PREPARE_SECONDS)
 
     def _prepare_restart(self) -> None:
         """Also send the launcher what standbys import, for `prepare` if this host is lost and comes back."""
         super()._prepare_restart()
-        imports = {} if self._files.standbys is None else self._files.standbys.imports
+        imports = {} if self._files.standby_pool is None else self._files.standby_pool.imports
         if imports != self._imports:
             self._imports = imports
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
@@ -132,25 +132,25 @@ class ClusterAgent(Agent):
         """Return the fields of the message `ended`, whose types messages.py lists: how the last attempt ended on this
         host."""
         return {
-            "failures": self._told_failures(),
+            "failures": self._failure_messages(),
             "fates": self.fates() if self._records else [],
             "notes": self.notes,
             "divergence": self.divergence,
             "left": self.left_for,
-            "records": self._told_records(),
+            "records": self._record_messages(),
         }
 
     def _report(self) -> Message:
         """Return the fields of the message `ready` about the attempt before."""
         ended = [[record.rank, record.over_at] for record in self._records if record.ended_well]
-        return {"failures": self._told_failures(), "ended": ended, "records": self._told_records()}
+        return {"failures": self._failure_messages(), "ended": ended, "records": self._record_messages()}
 
-    def _told_failures(self) -> list[Message]:
+    def _failure_messages(self) -> list[Message]:
         """Return this host's failures as fields of a message, with the time of each as `at` (seconds since the
         epoch)."""
         return [{**vars(failure), "at": self._started_at + failure.seconds} for failure in self.failures()]
 
-    def _told_records(self) -> Message:
+    def _record_messages(self) -> Message:
         """Return the flight records of this host's ranks as plain data, by rank as text."""
         return {str(rank): record.to_json() for rank, record in self._watcher.records.items()}
 

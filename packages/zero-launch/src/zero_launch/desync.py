@@ -184,8 +184,8 @@ def abandoned(records: Mapping[int, FlightRecord], ended: Collection[int], *, is
     there are none.
 
     ``records``: by rank. ``ended``: the ranks with status 0. ``is_over``: the job has failed, so that a rank counts
-    whose wait ended with an error; while the job runs, such a rank may go on. The ranks of a group are taken to be the
-    ranks that have used it.
+    whose wait ended with an error; while the job runs, such a rank may continue. The ranks of a group are taken to be
+    the ranks that have used it.
     """
     left: set[int] = set()
     lines = []

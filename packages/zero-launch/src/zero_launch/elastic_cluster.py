@@ -1,4 +1,4 @@
-"""A job whose hosts come and go: lost hosts are called again, and the ranks meet anew with those that are there."""
+"""A job whose hosts come and go: lost hosts are called again, and the ranks meet again with those that are there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from zero_launch.cluster import Cluster
 from zero_launch.host_bounds import host_bounds
-from zero_launch.meeting_state import StateKeeper, on_another_clock, places_in
+from zero_launch.meeting_state import VersionedState, on_another_clock, places_in
 from zero_launch.messages import Message
 from zero_launch.outcome import failures_in_order
 from zero_launch.peers import Peer, title
@@ -47,7 +47,7 @@ class ElasticCluster(Cluster):
             raise ValueError("elastic: expected the least and the most ranks, got None")
         self._least_ranks, self._most_ranks = spec.job.elastic
         self._least, self._most = host_bounds(self._slots(), self._least_ranks, self._most_ranks)
-        self._keeper = StateKeeper()
+        self._meeting = VersionedState()
         self._places = {peer.name: f"{number:05d}" for number, peer in enumerate(self._roster.peers.values())}
         self._leading = False
         self._over = False
@@ -102,7 +102,7 @@ class ElasticCluster(Cluster):
         """Call a lost host again after `CALL_AGAIN_SECONDS`, or let it connect by itself; not once the job stops."""
         if self._stopping is not None:
             return
-        if self._roster.comes_by_itself(peer):
+        if self._roster.connects_by_itself(peer):
             self._roster.renew(peer)
         else:
             self._calls[peer.name] = time.monotonic() + CALL_AGAIN_SECONDS
@@ -163,19 +163,19 @@ class ElasticCluster(Cluster):
             self._answer()
             for text in self._presence.remarks():
                 self._remark(text)
-            if any(peer.state in ("running", "done") for peer in self._roster.there):
+            if any(peer.state in ("running", "done") for peer in self._roster.present):
                 self._ran_at = time.monotonic()
             elif time.monotonic() - self._ran_at > MEET_SECONDS:
-                there = sum(len(peer.slots) for peer in self._roster.there)
+                there = sum(len(peer.slots) for peer in self._roster.present)
                 self._troubles += self._reasons.values()
                 self._stop(f"no round in {MEET_SECONDS} s: {there} ranks can take part, {self._least_ranks} are needed")
 
     def _end_all(self) -> None:
         """Give up the hosts that have not come yet, and do as `Cluster._end_all` for the others."""
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             if peer.state == "called":
                 peer.state = "lost"
-                peer.let_go()
+                peer.kill_start_command()
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
@@ -185,7 +185,7 @@ class ElasticCluster(Cluster):
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
             return
         state = on_another_clock(message["state"], peer.clock_offset)
-        replaced = state is not None and self._keeper.replace(state, message["version"])
+        replaced = state is not None and self._meeting.replace(state, message["version"])
         if replaced:
             self._review()
         until = time.monotonic() + _HOLD_SECONDS
@@ -197,10 +197,10 @@ class ElasticCluster(Cluster):
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:
-            if question.until > now and self._keeper.waits(self._places[question.peer.name]):
+            if question.until > now and self._meeting.waits(self._places[question.peer.name]):
                 self._questions.append(question)
             else:
-                newest = self._keeper.newest()
+                newest = self._meeting.newest()
                 newest["state"] = on_another_clock(newest["state"], -question.peer.clock_offset)
                 question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
 
@@ -208,7 +208,7 @@ class ElasticCluster(Cluster):
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Tell the keeper which hosts the next round waits for: the first also for hosts that are getting ready; one
+        """Tell the state which hosts the next round waits for: the first also for hosts that are getting ready; one
         after all hosts were lost (this launcher was stopped, or cut off) for every host, until the last call."""
         peers = list(self._roster.peers.values())
         waits_for_all = self._all_lost and (self._last_call is None or time.monotonic() <= self._last_call)
@@ -216,9 +216,9 @@ class ElasticCluster(Cluster):
             expected = [self._places[peer.name] for peer in peers]
         else:
             counted = ("ready", "running", "done") if self._rounds else ("greeted", "ready", "running", "done")
-            expected = [self._places[peer.name] for peer in peers if peer.there and peer.state in counted][: self._most]
+            expected = [self._places[p.name] for p in peers if p.present and p.state in counted][: self._most]
         slots = {self._places[peer.name]: len(peer.slots) for peer in peers}
-        self._keeper.review(expected, slots, self._least_ranks)
+        self._meeting.review(expected, slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
         """Keep the host's report of the attempt before, and count the host in for the next round."""
@@ -239,8 +239,8 @@ class ElasticCluster(Cluster):
 
     def _ask_to_grow(self) -> None:
         """Have the ranks leave at their next checkpoint if a host waits and the job has room for it."""
-        running = [peer for peer in self._roster.there if peer.state == "running"]
-        waits = any(peer.state == "ready" for peer in self._roster.there)
+        running = [peer for peer in self._roster.present if peer.state == "running"]
+        waits = any(peer.state == "ready" for peer in self._roster.present)
         if waits and running and len(running) < self._most:
             for peer in running:
                 peer.send("grow", attempt=self._attempt)
@@ -248,19 +248,19 @@ class ElasticCluster(Cluster):
     def _on_served(self, peer: Peer, message: Message) -> None:
         """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members
         their ranks and the store's address. If some were lost since and the rest has too few ranks, all meet again."""
-        takes_part = self._keeper.participants
+        takes_part = self._meeting.participants
         members = [
-            p for p in self._roster.there if p.state in ("ready", "running") and self._places[p.name] in takes_part
+            p for p in self._roster.present if p.state in ("ready", "running") and self._places[p.name] in takes_part
         ]
         if peer not in members:
             return
         ranks = sum(len(member.slots) for member in members)
         if ranks < self._least_ranks:
-            self._keeper.dissolve()
+            self._meeting.dissolve()
             return
         if self._restarting and self._is_hopeless(self._restarts):
             return
-        self._tell_of_restart()
+        self._announce_restart()
         if self._rounds and not self._restarting:
             self._attempt += 1
         self._rounds += 1
@@ -294,7 +294,7 @@ class ElasticCluster(Cluster):
         """Return the hosts in the host list's order."""
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
-    def _tell_of_restart(self) -> None:
+    def _announce_restart(self) -> None:
         """Print the failure that led to this restart, if the round is one."""
         if self._restarting:
             error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
@@ -315,7 +315,7 @@ class ElasticCluster(Cluster):
             return False
         self._restarts += 1
         self._restarting = True
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             if peer.state in ("running", "done"):
                 peer.send("again", attempt=self._attempt)
         self._attempt += 1
@@ -324,7 +324,7 @@ class ElasticCluster(Cluster):
     def _lose(self, peer: Peer, why: str) -> None:
         """Give up a host and call it again later. If its ranks ran, they failed: all ranks restart or the job stops."""
         before, peer.state = peer.state, "lost"
-        self._keeper.lost(self._places[peer.name])
+        self._meeting.lost(self._places[peer.name])
         if before in ("running", "done"):
             heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
             for rank, pid in sorted(peer.ranks.items()):
@@ -335,7 +335,7 @@ class ElasticCluster(Cluster):
                 self._stop(why)
         else:
             self._keep_reason(peer, why)
-        if not any(other.state in ("ready", "running", "done") for other in self._roster.there):
+        if not any(other.state in ("ready", "running", "done") for other in self._roster.present):
             self._all_lost = True
         self._call_later(peer)
         self._review()
@@ -351,10 +351,10 @@ class ElasticCluster(Cluster):
     def _on_done(self, peer: Peer, message: Message) -> None:
         """Record that a host's ranks are done; once no other host's run, have all finish or, if they wait, end."""
         peer.state = "done"
-        if self._restarting or any(other.state == "running" for other in self._roster.there):
+        if self._restarting or any(other.state == "running" for other in self._roster.present):
             return
         self._finishing = True
-        for other in self._roster.there:
+        for other in self._roster.present:
             other.send("finish" if other.state == "done" else "dismiss")
             if other.state != "done":
                 other.state = "ended"  # it waited for a round that does not come
@@ -367,7 +367,7 @@ class ElasticCluster(Cluster):
             self._lose(peer, f"{title(peer)} was lost: {why}")
             return
         super()._on_ended(peer, message)
-        self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._roster.there)
+        self._over = not any(other.state in ("running", "done", "ready", "greeted") for other in self._roster.present)
 
     def _ended_by_itself(self, peer: Peer, message: Message) -> bool:
         """Return whether a host ended without being asked by this launcher and without diverging ranks."""

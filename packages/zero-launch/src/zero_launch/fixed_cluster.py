@@ -35,7 +35,7 @@ class FixedCluster(Cluster):
 
     def _lead(self) -> None:
         """Handle messages and lost hosts until the job is to stop or no host takes part any more."""
-        while self._stopping is None and self._roster.there:
+        while self._stopping is None and self._roster.present:
             self._next_message()
             self._lose_silent_hosts()
             for text in self._presence.remarks():
@@ -45,7 +45,7 @@ class FixedCluster(Cluster):
         """Keep the host's report of the attempt before; begin the next round once all hosts that are left are ready."""
         peer.state = "ready"
         peer.take_report(message)
-        if all(other.state == "ready" for other in self._roster.there):
+        if all(other.state == "ready" for other in self._roster.present):
             self._begin_round()
 
     def _begin_round(self) -> None:
@@ -59,10 +59,10 @@ class FixedCluster(Cluster):
             self._say(f"{error}\nzero-launch: restart {self._attempt} of {self._spec.job.max_restarts}")
             self._divergence = None
             self._lost.clear()
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             peer.forget_attempt()
         self._began_at = time.time()
-        first = self._roster.there[0]
+        first = self._roster.present[0]
         if self._store_host is not first:  # else it was asked, and its answer is on its way
             self._store_host = first
             address = self._spec.bind_address or self._roster.addresses.of_store(first)
@@ -75,7 +75,7 @@ class FixedCluster(Cluster):
             return
         self._store_host = None
         address = self._roster.addresses.of_store(peer)
-        peers = self._roster.there
+        peers = self._roster.present
         ranks = sum(len(other.slots) for other in peers)
         self._presence = Presence(ranks, f"{address}:{message['port']}")
         first = 0
@@ -97,23 +97,23 @@ class FixedCluster(Cluster):
         """Record that the host's ranks are done; once those of all hosts are, have the
         hosts finish. Not during a restart."""
         peer.state = "done"
-        if not self._restarting and all(other.state == "done" for other in self._roster.there):
+        if not self._restarting and all(other.state == "done" for other in self._roster.present):
             self._finishing = True
-            for other in self._roster.there:
+            for other in self._roster.present:
                 other.send("finish")
 
     def _restart(self) -> bool:
         """Have the hosts begin another attempt, at once if no host has begun this one; return False, and do nothing, if
         no restarts or too few hosts are left, or the job finishes."""
-        enough = len(self._roster.there) >= self._minimum
+        enough = len(self._roster.present) >= self._minimum
         if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
             return False
         self._restarting = True
         self._attempt += 1
-        for peer in self._roster.there:
+        for peer in self._roster.present:
             if peer.state in ("running", "done"):
                 peer.send("restart")
-        if all(peer.state == "ready" for peer in self._roster.there):
+        if all(peer.state == "ready" for peer in self._roster.present):
             self._begin_round()
         return True
 
@@ -126,16 +126,16 @@ class FixedCluster(Cluster):
         ended_well = peer.state == "done"
         peer.state = "lost"
         seconds = heard_at - self._began_at
-        detail = peer.last_words()
+        detail = peer.stderr_tail()
         for rank, pid in sorted(peer.ranks.items()):
             self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
             detail = ""
         if self._stopping is None and (not peer.ranks or ended_well):
             self._troubles.append(why)
-        if self._restarting and len(self._roster.there) < self._minimum:
+        if self._restarting and len(self._roster.present) < self._minimum:
             self._restarting = False
             self._stop(why)
-        elif self._restarting and all(other.state == "ready" for other in self._roster.there):
+        elif self._restarting and all(other.state == "ready" for other in self._roster.present):
             self._begin_round()
         elif not self._restarting and self._stopping is None and not self._restart():
             self._stop(why)

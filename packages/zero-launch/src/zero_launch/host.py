@@ -39,7 +39,7 @@ class _Stopped(BaseException):
     """A signal ended the job before torch's agent had installed its signal handlers; the text says which."""
 
 
-class Hand:
+class HostSide:
     """Carries out the launcher's orders on this host: examines it, or runs its part of the job.
 
     ``channel``: leads to the launcher. ``inbox``: where that channel puts the launcher's messages.
@@ -255,7 +255,7 @@ def main() -> int:
             os.dup2(null.fileno(), 0)
     channel = Channel("launcher", reader, writer, inbox, kinds=FROM_LAUNCHER, seal=seal)
     channel.send("hello", **greeting())
-    return Hand(channel, inbox).run()
+    return HostSide(channel, inbox).run()
 
 
 if __name__ == "__main__":

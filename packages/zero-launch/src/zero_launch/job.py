@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from zero_launch.agent import Agent
     from zero_launch.rank_files import RankFiles
-    from zero_launch.standbys import Standbys
+    from zero_launch.standby_pool import StandbyPool
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _MONITOR_SECONDS = 0.1
@@ -134,7 +134,7 @@ def _run_agent(
             takes_orders=spec.requeue,
         )
         worker_spec = worker_group_spec(spec, kind, LocalRendezvous(job_id), LOOPBACK)
-        files.standbys = standbys_of(spec, worker_spec, files, recorders, _say)
+        files.standby_pool = standby_pool_of(spec, worker_spec, files, recorders, _say)
         agent = Agent(
             worker_spec,
             files,
@@ -147,7 +147,7 @@ def _run_agent(
             ranks_now=None if spec.elastic is None else counter(spec.elastic, spec.nproc),
         )
         if spec.requeue:
-            heed_requeue_signals(agent)
+            handle_requeue_signals(agent)
         try:
             with quiet_engine():
                 failed = agent.run().is_failed()
@@ -160,14 +160,14 @@ def _run_agent(
     return agent, interrupted, failed
 
 
-def heed_requeue_signals(agent: Agent) -> None:
+def handle_requeue_signals(agent: Agent) -> None:
     """Install handlers with which the first SIGUSR1 or SIGTERM has the ranks save and leave, and a later SIGTERM ends
     them at once (see requeue.py); from here on these signals are no longer held back. Call it in the main thread."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     requests = requeue.Requests()
 
-    def heed(signum: int, frame: FrameType | None) -> None:
+    def handle(signum: int, frame: FrameType | None) -> None:
         """Ask ``agent`` to end, or raise SignalException to end at once, as `Requests.hear` says."""
         meaning = requests.hear(signum)
         if meaning == "now":
@@ -176,7 +176,7 @@ def heed_requeue_signals(agent: Agent) -> None:
             agent.ask_to_end(f"{signal_name(signum)}: the ranks save a checkpoint after this step, and end")
 
     for sig in requeue.SIGNALS:
-        signal.signal(sig, heed)
+        signal.signal(sig, handle)
     requeue.release()
 
 
@@ -202,19 +202,19 @@ def worker_group_spec(
     )
 
 
-def standbys_of(
+def standby_pool_of(
     spec: LaunchSpec, worker_spec: WorkerSpec, files: RankFiles, recorders: Path, say: Callable[[str], object]
-) -> Standbys | None:
+) -> StandbyPool | None:
     """Return the standbys of a job's ranks on this host; None unless it is elastic, wants standbys, and runs Python.
 
     ``worker_spec``: names the command of a rank. ``files``: give the variables of a rank. ``recorders``: the folder in
-    which ranks record their imports. ``say``: see `Standbys`.
+    which ranks record their imports. ``say``: see `StandbyPool`.
     """
-    from zero_launch.standbys import Standbys
+    from zero_launch.standby_pool import StandbyPool
 
     if spec.elastic is None or spec.program or not spec.standby:
         return None
-    return Standbys([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, recorders, say)
+    return StandbyPool([str(worker_spec.entrypoint), *worker_spec.args], files.own_variables, recorders, say)
 
 
 def run_folder(log_dir: str | os.PathLike[str] | None, job_id: str) -> tuple[Path, bool]:

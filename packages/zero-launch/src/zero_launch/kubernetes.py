@@ -129,7 +129,7 @@ def _jobset(pods: Pods) -> dict[str, Any]:
     pod = _pod(pods, node_rank="$(PET_NODE_RANK)", address=address, variables=variables if pods.nodes > 1 else [])
     left = {"onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [LEFT_STATUS]}}
     moved = {"onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    # An elastic job goes on without a pod until there is another; others start again as a whole.
+    # An elastic job continues without a pod until there is another; others start again as a whole.
     action = "FailJob" if pods.elastic is None else "Ignore"
     job = {
         "completionMode": "Indexed",

@@ -34,12 +34,12 @@ _BEAT_SECONDS = 5
 _BEATS = 120  # the launcher knows of lost hosts, and moves times from one clock to another
 
 
-class _Again(Exception):
+class _MeetAgain(Exception):
     """The store of the agreed round cannot be used, as its host is gone or the round restarts; meet again."""
 
 
 class ChannelBackend(RendezvousBackend):
-    """A `RendezvousBackend` whose state the launcher holds (see `meeting_state.StateKeeper`).
+    """A `RendezvousBackend` whose state the launcher holds (see `meeting_state.VersionedState`).
 
     Its methods block until the launcher answers, and raise RendezvousConnectionError when the channel is broken or
     silent for 30 s. States are pickles that this process makes and reads; a token is the version of a state.
@@ -169,13 +169,13 @@ class Meeting(DynamicRendezvousHandler):
         while True:
             try:
                 return super().next_rendezvous()
-            except _Again:
+            except _MeetAgain:
                 continue
 
     def _get_store(self) -> PrefixStore:
         """Return the ranks' store for the round just agreed, a new one each time; the round's first host opens it.
 
-        Raises `_Again` when that host is lost meanwhile.
+        Raises `_MeetAgain` when that host is lost meanwhile.
         """
         number, (rank, _) = self._state_holder.state.round, self._get_world()
         if rank == 0:
@@ -191,11 +191,11 @@ class Meeting(DynamicRendezvousHandler):
         return PrefixStore("zero-launch", store)
 
     def _wait_for_server(self, address: str, port: int) -> None:
-        """Wait until the store accepts connections; raise `_Again` if the launcher restarts the round first. torch's
-        own client would try for a minute after its host was lost."""
+        """Wait until the store accepts connections; raise `_MeetAgain` if the launcher restarts the round first.
+        torch's own client would try for a minute after its host was lost."""
         while True:
             if self._restart_of == self.attempt:
-                raise _Again
+                raise _MeetAgain
             try:
                 socket.create_connection((address, port), timeout=_LOOK_SECONDS).close()
                 return
@@ -203,8 +203,8 @@ class Meeting(DynamicRendezvousHandler):
                 time.sleep(_PAUSE_SECONDS)
 
     def _wait_for_store(self, number: int) -> Message:
-        """Return the launcher's message `meet` for round ``number``; raise `_Again` when torch's state no longer has
-        that round, or has lost the host that opens its store."""
+        """Return the launcher's message `meet` for round ``number``; raise `_MeetAgain` when torch's state no longer
+        has that round, or has lost the host that opens its store."""
         while True:
             try:
                 order = self._meets.get(timeout=_LOOK_SECONDS)
@@ -212,7 +212,7 @@ class Meeting(DynamicRendezvousHandler):
                 self._state_holder.sync()
                 state = self._state_holder.state
                 if state.round != number or not state.complete or 0 not in state.participants.values():
-                    raise _Again from None
+                    raise _MeetAgain from None
                 continue
             if order["round"] == number:
                 return order

@@ -85,7 +85,7 @@ def _when(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, timezone.utc)
 
 
-class StateKeeper:
+class VersionedState:
     """The launcher's copy of the state, which a host may replace only if it has seen the newest version.
 
     All times in it are by the launcher's clock. A place is a host's number in the host list, as text.

@@ -29,7 +29,7 @@ def failures_in_order(
     return [failure for _, failure in sorted(found, key=lambda pair: pair[0])]
 
 
-def left_alone(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
+def describe_abandoned(peers: Sequence[Peer], failures: Sequence[RankFailure], began_at: float) -> str | None:
     """Return a text about ranks that waited for ranks which had ended with status 0 before any failed; None if none.
 
     ``peers``: the hosts, with what they reported in `ready`. ``failures`` are those of `failures_in_order`,

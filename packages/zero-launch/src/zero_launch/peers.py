@@ -23,7 +23,7 @@ from zero_launch.transport import Transport
 
 Inbox = queue.SimpleQueue[tuple[str, Message]]
 _MODULE = "zero_launch.host"
-_HEEDLESS = 'trap "" TERM USR1; exec "$@"'
+_IGNORE_SIGNALS = 'trap "" TERM USR1; exec "$@"'
 _ERROR_LINES = 20
 _WELCOME_SECONDS = 10
 _MOST_STRANGERS = 64
@@ -73,7 +73,7 @@ class Peer:
         return self.name if not self.generation else f"{self.name} #{self.generation}"
 
     @property
-    def there(self) -> bool:
+    def present(self) -> bool:
         """Return whether the host has neither ended nor been lost."""
         return self.state not in ("ended", "lost")
 
@@ -99,10 +99,10 @@ class Peer:
         The messages `stop` and `dismiss` set ``asked_to_stop`` in any case.
         """
         self.asked_to_stop = self.asked_to_stop or kind in ("stop", "dismiss")
-        if self.channel is not None and self.there:
+        if self.channel is not None and self.present:
             self.channel.send(kind, **content)
 
-    def last_words(self) -> str:
+    def stderr_tail(self) -> str:
         """Return the last lines of standard error of the start command (ssh, pdsh), for a report."""
         return "\n".join(self.errors)
 
@@ -116,7 +116,7 @@ class Peer:
         except subprocess.TimeoutExpired:
             return None
 
-    def let_go(self) -> None:
+    def kill_start_command(self) -> None:
         """Kill the start command of a lost host, without waiting for it."""
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
@@ -134,13 +134,15 @@ class Peer:
             self.process.wait()
 
 
-def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, heedless: bool = False) -> None:
+def call(
+    peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | None, *, ignores_signals: bool = False
+) -> None:
     """Start the launcher's agent on the host ``peer``: set its ``process`` and, unless there is a listener, its
     ``channel``.
 
     Its hello, and `eof` when the command or the connection ends, arrive in ``inbox``. ``listener``: takes the agent's
-    connection, where ``transport`` carries no input; None elsewhere. ``heedless``: the start command ignores SIGTERM
-    and SIGUSR1.
+    connection, where ``transport`` carries no input; None elsewhere. ``ignores_signals``: the start command ignores
+    SIGTERM and SIGUSR1.
     """
     arguments: list[str] = []
     if listener is not None:
@@ -148,7 +150,7 @@ def call(peer: Peer, transport: Transport, inbox: Inbox, listener: Listener | No
     piped = listener is None
     command = transport.command(peer.name, _MODULE, *arguments)
     peer.process = subprocess.Popen(
-        ["/bin/sh", "-c", _HEEDLESS, "zero-launch-call", *command] if heedless else command,
+        ["/bin/sh", "-c", _IGNORE_SIGNALS, "zero-launch-call", *command] if ignores_signals else command,
         stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -187,7 +189,7 @@ def _report_command_exit(peer: Peer, inbox: Inbox) -> None:
         inbox.put((peer.key, {"kind": "eof", "why": "the program that called it has ended"}))
 
 
-def _break_off(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     """Shut the connection down, so that a thread that reads from it stops waiting; do nothing if it has ended."""
     with contextlib.suppress(OSError):  # it has ended already
         connection.shutdown(socket.SHUT_RDWR)
@@ -255,7 +257,7 @@ class Listener:
         """
         admitted: list[Peer] = []
         # A stranger who sends a byte now and then must not keep one of the few places for strangers.
-        limit = threading.Timer(_WELCOME_SECONDS, _break_off, (connection,))
+        limit = threading.Timer(_WELCOME_SECONDS, _shut_down, (connection,))
         limit.daemon = True
         limit.start()
         try:

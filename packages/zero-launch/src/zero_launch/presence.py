@@ -33,9 +33,9 @@ class Presence:
         self._ended: set[int] = set()
         self._arrived_at = time.monotonic()
         self._ended_at = time.monotonic()
-        self._told_waiting = False
-        self._told_missing: set[int] = set()
-        self._told_ended: set[int] = set()
+        self._reported_waiting = False
+        self._reported_missing: set[int] = set()
+        self._reported_ended: set[int] = set()
 
     def update(self, arrived: Iterable[int], ended: Iterable[int]) -> None:
         """Add the ranks that have connected to the store, and those that have ended with status 0."""
@@ -43,7 +43,7 @@ class Presence:
         new, over = set(arrived) - self._arrived, set(ended) - self._ended
         if new:
             self._arrived |= new
-            self._arrived_at, self._told_waiting = now, False
+            self._arrived_at, self._reported_waiting = now, False
         if over:
             self._ended |= over
             self._ended_at = now
@@ -60,23 +60,23 @@ class Presence:
             return []
         found = []
         missing = every - self._arrived
-        never = (missing & self._ended) - self._told_missing
+        never = (missing & self._ended) - self._reported_missing
         if never:
-            self._told_missing |= never
+            self._reported_missing |= never
             found.append(
                 f"{_ranks(never)} ended with exit status 0 without coming to {self._where}, where {_ranks(waiting)} "
                 f"{_waits(waiting)}"
             )
         late = missing - self._ended
-        if late and not self._told_waiting and now - self._arrived_at > WAIT_SECONDS:
-            self._told_waiting = True
+        if late and not self._reported_waiting and now - self._arrived_at > WAIT_SECONDS:
+            self._reported_waiting = True
             found.append(
                 f"waiting for {len(late)} of {self._world_size} ranks at {self._where}: {_ranks(late)} "
                 f"{'has' if len(late) == 1 else 'have'} not come"
             )
-        left = (self._ended & self._arrived) - self._told_ended
+        left = (self._ended & self._arrived) - self._reported_ended
         if left and not missing and now - self._ended_at > _LEFT_SECONDS:
-            self._told_ended |= left
+            self._reported_ended |= left
             found.append(
                 f"{_ranks(left)} ended with exit status 0 while {_ranks(waiting)} still "
                 f"{'runs' if len(waiting) == 1 else 'run'}"
@@ -96,7 +96,7 @@ class HostPresence:
         self._stopped_seconds = stopped_seconds
         self._began_at = self._looked_at = time.monotonic()
         self._stopped_at: dict[int, float] = {}
-        self._told_stopped: set[int] = set()
+        self._reported_stopped: set[int] = set()
         self.arrived: set[int] = set()
 
     def find_arrivals(self, ended: Collection[int]) -> bool:
@@ -123,16 +123,16 @@ class HostPresence:
         for rank, pid in self._pids.items():
             if not _is_stopped(pid):
                 self._stopped_at.pop(rank, None)
-                if rank in self._told_stopped:
-                    self._told_stopped.discard(rank)
-                    found.append(f"rank {rank} goes on")
+                if rank in self._reported_stopped:
+                    self._reported_stopped.discard(rank)
+                    found.append(f"rank {rank} continues")
                 continue
             since = self._stopped_at.setdefault(rank, now)
-            if rank not in self._told_stopped and now - since >= self._stopped_seconds:
-                self._told_stopped.add(rank)
+            if rank not in self._reported_stopped and now - since >= self._stopped_seconds:
+                self._reported_stopped.add(rank)
                 found.append(
                     f"rank {rank} (pid {pid}) has been stopped for {now - since:.0f} s, as by SIGSTOP; others may wait "
-                    f"for it, and `kill -CONT {pid}` lets it go on"
+                    f"for it, and `kill -CONT {pid}` lets it continue"
                 )
         return found
 

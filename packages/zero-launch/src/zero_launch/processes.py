@@ -120,7 +120,7 @@ def end_job(
     return report
 
 
-def kill_heedless(pids: Collection[int], signum: int) -> None:
+def kill_those_ignoring(pids: Collection[int], signum: int) -> None:
     """Send SIGKILL to the processes that ignore ``signum``, because they would not end on
     it; skip those that have ended."""
     for pid in pids:

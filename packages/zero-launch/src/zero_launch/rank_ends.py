@@ -32,7 +32,7 @@ def failure_of(
     return when, RankFailure(record.rank, host, record.pid, code, cause, detail, when - started_at, step)
 
 
-def fate_of(record: RankStatus) -> str:
+def describe_outcome(record: RankStatus) -> str:
     """Return a line about a rank that did not fail by itself: how it ended, or that it still runs."""
     if record.ended_well:
         return f"rank {record.rank} had already ended with exit status 0"

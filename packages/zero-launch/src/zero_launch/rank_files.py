@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from zero_launch.orders import Orders
 from zero_launch.processes import REQUEUE_VARIABLE, exit_status
 from zero_launch.report import ScriptEnd
-from zero_launch.standbys import Prepared, Standbys
+from zero_launch.standby_pool import Prepared, StandbyPool
 
 
 class RankFiles(LogsSpecs):
@@ -42,7 +42,7 @@ class RankFiles(LogsSpecs):
         self._own_env = own_env
         self._recorders = recorders
         self._takes_orders = takes_orders
-        self.standbys: Standbys | None = None
+        self.standby_pool: StandbyPool | None = None
         """Where ranks come from that have imported torch already; None for jobs without."""
         self._only_prepares = False
         self.ranks: dict[int, Path] = {}
@@ -65,7 +65,7 @@ class RankFiles(LogsSpecs):
         """Return the variables that a rank gets from us and that are the same in every attempt; ``own_env`` overrides
         ``env``."""
         own = self._own_env[local_rank] if self._own_env else {}
-        imports = {} if self.standbys is None else self.standbys.variables(local_rank)
+        imports = {} if self.standby_pool is None else self.standby_pool.variables(local_rank)
         return {**self._env, **own, **imports}
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ from zero_launch.channel import Channel
 from zero_launch.connection import connect
 from zero_launch.facts import greeting
 from zero_launch.handshake import Refused
-from zero_launch.host import Hand
+from zero_launch.host import HostSide
 from zero_launch.messages import FROM_LAUNCHER, Message
 from zero_launch.nodes import Node
 from zero_launch.report import LaunchError
@@ -34,7 +34,7 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
         "launcher", connection.reader, connection.writer, inbox, kinds=FROM_LAUNCHER, seal=connection.seal
     )
     channel.send("hello", **{**greeting(), "address": connection.own_address})
-    hand = Hand(channel, inbox)
+    hand = HostSide(channel, inbox)
     if hand.run(spec) != 0:
         if hand.refusal is not None:
             raise Refused(f"node 0 ({node.address}) does not let this node take part: {hand.refusal}")

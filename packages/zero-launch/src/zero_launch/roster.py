@@ -32,9 +32,9 @@ class Roster:
         self.addresses = Addresses(spec)
 
     @property
-    def there(self) -> list[Peer]:
+    def present(self) -> list[Peer]:
         """The hosts that have neither ended nor been lost."""
-        return [peer for peer in self.peers.values() if peer.there]
+        return [peer for peer in self.peers.values() if peer.present]
 
     @property
     def slots(self) -> int:
@@ -52,11 +52,11 @@ class Roster:
         themselves, as the launcher listens at the named one."""
         return 0 if self._come_by_themselves else self._spec.master_port
 
-    def comes_by_itself(self, peer: Peer) -> bool:
+    def connects_by_itself(self, peer: Peer) -> bool:
         """Return whether this host is started by hand or by a scheduler and connects to us, instead of being called."""
         return peer in self._come_by_themselves
 
-    def call_all(self) -> None:
+    def start_agents(self) -> None:
         """Start the launcher's agent on each host, or listen for hosts that connect by themselves. Call it once.
 
         Hellos and other messages arrive in the inbox. Raises OSError if this process cannot listen.
@@ -80,17 +80,17 @@ class Roster:
         """
         new = Peer(peer.name, peer.slots, generation=peer.generation + 1)
         self.peers = {key: other for key, other in self.peers.items() if other is not peer} | {new.key: new}
-        peer.let_go()
-        if self.comes_by_itself(peer):
+        peer.kill_start_command()
+        if self.connects_by_itself(peer):
             self._come_by_themselves[self._come_by_themselves.index(peer)] = new
         self._reach(new)
         return new
 
     def _reach(self, peer: Peer) -> None:
         """Call the host, or accept its connection if it comes by itself."""
-        if not self.comes_by_itself(peer):
+        if not self.connects_by_itself(peer):
             listener = None if self._spec.transport.carries_input else self._listener
-            call(peer, self._spec.transport, self._inbox, listener, heedless=self._spec.job.requeue)
+            call(peer, self._spec.transport, self._inbox, listener, ignores_signals=self._spec.job.requeue)
         elif self._listener is not None:
             self._listener.await_peer(peer)
 
@@ -115,7 +115,7 @@ class Roster:
         if now < self._judge_at:
             return []
         found = []
-        for peer in self.there:
+        for peer in self.present:
             limit = START_SECONDS if peer.state in ("called", "greeted") else self._spec.job.silence_seconds
             if peer.channel is not None and (silence := peer.channel.silence) > limit:
                 found.append((peer, silence))

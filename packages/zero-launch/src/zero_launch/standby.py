@@ -110,7 +110,7 @@ def stand_by(descriptor: int) -> None:
         _import_ahead(json.loads(reader.readline() or b"[]"))
         _say(line, why_not=_why_not())
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, _heed)
+        signal.signal(signal.SIGCHLD, _wake_select)
         signal.set_wakeup_fd(woken)
         start = _start_ranks(line, reader, wake)
         signal.set_wakeup_fd(-1)
@@ -228,7 +228,7 @@ def _say(line: socket.socket, **answer: object) -> None:
         line.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _heed(signum: int, frame: FrameType | None) -> None:
+def _wake_select(signum: int, frame: FrameType | None) -> None:
     """Do nothing: the signal's only effect is to wake the select."""
 
 

@@ -20,7 +20,7 @@ from .ends import HostUse
 from .errors import ShardError, StoreFullError
 from .trace import Trace
 
-__all__ = ["BufferContent", "BufferRing", "BufferedExtent", "lay_out"]
+__all__ = ["Pack", "BufferRing", "BufferedExtent", "lay_out"]
 
 _PATIENCE = 8  # a hint is forgotten when every buffer was used this often without it
 
@@ -36,15 +36,15 @@ class BufferedExtent:
 
 
 @dataclass(frozen=True)
-class BufferContent:
-    """Extents that are read and written together in one buffer of at least ``nbytes``; called a pack."""
+class Pack:
+    """What one buffer of at least ``nbytes`` holds: parts of extents that are read and written together."""
 
     name: str
     parts: tuple[BufferedExtent, ...]
     nbytes: int
 
 
-def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
+def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
     """Return a pack called ``name`` of (extent name, offset, bytes) pieces, one after the other. Each piece has the
     same distance to a page boundary in memory as in its extent, so that direct I/O needs no copy.
     """
@@ -54,7 +54,7 @@ def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> BufferContent:
         shift = offset % PAGE
         parts.append(BufferedExtent(extent, offset, nbytes, position + shift))
         position += page_rounded(shift + nbytes)
-    return BufferContent(name, tuple(parts), position)
+    return Pack(name, tuple(parts), position)
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Slot:
     """
 
     memory: torch.Tensor
-    pack: BufferContent | None = None
+    pack: Pack | None = None
     holders: int = 0
     dirty: bool = False
     writing: bool = False
@@ -104,7 +104,7 @@ class BufferRing:
         self._hop = hop
         self._fixed = fixed
         self._pin = pin
-        self._slots = [_Slot(self._buffer(buffer_bytes)) for _ in range(buffer_count)]
+        self._slots = [_Slot(self._new_buffer(buffer_bytes)) for _ in range(buffer_count)]
         self._clock = 0
 
     @property
@@ -112,7 +112,7 @@ class BufferRing:
         """Return the bytes of host memory of all buffers, in whole pages."""
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
-    def prefetch(self, packs: Iterable[BufferContent]) -> None:
+    def prefetch(self, packs: Iterable[Pack]) -> None:
         """Start reading packs into buffers that can be taken without waiting, in this order, and protect packs that are
         already in a buffer; stop when there is no such buffer. ShardError if a read cannot be started.
         """
@@ -128,17 +128,17 @@ class BufferRing:
             self._read(slot, pack)
             self._mark_prefetched(slot)
 
-    def is_here(self, pack: BufferContent) -> bool:
+    def is_here(self, pack: Pack) -> bool:
         """Return whether `acquire` would return at once, without waiting for a transfer."""
         slot = self._find(pack)
         return slot is not None and slot.transfers_done()
 
-    def is_held(self, pack: BufferContent) -> bool:
+    def is_held(self, pack: Pack) -> bool:
         """Return whether a pack is acquired and not released."""
         slot = self._find(pack)
         return slot is not None and slot.holders > 0
 
-    def acquire(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
+    def acquire(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
         """Return the pack's bytes (uint8), writable until `release`; with ``fresh`` they are not read and their content
         is arbitrary, unless the pack is in a buffer already. Calls may nest.
 
@@ -158,7 +158,7 @@ class BufferRing:
         self._mark_used(slot)
         return slot.memory[: pack.nbytes]
 
-    def release(self, pack: BufferContent, *, dirty: bool) -> None:
+    def release(self, pack: Pack, *, dirty: bool) -> None:
         """End one `acquire`. The last release starts writing the pack if any holder passed ``dirty`` (it changed the
         bytes). ShardError if the pack is not acquired.
         """
@@ -170,14 +170,14 @@ class BufferRing:
         if slot.dirty and slot.holders == 0:
             self._write(slot, pack)
 
-    def drop(self, pack: BufferContent) -> None:
+    def drop(self, pack: Pack) -> None:
         """End one `acquire` by a holder that wrote nothing, and, if no other holds the pack, forget the buffer's
         content, because the extents will change.
         """
         self.release(pack, dirty=False)
         self.remove(pack)
 
-    def remove(self, pack: BufferContent) -> None:
+    def remove(self, pack: Pack) -> None:
         """Forget the buffered content of a pack without holders; do nothing if it is held or in no buffer. None of its
         transfers may be under way.
         """
@@ -185,7 +185,7 @@ class BufferRing:
         if slot is not None and not slot.holders:
             slot.pack = None
 
-    def discard(self, pack: BufferContent) -> None:
+    def discard(self, pack: Pack) -> None:
         """End all holds on a pack and throw away its buffered content unwritten; do nothing if it is in no buffer.
         Memory that `acquire` returned is not used any more.
         """
@@ -210,7 +210,7 @@ class BufferRing:
             for slot in self._slots:
                 stack.callback(self._settle, slot)
 
-    def _find(self, pack: BufferContent) -> _Slot | None:
+    def _find(self, pack: Pack) -> _Slot | None:
         """Return the buffer that holds a pack; None if it is in none."""
         return next((slot for slot in self._slots if slot.pack is not None and slot.pack.name == pack.name), None)
 
@@ -246,7 +246,7 @@ class BufferRing:
         slot.pack = None
         return slot
 
-    def _read(self, slot: _Slot, pack: BufferContent) -> None:
+    def _read(self, slot: _Slot, pack: Pack) -> None:
         """Assign a buffer to a pack and start reading the pack; if that fails the buffer is emptied."""
         self._fit(slot, pack)
         slot.pack = pack
@@ -261,7 +261,7 @@ class BufferRing:
             self._abandon(slot)
             raise
 
-    def _write(self, slot: _Slot, pack: BufferContent) -> None:
+    def _write(self, slot: _Slot, pack: Pack) -> None:
         """Start writing a buffer's pack to its extents; if that fails the buffer is emptied."""
         slot.writing, slot.dirty = True, False
         try:
@@ -308,9 +308,9 @@ class BufferRing:
         nbytes = slot.memory.numel()
         slot.pack, slot.holders, slot.dirty, slot.writing, slot.used = None, 0, False, False, 0
         slot.pending.clear()
-        slot.memory = self._buffer(nbytes)
+        slot.memory = self._new_buffer(nbytes)
 
-    def _fit(self, slot: _Slot, pack: BufferContent) -> None:
+    def _fit(self, slot: _Slot, pack: Pack) -> None:
         """Give a buffer enough memory for a pack, losing its content; do nothing if it has enough. StoreFullError if
         the buffers have a fixed size.
         """
@@ -322,9 +322,9 @@ class BufferRing:
                 "raise buffer_bytes (buffer_size in a configuration), or leave it out",
                 tensor=pack.name,
             )
-        slot.memory = self._buffer(pack.nbytes)
+        slot.memory = self._new_buffer(pack.nbytes)
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
+    def _new_buffer(self, nbytes: int) -> torch.Tensor:
         """Return new host memory of ``nbytes`` in whole pages, aligned for direct I/O."""
         return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 

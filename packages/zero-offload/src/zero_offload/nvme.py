@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._buffer_ring import BufferContent, BufferRing, lay_out
+from ._buffer_ring import BufferRing, Pack, lay_out
 from ._copy_streams import DeviceCopies, compute_device
 from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
 from ._memory import nbytes_of
@@ -71,15 +71,13 @@ class NvmeStore:
         self._started = time.monotonic()
         self._host = HostStore(device=self.device, pin=pin, trace=trace)
         self._host_bytes = host_bytes
-        self._packs: dict[str, tuple[BufferContent, torch.dtype]] = {}
+        self._packs: dict[str, tuple[Pack, torch.dtype]] = {}
         self._holders: dict[str, int] = {}
         self._dirty: set[str] = set()
         self._in_host: set[str] = set()
         self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
         self._generations: list[Generation] = []
-        self._copying: deque[tuple[torch.Event | None, BufferContent]] = (
-            deque()
-        )  # buffers that copies to the device read
+        self._copying: deque[tuple[torch.Event | None, Pack]] = deque()  # buffers that copies to the device read
 
     @property
     def resident_bytes(self) -> int:
@@ -309,7 +307,7 @@ class NvmeStore:
         event = copies.fetch(name, _typed(self._acquire_buffer(pack), pack, dtype))
         self._copying.append((event, pack))
 
-    def _acquire_buffer(self, pack: BufferContent, *, fresh: bool = False) -> torch.Tensor:
+    def _acquire_buffer(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
         """Return the bytes of ``pack``, read into a buffer unless ``fresh``, until they are released; while copies to
         the device hold every buffer, wait for the oldest copy first.
         """
@@ -326,14 +324,14 @@ class NvmeStore:
         while self._copying and (self._copying[0][0] is None or self._copying[0][0].query()):
             self._ring.release(self._copying.popleft()[1], dirty=False)
 
-    def _filed_shard(self, name: str) -> tuple[BufferContent, torch.dtype]:
+    def _filed_shard(self, name: str) -> tuple[Pack, torch.dtype]:
         """Return the buffer content and dtype of a shard in files; ShardError if there is none of this name."""
         if name not in self._packs:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._packs[name]
 
 
-def _typed(buffer: torch.Tensor, pack: BufferContent, dtype: torch.dtype) -> torch.Tensor:
+def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a buffer that belong to the shard, as ``dtype``."""
     return buffer[: pack.parts[0].nbytes].view(dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._calls import rehearsed
+from ._calls import dry_run_kernels
 from .blocks import dequantize_blocks, quantize_blocks
 from .buffers import cast, count_nonfinite, l2_norm, l2_norm_squared, l2_norms_squared, scale, sum_slices
 from .isa import active_isa, available_isas, default_threads, unavailable_isas
@@ -17,6 +17,7 @@ __all__ = [
     "count_nonfinite",
     "default_threads",
     "dequantize_blocks",
+    "dry_run_kernels",
     "l2_norm",
     "l2_norm_squared",
     "l2_norms_squared",
@@ -24,7 +25,6 @@ __all__ = [
     "lamb_step",
     "lion_step",
     "quantize_blocks",
-    "rehearsed",
     "scale",
     "sgd_step",
     "sum_slices",

@@ -1,4 +1,4 @@
-"""The object that runs checked kernel calls: the compiled module, or a rehearsal that touches no memory."""
+"""The object that runs checked kernel calls: the compiled module, or a dry run that touches no memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from . import _native
 
-__all__ = ["kernels", "rehearsed"]
+__all__ = ["dry_run_kernels", "kernels"]
 
 
 class _Kernels(Protocol):
@@ -45,7 +45,7 @@ class _Kernels(Protocol):
         """Decode a payload and scales into an output; see `blocks.dequantize_blocks`."""
 
 
-class _Rehearsal:
+class _DryRunKernels:
     """Kernels that touch no memory: every sum and count is 0, and outputs stay unwritten."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]]:
@@ -68,19 +68,19 @@ _KERNELS: ContextVar[_Kernels] = ContextVar("zero_optim_kernels", default=_nativ
 
 
 def kernels() -> _Kernels:
-    """Return the kernels of this context: the compiled ones, or inside `rehearsed` those that touch no memory."""
+    """Return the kernels of this context: the compiled ones, or inside `dry_run_kernels` those that touch no memory."""
     return _KERNELS.get()
 
 
 @contextmanager
-def rehearsed() -> Iterator[None]:
+def dry_run_kernels() -> Iterator[None]:
     """Return a context manager, inside which kernel calls touch no memory, for tensors that have none (torch's fake
     tensors).
 
     Python's checks of the arguments still run. Norms and counts are 0, outputs stay unwritten. A thread that is started
     inside runs the compiled kernels.
     """
-    token = _KERNELS.set(_Rehearsal())
+    token = _KERNELS.set(_DryRunKernels())
     try:
         yield
     finally:

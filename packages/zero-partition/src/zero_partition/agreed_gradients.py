@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from .device_norm import DeviceNorm, DeviceSquare
-from .device_values import Arriving
+from .device_values import HostCopy
 from .errors import STEP_DROPPED, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .groups import hyperparameters, hyperparameters_digest
 from .host_facts import any_gradient
@@ -178,7 +178,7 @@ class GradientAgreement:
         if len({one.added for one in reports}) > 1:
             self._partition.added.refuse(runtime.agree)
         if len({one.frozen for one in reports}) > 1:
-            self._refuse_frozen_apart()
+            self._refuse_frozen_on_some_ranks()
         self._learn_deferred(next((one.earlier for one in reports if one.earlier is not None), None))
         return reports
 
@@ -275,7 +275,7 @@ class GradientAgreement:
                 )
         raise PartitionError(f"param_groups: expected the same keys on every rank. {STEP_DROPPED}")
 
-    def _refuse_frozen_apart(self) -> NoReturn:
+    def _refuse_frozen_on_some_ranks(self) -> NoReturn:
         """Raise `PartitionError` that names the first parameter that only some ranks have frozen. Collective."""
         everyones = [set(names) for names in self._partition.runtime.agree("frozen", "", self._newly_frozen())]
         apart = sorted(set.union(*everyones) - set.intersection(*everyones))
@@ -299,13 +299,13 @@ class GradientAgreement:
                     "gradients. The weights were not changed."
                 )
 
-    def _start_looking(self) -> Arriving | None:
+    def _start_looking(self) -> HostCopy | None:
         """Start to look on the device whether code wrote into a released parameter, where nothing else reads its
         values; return the answer on its way to the host, or None where there is nothing to look at."""
         memory = [values for placeholders in self._unread for values in placeholders.tensors()]
-        return Arriving(any_written(memory).view(1)) if memory else None
+        return HostCopy(any_written(memory).view(1)) if memory else None
 
-    def _refuse_written(self, looking: Arriving | None) -> None:
+    def _refuse_written(self, looking: HostCopy | None) -> None:
         """Raise `ReleasedParameterError`, by name, if ``looking``, from `_start_looking`, says that code wrote into a
         released parameter. Waits for the device."""
         if looking is not None and any(looking.read()):
@@ -353,7 +353,7 @@ class GradientAgreement:
         if self._partition.states is None or not pending:
             return
         self._partition.states.join_gradients()
-        arriving = Arriving(torch.stack([square for _, square in pending]))
+        arriving = HostCopy(torch.stack([square for _, square in pending]))
         for (gradients, _), square in zip(pending, arriving.read(), strict=True):
             gradients.settle_square(square)
 

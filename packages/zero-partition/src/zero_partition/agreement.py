@@ -46,7 +46,7 @@ class Liveness:
     Attributes:
         failure: the failure that has ended the engine, as text; empty while the engine works.
         interrupted: the operation that was writing weights or states when the engine ended, None for none.
-        ended_for_good: no call can make the engine work again.
+        restart_ruled_out: no call can make the engine work again.
     """
 
     def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool, can_reopen: bool = False) -> None:
@@ -57,7 +57,7 @@ class Liveness:
         self._left: str | None = None
         self.failure = ""
         self.interrupted: str | None = None
-        self.ended_for_good = False
+        self.restart_ruled_out = False
 
     @property
     def failed(self) -> bool:
@@ -94,12 +94,12 @@ class Liveness:
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
             self.interrupted = self._writes[0] if self._writes else self._left
-            self.ended_for_good = not self._can_reopen
+            self.restart_ruled_out = not self._can_reopen
             self._abort(failure)
 
-    def end_for_good(self, problem: BaseException) -> None:
+    def rule_out_restart(self, problem: BaseException) -> None:
         """Rule out a restart of the ended engine, as making its process groups again has failed with ``problem``."""
-        self.ended_for_good = True
+        self.restart_ruled_out = True
         self.failure = f"{self.failure}. Then: {problem}"
 
     def revive(self) -> None:
@@ -110,11 +110,11 @@ class Liveness:
         """Raise `CommError`, with what to do, if an earlier failure has ended the engine; else do nothing."""
         if not self.failed:
             return
-        if self.interrupted is None and not self.ended_for_good:
+        if self.interrupted is None and not self.restart_ruled_out:
             raise CommError(
                 f"this engine has failed earlier: {self.failure}. The weights are those before the step under way. "
                 "Call engine.save_checkpoint(...), read weights, or call engine.zero_grad() on every rank: that makes "
-                "the process groups anew. After engine.zero_grad() training goes on with the next batch."
+                "the process groups again. After engine.zero_grad() training continues with the next batch."
             )
         here = (
             "What this rank has of the weights is its shards, which cannot be gathered any more."
@@ -122,7 +122,7 @@ class Liveness:
             else "The model's parameters are replicated on this rank: torch.save(model.state_dict()) writes them."
         )
         raise CommError(
-            f"this engine has failed earlier and cannot go on: {self.failure}. {here} Make a new engine on every "
+            f"this engine has failed earlier and cannot continue: {self.failure}. {here} Make a new engine on every "
             "rank and load a checkpoint."
         )
 

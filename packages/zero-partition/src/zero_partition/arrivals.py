@@ -84,14 +84,14 @@ class GradientArrivals:
                 f"a post-accumulate-grad hook changed the gradient of parameter '{unit.names[number]}' after the first "
                 "backward pass since the last step. In torch it sees the sum of the passes, here each pass's alone. "
                 "Use parameter.register_hook, which sees each pass's alone in torch too, or one backward pass a step. "
-                "Weights were not changed; call engine.zero_grad() before you go on."
+                "Weights were not changed; call engine.zero_grad() before you continue."
             )
         if gradient is None:
             return
         if gradient.requires_grad:
             refusal = PartitionError(
                 f"backward(create_graph=True) reached parameter '{unit.names[number]}', but the engine takes gradients "
-                "as numbers and leaves no .grad to go on from. Use torch.autograd.grad(..., create_graph=True), and "
+                "as numbers and leaves no .grad to continue from. Use torch.autograd.grad(..., create_graph=True), and "
                 "give the loss that contains its result to engine.backward."
             )
             self._liveness.end(refusal)

@@ -17,7 +17,7 @@ class RunningCall(NamedTuple):
 class ModuleCalls:
     """The running calls of modules, and for each unit the modules that have not run in this pass yet.
 
-    The modules of a unit are its members and its keepers (`add_keeper`): modules whose submodules return parameters of
+    The modules of a unit are its members and its callers (`add_caller`): modules whose submodules return parameters of
     the unit.
 
     Attributes:
@@ -33,7 +33,7 @@ class ModuleCalls:
         self._stacks: list[list[RunningCall]] = []
         self._depth: dict[int, int] = {}
         self._not_run: dict[int, set[str]] = {}
-        self._keepers: dict[int, set[str]] = {}
+        self._callers: dict[int, set[str]] = {}
 
     def new_stack(self) -> list[RunningCall]:
         """Return a new, empty stack for the running calls of one module; `forget_calls` empties it."""
@@ -55,9 +55,9 @@ class ModuleCalls:
         """Record that the module named ``module`` has run in this pass and needs ``unit`` no more."""
         self._still_to_run(unit).discard(module)
 
-    def add_keeper(self, unit: Unit, module: str) -> None:
+    def add_caller(self, unit: Unit, module: str) -> None:
         """Make `is_done` of ``unit`` wait for the module named ``module`` too, in this pass and in later ones."""
-        self._keepers.setdefault(unit.index, set()).add(module)
+        self._callers.setdefault(unit.index, set()).add(module)
         self._still_to_run(unit).add(module)
 
     def is_running(self, unit: Unit) -> bool:
@@ -87,5 +87,5 @@ class ModuleCalls:
         remove them."""
         found = self._not_run.get(unit.index)
         if found is None:
-            found = self._not_run[unit.index] = {*unit.plan.members, *self._keepers.get(unit.index, ())}
+            found = self._not_run[unit.index] = {*unit.plan.members, *self._callers.get(unit.index, ())}
         return found

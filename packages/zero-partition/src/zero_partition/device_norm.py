@@ -9,7 +9,7 @@ import torch
 
 from zero_comm import Tag
 
-from .device_values import Arriving, squares_on_device, sum_dtype
+from .device_values import HostCopy, squares_on_device, sum_dtype
 from .partition import Partition
 from .placeholder import Placeholders, any_written
 
@@ -32,7 +32,7 @@ class DeviceSquare:
         self._total = total
         self._by_unit: torch.Tensor | None = by_unit
         self._units = units
-        self._arriving: Arriving | None = Arriving(total.view(1))
+        self._arriving: HostCopy | None = HostCopy(total.view(1))
         self._value = math.nan
 
     @property

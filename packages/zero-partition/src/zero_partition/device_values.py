@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-class Arriving:
+class HostCopy:
     """A copy of ``values``, a small tensor of an accelerator, on its way to the host behind the work that is queued
     now."""
 

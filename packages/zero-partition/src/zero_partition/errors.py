@@ -21,7 +21,7 @@ class NonFiniteGradientError(PartitionError):
 
 STEP_DROPPED = (
     "The weights were not changed, and the gradients of this step are dropped: call engine.zero_grad() on every rank "
-    "and go on with the next batch."
+    "and continue with the next batch."
 )
 """Rest of a message about a step that every rank refuses because ranks, or param groups, are not as they must be."""
 

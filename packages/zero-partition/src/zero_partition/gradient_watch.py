@@ -86,7 +86,8 @@ class GradientWatch:
         discards the gradient.
 
         Raises `PartitionError`, naming the parameter, if a read by user code, or by torch's clipping or optimizers,
-        would go on without a gradient that the engine holds. Nothing where no gradient is held or nothing is watched.
+        would continue without a gradient that the engine holds. Nothing where no gradient is held or nothing is
+        watched.
         """
         if id(parameter) in self._alone:
             if self._begun and not cancels:
@@ -108,11 +109,11 @@ class GradientWatch:
         gradients, number = self._held[id(parameter)]
         if not gradients.touched[number]:
             return
-        if not module.startswith(_QUIET) or module.startswith(_ACTING) or _zeroes_alone(frame):
+        if not module.startswith(_QUIET) or module.startswith(_ACTING) or _is_unreplaced_zero_grad(frame):
             raise PartitionError(
                 f"p.grad of parameter '{self._name(parameter)}' was read in {module}.{frame.f_code.co_name} and is "
                 "not there: from stage 1 on, and inside an accumulation, the engine holds the gradients, averaged and "
-                "sharded. Code that goes on without them would change nothing. Read engine.full_grad(p), write "
+                "sharded. Code that continues without them would change nothing. Read engine.full_grad(p), write "
                 "engine.set_full_grad(p, value) or p.grad = value, clip with engine.clip_grad_norm_, step with "
                 "engine.step and zero with engine.zero_grad. The weights were not changed."
             )
@@ -203,7 +204,7 @@ def is_user_access() -> bool:
     return not module.startswith(_QUIET) or module == _CLIPPING or module.startswith(_ACTING)
 
 
-def _zeroes_alone(frame: FrameType) -> bool:
+def _is_unreplaced_zero_grad(frame: FrameType) -> bool:
     """Return whether ``frame``, which accesses a gradient, is torch's `Module.zero_grad` called without the engine's
     replacement (zeroing.py), so that the engine's gradients stay."""
     if (frame.f_globals.get("__name__"), frame.f_code.co_name) != _ZERO_GRAD:

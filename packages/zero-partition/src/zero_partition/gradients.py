@@ -13,10 +13,10 @@ from zero_comm import Group, Reduction, Tag, Work
 from .checksums import digest_of
 from .device_values import squares_on_device
 from .errors import EditRefusedError
+from .flat_slicer import FlatSlicer
 from .leaves import LeafTree
 from .needs import AveragingOptimizer
 from .norm import norm_squared
-from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
 
@@ -77,7 +77,7 @@ class UnitGradients:
         self._views: list[torch.Tensor] = []
         entries = unit.layout.entries
         places = [(e.offset, e.end) for e in entries]
-        self._stretches = Stretches(places, unit.layout.numel, [e.shape for e in entries])
+        self._slicer = FlatSlicer(places, unit.layout.numel, [e.shape for e in entries])
         self._spare_views: list[torch.Tensor] = []
         self._present = [False] * len(unit.parameters)
         self._spare: torch.Tensor | None = None
@@ -370,7 +370,7 @@ class UnitGradients:
         if self._full_group is None or self.reduced is None:
             return
         shown = self.reduced if self.reduced.dtype == self.unit.plan.dtype else self._narrowed(self.reduced)
-        yield from zip(self.unit.parameters, self._stretches(shown), self.touched, strict=True)
+        yield from zip(self.unit.parameters, self._slicer(shown), self.touched, strict=True)
 
     def _narrowed(self, reduced: torch.Tensor) -> torch.Tensor:
         """Return ``reduced``, the averaged gradient, cast to the parameters' dtype, in a buffer that the next call
@@ -442,4 +442,4 @@ class UnitGradients:
             self._flat, self._views = torch.empty(layout.numel, dtype=dtype, device=device), []
         for start, end in layout.gaps:
             self._flat[start:end].zero_()
-        self._views = self._views or self._stretches(self._flat)
+        self._views = self._views or self._slicer(self._flat)

@@ -44,7 +44,7 @@ class PassListener(Protocol):
         it raised ``failure``.
         """
 
-    def keeper_done(self, name: str, units: Sequence[Unit], /) -> None:
+    def caller_done(self, name: str, units: Sequence[Unit], /) -> None:
         """Release those of ``units`` whose modules have all run; submodules of the module called ``name`` returned
         their parameters. Called after `exit_module` of that module."""
 
@@ -146,9 +146,9 @@ class ModuleHooks:
         if module is not None and around not in self.watches:
             self._hook_module(around, module.get_submodule(around), [], outermost=False)
         watch = self.watches[around]
-        if unit not in watch.keeps:
-            watch.keeps.append(unit)
-        self.calls.add_keeper(unit, around)
+        if unit not in watch.kept_for_call:
+            watch.kept_for_call.append(unit)
+        self.calls.add_caller(unit, around)
 
     def remove(self) -> None:
         """Remove all hooks. Calling it again does nothing."""
@@ -200,7 +200,7 @@ class ModuleWatch:
         self.post_hook = Hook(eager(self.after_forward))
         self._hooks = hooks
         self._listener = hooks.listener
-        self.keeps: list[Unit] = []
+        self.kept_for_call: list[Unit] = []
         self._outermost = outermost
         self._watches_outputs = outermost or any(u.releasable for u in units)
         self._entered = hooks.calls.new_stack()
@@ -227,11 +227,11 @@ class ModuleWatch:
         if not call.in_pass:
             return
         failure = raised if raised is not call.handled else None
-        watches = (self._watches_outputs or self.keeps) and failure is None
+        watches = (self._watches_outputs or self.kept_for_call) and failure is None
         aliased = list(self._watch_outputs(output)) if watches else []
         self._listener.exit_module(self.name, self.units, aliased, failure)
-        if self.keeps:
-            self._listener.keeper_done(self.name, self.keeps)
+        if self.kept_for_call:
+            self._listener.caller_done(self.name, self.kept_for_call)
 
     def _watch_outputs(self, output: Any) -> Iterator[Unit]:
         """Hook the gradients of the tensors in ``output`` (any nesting); yield the units whose flat buffer one of them
@@ -298,13 +298,13 @@ class Hook:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Hook:
-        return Hook(_nothing)
+        return Hook(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_nothing,)
+        return Hook, (_do_nothing,)
 
 
-def _nothing(*_args: Any, **_kwargs: Any) -> None:
+def _do_nothing(*_args: Any, **_kwargs: Any) -> None:
     """Do nothing, with any arguments: the call of a copied or unpickled `Hook`."""
     return None
 

@@ -177,7 +177,7 @@ class Init:
         """Reshard the full ones of ``records``, with rank 0's values where ranks differ, and then the parameters that a
         request of a single rank has gathered. Collective."""
         while full := [record for record in self._full(records) if record.number not in self._alone]:
-            facts = [_facts(full)] if self._alone_here else self._meetings.meet(SHARD, full, _facts(full))
+            facts = [_facts(full)] if self._is_only_rank else self._meetings.meet(SHARD, full, _facts(full))
             if facts is not None:
                 self._reshard(full, facts)
                 self._reshard_used_alone()
@@ -215,10 +215,10 @@ class Init:
         touched parameters are full. Needs all ranks, which join when they come to a meeting."""
         while True:
             if absent := [record for record in records if not record.is_full]:
-                if self._alone_here or self._meetings.meet(USE, absent) is not None:
+                if self._is_only_rank or self._meetings.meet(USE, absent) is not None:
                     self._gather(absent)
             elif oldest := self._full(self._oldest_above_bound(records)):
-                facts = [_facts(oldest)] if self._alone_here else self._meetings.meet(EVICT, oldest, _facts(oldest))
+                facts = [_facts(oldest)] if self._is_only_rank else self._meetings.meet(EVICT, oldest, _facts(oldest))
                 if facts is not None:
                     self._reshard(oldest, facts)
             else:
@@ -255,7 +255,7 @@ class Init:
     def _meet_all(self, call: str, records: list[ShardedParameter]) -> None:
         """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile; then reshard what
         requests have gathered. Nothing on a single rank. Collective."""
-        if not self._alone_here:
+        if not self._is_only_rank:
             while self._meetings.meet(call, records) is None:
                 pass
             self._reshard_used_alone()
@@ -268,7 +268,7 @@ class Init:
             self._reshard(alone, self._meetings.exchange(SHARD, _facts(alone)))
 
     @property
-    def _alone_here(self) -> bool:
+    def _is_only_rank(self) -> bool:
         """Return whether the group has one rank only."""
         return self._group.world_size == 1
 

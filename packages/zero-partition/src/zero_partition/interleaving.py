@@ -112,11 +112,11 @@ class Interleaving:
 
     def _make_room(self) -> None:
         """Advance all reductions but the newest to their last hop, and finish the oldest while more are in flight than
-        `OrderedReductions.crowded` allows."""
+        `OrderedReductions.over_limit` allows."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
-        while self._reductions.crowded:
+        while self._reductions.over_limit:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

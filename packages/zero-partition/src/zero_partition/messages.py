@@ -139,7 +139,7 @@ class PassProgress:
 
 
 @dataclass(frozen=True)
-class Standing:
+class TrainingPosition:
     """One rank's position in training when a failure ended the process groups.
 
     ``interrupted``: what was writing weights or states at that moment, None for nothing. ``steps``, ``micro_steps``,
@@ -156,7 +156,7 @@ class Standing:
         return [self.interrupted, self.steps, self.micro_steps, self.samples]
 
     @classmethod
-    def decode(cls, data: Sequence[Any]) -> Standing:
+    def decode(cls, data: Sequence[Any]) -> TrainingPosition:
         """Return the message that `encode` turned into ``data``."""
         return cls(*data)
 

@@ -184,7 +184,7 @@ class OptimizerStates:
         """Replace the tier's states by those in ``entries`` (by tensor, a state by kind); fragments without an entry
         start again from nothing."""
         fresh: dict[str, dict[str, Any]] = {}
-        anew: list[str] = []
+        again: list[str] = []
         for owned in self._fragments():
             name = owned.fragment.entry.name
             given = {kind: plain(value) for kind, value in entries.get(owned.tensor, {}).items() if value is not None}
@@ -195,10 +195,10 @@ class OptimizerStates:
             if known:
                 fresh[name] = {"step": 1, **known}  # torch's SGD has moments and counts no steps
             if known or tier.held(name)[0]:
-                anew.append(name)
-        if anew:
+                again.append(name)
+        if again:
             self._await_readers()
-            tier.restart(anew)
+            tier.restart(again)
         if fresh:
             tier.write(fresh)
 

@@ -38,7 +38,7 @@ class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
     Starting a reduction never waits for another rank. At most two reductions should be in flight at a time, and only
-    one if two have more than ``bucket_numel`` elements: see `crowded`. ``gradients``: of the trained units.
+    one if two have more than ``bucket_numel`` elements: see `over_limit`. ``gradients``: of the trained units.
     ``gathers``: the engine's gathers, whose order the reductions are related to. ``step``: number for tags. ``device``:
     where units without any gradient reduce zeros. ``complete``: every pass reduces every unit, each when it has all its
     gradients.
@@ -94,7 +94,7 @@ class OrderedReductions:
         return self._queue[0] if self._queue else None
 
     @property
-    def crowded(self) -> bool:
+    def over_limit(self) -> bool:
         """Whether more reductions, or elements, are in flight than there should be; never for one reduction alone."""
         count = len(self._travelling)
         return count > _IN_FLIGHT or (count > 1 and sum(one.numel for one in self._travelling) > self._bucket_numel)

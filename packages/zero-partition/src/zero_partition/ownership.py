@@ -54,7 +54,7 @@ class InitRecord(Protocol):
     def forget(self) -> None:
         """Stop referring to the parameter, which an engine owns from now on."""
 
-    def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
+    def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; it has a record
         too."""
 

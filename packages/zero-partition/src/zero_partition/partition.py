@@ -380,10 +380,10 @@ class Partition:
             keep_flat=options.stage < 2,
             full_group=self.groups.gather if options.stage == 0 else None,
             states=unit.states,
-            leaves=self._leaves(),
+            leaves=self._new_leaf_tree(),
         )
 
-    def _leaves(self) -> LeafTree | None:
+    def _new_leaf_tree(self) -> LeafTree | None:
         """Return a new tree that sums one unit's micro-batches under virtual ranks; None without them."""
         ranks = self.options.virtual_ranks
         return LeafTree(ranks // self.data_world_size, ranks) if ranks else None

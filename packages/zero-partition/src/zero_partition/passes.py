@@ -156,7 +156,7 @@ class Passes:
             else:
                 self._end_forward(name, failure)
 
-    def keeper_done(self, name: str, units: Sequence[Unit]) -> None:
+    def caller_done(self, name: str, units: Sequence[Unit]) -> None:
         """Count module ``name``, whose submodules return parameters of ``units``, as run in this pass, and release
         those units all of whose modules have run."""
         for unit in units:

@@ -18,7 +18,7 @@ def refuse_placeholder_buffers(model: nn.Module, units: Iterable[Unit]) -> None:
 
     Its ``.data`` was set to the parameter's, which torch does not report, and it reads NaN.
     """
-    suspects = [(name, buffer) for name, buffer in _with_memory(model) if _is_one_element(buffer)]
+    suspects = [(name, buffer) for name, buffer in _with_memory(model) if _repeats_one_element(buffer)]
     places = {
         view.data_ptr(): name
         for unit in (units if suspects else ())
@@ -60,6 +60,6 @@ def _with_memory(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _is_one_element(buffer: torch.Tensor) -> bool:
+def _repeats_one_element(buffer: torch.Tensor) -> bool:
     """Return whether ``buffer`` has several elements in the memory of one, as placeholders have."""
     return buffer.numel() > 1 and not any(n for size, n in zip(buffer.shape, buffer.stride(), strict=True) if size > 1)

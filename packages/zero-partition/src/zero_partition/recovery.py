@@ -1,4 +1,4 @@
-"""Recover from a failed pass, so that the engine can go on if no other rank waits for this one."""
+"""Recover from a failed pass, so that the engine can continue if no other rank waits for this one."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def add_advice(failure: BaseException, *, torn: bool) -> None:
 
     ``torn``: the gradients hold a part of a failed backward pass.
     """
-    words = "the engine goes on, with the next forward; gradients and weights are as before this call"
+    words = "the engine continues, with the next forward; gradients and weights are as before this call"
     if torn:
-        words = "the engine goes on: call engine.zero_grad(), which starts the accumulation anew, then the next batch"
+        words = "the engine continues: call engine.zero_grad(), which restarts the accumulation, then the next batch"
     if hasattr(failure, "add_note"):
         failure.add_note(words)
     else:

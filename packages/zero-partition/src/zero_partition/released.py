@@ -254,7 +254,7 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
     if id(parameter) not in memo:
         owner, record = find_owner(parameter), init_record(parameter)
         if owner is None and record is not None:
-            memo[id(parameter)] = record.twin(unwatched(type(parameter)))
+            memo[id(parameter)] = record.released_copy(unwatched(type(parameter)))
         elif owner is None or not owner.gathers_for_copies(parameter):
             values = _gathered_value(parameter, "deepcopy", writes=False)
             memo[id(parameter)] = unwatched(type(parameter))(values.detach().clone(), parameter.requires_grad)

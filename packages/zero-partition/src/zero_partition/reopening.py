@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zero_comm import CommError, EngineGroups
 
 from .gradients import UnitGradients
-from .messages import Standing
+from .messages import TrainingPosition
 from .ordered_reductions import OrderedReductions
 from .pass_parts import PassParts
 from .passes import Passes
@@ -49,16 +49,16 @@ class Reopening:
         liveness, loop = self._parts.liveness, self._parts.loop
         if not liveness.failed:
             return
-        if liveness.ended_for_good:
+        if liveness.restart_ruled_out:
             liveness.check()
         cause = liveness.failure
         try:
-            own = Standing(liveness.interrupted, *loop.position())
-            told = [Standing.decode(said) for said in self._groups.meet_again(call, own.encode())]
+            own = TrainingPosition(liveness.interrupted, *loop.position())
+            told = [TrainingPosition.decode(said) for said in self._groups.meet_again(call, own.encode())]
             _check_intact(told)
             self._groups.reopen()
         except Exception as problem:
-            liveness.end_for_good(problem)
+            liveness.rule_out_restart(problem)
             self._groups.close()
             raise
         self._drop_step(cause)
@@ -89,7 +89,7 @@ class Reopening:
         parts.reducer.torn = cause
 
 
-def _check_intact(told: Sequence[Standing]) -> None:
+def _check_intact(told: Sequence[TrainingPosition]) -> None:
     """Raise `CommError` if a rank was interrupted while it wrote weights, or ranks have taken different numbers of
     steps.
 

@@ -295,7 +295,7 @@ class Runtime:
         """Recover from a failure that has ended this runtime, with the weights from before the step (see `Reopening`).
 
         Collective after a failure; else returns at once. ``call``: the engine's method, for messages. Raises
-        `CommError` if the runtime cannot go on.
+        `CommError` if the runtime cannot continue.
         """
         self._reopening.reopen(call)
 

@@ -72,7 +72,7 @@ class ShardedParameter:
     """
 
     def __init__(self, parameter: nn.Parameter, group: Group, new_shard: NewShard, context: _Context | None) -> None:
-        self._context: Callable[[], _Context | None] = _nothing if context is None else weakref.ref(context)
+        self._context: Callable[[], _Context | None] = _do_nothing if context is None else weakref.ref(context)
         self._parameter: Callable[[], nn.Parameter | None] = weakref.ref(parameter)
         self._group = group
         self._new_shard = new_shard
@@ -150,9 +150,9 @@ class ShardedParameter:
 
     def forget(self) -> None:
         """Stop referring to the parameter, which an engine owns from now on, even if the user has gathered it."""
-        self._parameter = _nothing
+        self._parameter = _do_nothing
 
-    def twin(self, kind: type[nn.Parameter]) -> nn.Parameter:
+    def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
         """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; this one is
         released too."""
         original = self._parameter()
@@ -247,7 +247,7 @@ def sharded_record(parameter: object) -> ShardedParameter | None:
     return record
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Return None: stands for a weak reference to an object that is gone, or was never there."""
     return None
 

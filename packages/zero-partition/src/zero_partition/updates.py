@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from zero_comm import Tag
 
+from .flat_slicer import FlatSlicer
 from .layout import Fragment, element_positions
 from .needs import NormOptimizer, PartialNorms, PositionedOptimizer
 from .norm import GRID
 from .partition import Partition
-from .stretches import Stretches
 from .tier import StateTier
 from .unit import Unit
 
@@ -93,7 +93,7 @@ class FragmentUpdate:
         self._partition = partition
         self.fragments: list[OwnedFragment] = []
         self._views: list[torch.Tensor] = []
-        self._of_unit: dict[int, tuple[list[OwnedFragment], Stretches]] = {}
+        self._of_unit: dict[int, tuple[list[OwnedFragment], FlatSlicer]] = {}
 
     def make_fragment(self, unit: Unit, number: int) -> OwnedFragment | None:
         """Return this rank's fragment (at stage 0 the full parameter), whose tensor is a view of the master; None if
@@ -120,12 +120,12 @@ class FragmentUpdate:
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
             self._of_unit = dict(self._by_unit())
-        for index, (fragments, stretches) in self._of_unit.items():
+        for index, (fragments, slicer) in self._of_unit.items():
             reduced = gradients[index].reduced
             if reduced is None:
                 continue
             present, dtype = touched[index], reduced.dtype
-            for owned, gradient in zip(fragments, stretches(reduced), strict=True):
+            for owned, gradient in zip(fragments, slicer(reduced), strict=True):
                 if present[owned.number]:
                     tensor = owned.tensor
                     tensor.grad = gradient if tensor.dtype is dtype else gradient.to(tensor.dtype)
@@ -140,14 +140,14 @@ class FragmentUpdate:
                 view.copy_(owned.tensor)
                 owned.tensor.data = view
 
-    def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], Stretches]]]:
-        """Yield each unit's index, its fragments, and the `Stretches` of these in its reduced gradient."""
+    def _by_unit(self) -> Iterator[tuple[int, tuple[list[OwnedFragment], FlatSlicer]]]:
+        """Yield each unit's index, its fragments, and the `FlatSlicer` of these in its reduced gradient."""
         for index in dict.fromkeys(owned.unit.index for owned in self.fragments):
             fragments = [owned for owned in self.fragments if owned.unit.index == index]
             places = [(o.reduced_start, o.reduced_start + o.fragment.length) for o in fragments]
             master = fragments[0].unit.master
             numel = 0 if master is None else master.numel()
-            yield index, (fragments, Stretches(places, numel, [o.tensor.shape for o in fragments]))
+            yield index, (fragments, FlatSlicer(places, numel, [o.tensor.shape for o in fragments]))
 
 
 class ParameterUpdate:

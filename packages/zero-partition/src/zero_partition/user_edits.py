@@ -346,7 +346,7 @@ _ADVICE = (
     "`engine.gathered([parameter], modifier_rank=0)`, which gives rank 0's to all; keep the dtype and the shape."
 )
 _STEP_KEPT = (
-    " The gradients of this step are kept: call engine.zero_grad() on every rank and go on with the next batch, or, "
+    " The gradients of this step are kept: call engine.zero_grad() on every rank and continue with the next batch, or, "
     "without gradient accumulation, engine.step() again."
 )
 

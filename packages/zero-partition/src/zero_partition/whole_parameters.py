@@ -45,6 +45,6 @@ def explain_missing(partition: Partition, parameter: nn.Parameter) -> str:
         return f"parameter '{name}' has no gradient and no state: every rank has all of it, as {reason}"
     return (
         f"parameter '{name}' was put into the model after initialize: the engine does not average its gradient, has no "
-        "state of it and does not update it. Make the engine anew (engine.destroy(), then initialize), or put the "
+        "state of it and does not update it. Create the engine again (engine.destroy(), then initialize), or put the "
         "parameter into the model before."
     )

@@ -44,11 +44,11 @@ def plan(
     savers = world_size if saved_by is None else saved_by
     at_least_one(saved_by=savers)
     try:
-        from .dry_run import DryRun, rehearse
+        from .dry_run import DryRun, plan_ranks
     except ModuleNotFoundError as error:
         raise PlanError(f"a dry run needs {error.name}: pip install 'zero-plan[dry-run]'") from error
     run = DryRun(model_fn, config, batch, loss or loss_of)
-    found = rehearse(run, chosen, world_size, checkpoint=checkpoint, saved_by=savers)
+    found = plan_ranks(run, chosen, world_size, checkpoint=checkpoint, saved_by=savers)
     return Plan(world_size, tuple(found))
 
 

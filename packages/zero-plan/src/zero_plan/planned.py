@@ -68,7 +68,7 @@ class SavedPlan:
     ``peaks``: the peaks of memory during the save, as in `RankPlan`. ``files``: the files that the rank puts into the
     checkpoint, without the manifest and plain data; ``linked``: the names of files that are on its tier already and are
     linked, not written. ``message_nbytes``: host memory of the ranks' messages about their shards, not in ``peaks``.
-    ``copied_nbytes``: host memory, not in ``peaks``, for the copies of a save behind training, kept until the run ends.
+    ``copied_nbytes``: host memory, not in ``peaks``, for the copies of a background save, kept until the run ends.
     """
 
     peaks: tuple[Peak, ...]

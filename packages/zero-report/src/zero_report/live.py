@@ -1,4 +1,4 @@
-"""A view of a run in the terminal, updated from its record while the run goes on."""
+"""A view of a run in the terminal, updated from its record while the run continues."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def view(run: Run) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_row("step", f"{found['steps']:,.0f}", f"{found['step_seconds'] * 1e3:,.1f} ms per step")
     if len(drawn["step"]):
-        table.add_row("loss", _number(drawn["loss"]), _spark(drawn["loss"]))
+        table.add_row("loss", _number(drawn["loss"]), _sparkline(drawn["loss"]))
         rate = drawn["tokens"] if np.nansum(drawn["tokens"]) else drawn["samples"]
         with np.errstate(invalid="ignore", divide="ignore"):
             speed = rate / drawn["seconds"]
         unit = "tokens/s" if np.nansum(drawn["tokens"]) else "samples/s"
-        table.add_row(unit, _number(speed), _spark(speed))
-        table.add_row("memory", f"{found['process_bytes'] / 2**30:.2f} GiB", _spark(drawn["process"]))
+        table.add_row(unit, _number(speed), _sparkline(speed))
+        table.add_row("memory", f"{found['process_bytes'] / 2**30:.2f} GiB", _sparkline(drawn["process"]))
     for share in judged.causes.by_kind[:3]:
         bar = "█" * round(share.share * _WIDTH / 2)
         table.add_row({"tier": "tiers", "link": "links"}.get(share.kind, share.kind), f"{share.share:.0%}", bar)
@@ -74,7 +74,7 @@ def _text(words: str, style: str = "") -> Text:
     return Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words), style=style)
 
 
-def _spark(values: Array) -> str:
+def _sparkline(values: Array) -> str:
     """Return a line of bars for at most `_WIDTH` evenly spread values, without NaN; empty if there are none."""
     known = np.asarray(values)[~np.isnan(values)]
     if not len(known):

@@ -77,8 +77,8 @@ def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
 def _extend(batch: dict[str, Any], along: list[str], missing: int, pad_token_id: int) -> None:
     """Add ``missing`` places to the entries ``along`` the sequence of ``batch``.
 
-    Padding has label -100, and positions that go on. A batch without a mask gets none: what follows the last token of
-    a causal model changes nothing before it; what is bidirectional needs its mask, and packed samples keep theirs.
+    Padding has label -100, and positions that continue. A batch without a mask gets none: what follows the last token
+    of a causal model changes nothing before it; what is bidirectional needs its mask, and packed samples keep theirs.
     """
     fills = {"input_ids": pad_token_id, "labels": _IGNORED, "shift_labels": _IGNORED}
     for key in along:

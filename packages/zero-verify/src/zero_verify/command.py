@@ -126,7 +126,7 @@ class _Runs:
                 return self._explain(found, judge)
             how = "bitwise equal to stage 0" if exact else f"within {self._tolerance:.3g} per step of stage 0"
             _say(f"{self._name} is {how} on {self._nproc} rank(s) in {self._step_counts()}")
-            return self._against_float32()
+            return self._compare_with_float32()
         except (LaunchError, NothingToCompare) as error:
             print(f"zero-core verify: {error}", file=sys.stderr)
             return _CANNOT
@@ -149,7 +149,7 @@ class _Runs:
         _say(f'{self._name} differs from stage 0 ("expected")\n{found}')
         return 1
 
-    def _against_float32(self) -> int:
+    def _compare_with_float32(self) -> int:
         """If the configuration computes in 16 bits, compare with float32 and print the result; return the exit status,
         0 without a comparison."""
         from .comparison import Within

@@ -57,7 +57,7 @@ class Judge(Protocol):
     def tensors(self, number: int, kind: str, expected: Step, got: Step) -> Iterator[tuple[str, str]]:
         """Yield (parameter, description) for each tensor of a ``kind``, `GRADIENT` or `WEIGHT`, that differs."""
 
-    def goes_on(self, expected: Step, got: Step) -> bool:
+    def should_continue(self, expected: Step, got: Step) -> bool:
         """Return whether to compare further steps of the engine after these two."""
 
 
@@ -78,7 +78,7 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
             if found is not None:
                 what, name, detail, others = found
                 return Difference(where, number, what, name, detail, others)
-            if not judge.goes_on(ours, theirs):
+            if not judge.should_continue(ours, theirs):
                 break
         else:
             if steps[0] != steps[1]:
@@ -145,7 +145,7 @@ class Bitwise:
             elif not torch.equal(_bits(ours), _bits(theirs)):
                 yield name, _elements(ours, theirs)
 
-    def goes_on(self, expected: Step, got: Step) -> bool:
+    def should_continue(self, expected: Step, got: Step) -> bool:
         """Compare all steps."""
         return True
 
@@ -197,7 +197,7 @@ class Within:
                 ratio = deviation / max(size, overall) if max(size, overall) else math.inf
                 yield name, f"it deviates by {ratio:.3g} (root mean square), allowed are {limit:.3g}"
 
-    def goes_on(self, expected: Step, got: Step) -> bool:
+    def should_continue(self, expected: Step, got: Step) -> bool:
         """Return true until a loss scale makes one run skip a step that the other takes."""
         return expected.taken == got.taken
 

@@ -24,13 +24,13 @@ from .recording import GRADIENT, WEIGHT, engine_folder, step_tag
 from .variants import Variant, variant_config
 
 
-class Enough(BaseException):
+class AllStepsTaken(BaseException):
     """Raised in the script once each of its engines has taken the requested steps."""
 
 
 class Recorder(Unsupervised):
     """A `zero_core.supervision.Supervisor` of a script: gives its engines the configuration of ``variant`` and records
-    those that train under ``folder`` until each has taken ``steps`` steps, then raises `Enough` in the script.
+    those that train under ``folder`` until each has taken ``steps`` steps, then raises `AllStepsTaken` in the script.
 
     ``config``: the user's configuration; None takes what the script gives to `initialize`.
     """
@@ -75,9 +75,9 @@ class Recorder(Unsupervised):
             engine.destroy(unshard=False)
 
     def _end_when_done(self) -> None:
-        """Raise `Enough` if every recorded engine has taken its steps."""
+        """Raise `AllStepsTaken` if every recorded engine has taken its steps."""
         if all(recorder.steps_taken >= self.steps for recorder in self._recorders):
-            raise Enough
+            raise AllStepsTaken
 
 
 class EngineRecorder:

@@ -11,7 +11,7 @@ import torch
 
 from zero_core.supervision import run_as_main, supervised
 
-from .recorder import Enough, Recorder
+from .recorder import AllStepsTaken, Recorder
 from .variants import Variant
 
 
@@ -57,7 +57,7 @@ def run_script(plan: ScriptRun) -> None:
     try:
         with supervised(recorder):
             run_as_main(plan.target, plan.arguments, module=plan.module)
-    except Enough:
+    except AllStepsTaken:
         recorder.close()
     else:
         recorder.close()

@@ -1,6 +1,6 @@
 """Files of `torch.save` whose tensors are never in memory.
 
-[Note: filled frames]
+[Note: filled templates]
 `torch.save` writes the file without its tensors' bytes, from memory that is reserved but never touched. The bytes are
 then written where they belong, piece by piece, and the archive's checksums set. So the file is what `torch.save` of the
 whole would make. Until it is complete it is called `<name>.partial`.
@@ -28,7 +28,7 @@ from .sources import PIECE_BYTES, Progress, Source, pieces
 
 
 @dataclass(frozen=True)
-class Frame:
+class FileTemplate:
     """A file to be: `value` is what `torch.save` is given, `tensors` say where its tensors' bytes come from.
 
     `find` returns the tensors of the value when it is loaded, by the same names. A tensor whose kind the source does
@@ -50,23 +50,25 @@ def empty_tensor(tensor: ModelTensor) -> Any:
     return torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
 
 
-def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, workers: int, progress: Progress) -> None:
-    """Write the file `frame` from `source`, resuming from `record`, and record that it is complete.
+def write_filled(
+    source: Source, template: FileTemplate, record: ConversionRecord, *, workers: int, progress: Progress
+) -> None:
+    """Write the file `template` from `source`, resuming from `record`, and record that it is complete.
 
     One that is complete already is only counted as progress. `workers` tensors are written at a time; `progress` is
     called with bytes written, from several threads. After an exception the unfinished file is removed; after an
     interrupt it stays, to be continued.
     """
-    name = frame.path.relative_to(record.folder).as_posix()
-    if record.is_complete(name) and frame.path.is_file():
-        progress(sum(tensor.nbytes for tensor in frame.tensors.values()))
+    name = template.path.relative_to(record.folder).as_posix()
+    if record.is_complete(name) and template.path.is_file():
+        progress(sum(tensor.nbytes for tensor in template.tensors.values()))
         return
-    partial = frame.path.with_name(frame.path.name + ".partial")
+    partial = template.path.with_name(template.path.name + ".partial")
     done = record.done(name) if partial.is_file() else {}
     if not done:
-        _write_frame(frame, partial)
+        _write_template(template, partial)
     try:
-        places = _places(frame, partial)
+        places = _places(template, partial)
         fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
         try:
 
@@ -74,44 +76,44 @@ def write_filled(source: Source, frame: Frame, record: ConversionRecord, *, work
                 os.fdatasync(fd)
                 record.note(name, dict(tensors), nbytes)
 
-            _fill_all(source, frame, fd, places, done, note, workers, progress)
+            _fill_all(source, template, fd, places, done, note, workers, progress)
             _set_checksums(partial, fd, {places[key]: found for key, found in done.items()})
             os.fsync(fd)
         finally:
             os.close(fd)
-        partial.replace(frame.path)
-        fsync_directory(frame.path.parent)
-        record.complete(name, sum(tensor.nbytes for tensor in frame.tensors.values()))
+        partial.replace(template.path)
+        fsync_directory(template.path.parent)
+        record.complete(name, sum(tensor.nbytes for tensor in template.tensors.values()))
     except Exception:
         partial.unlink(missing_ok=True)
         raise
 
 
-def _write_frame(frame: Frame, partial: Path) -> None:
+def _write_template(template: FileTemplate, partial: Path) -> None:
     """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in."""
     import torch
 
-    frame.path.parent.mkdir(parents=True, exist_ok=True)
+    template.path.parent.mkdir(parents=True, exist_ok=True)
     with torch.serialization.skip_data():
-        torch.save(frame.value, partial)
+        torch.save(template.value, partial)
 
 
-def _places(frame: Frame, partial: Path) -> dict[str, int]:
+def _places(template: FileTemplate, partial: Path) -> dict[str, int]:
     """Return, by name, the byte of `partial` at which the data of each non-empty tensor begins.
 
-    Raises CheckpointError when the file does not hold the tensors of the frame.
+    Raises CheckpointError when the file does not hold the tensors of the template.
     """
     from .torch_file import load_structure, stored
 
-    found = frame.find(load_structure(partial))
-    if set(found) != set(frame.tensors):
+    found = template.find(load_structure(partial))
+    if set(found) != set(template.tensors):
         raise CheckpointError(f"{partial} is not what an earlier run should have left; remove it")
     return {name: stored(value, partial).begin for name, value in found.items() if value.numel()}
 
 
 def _fill_all(
     source: Source,
-    frame: Frame,
+    template: FileTemplate,
     fd: int,
     places: Mapping[str, int],
     done: dict[str, int],
@@ -126,25 +128,25 @@ def _fill_all(
     called with bytes written. `note` is called with `done` and the bytes since its last call, every 256 MiB and on an
     interrupt.
     """
-    progress(sum(frame.tensors[name].nbytes for name in done))
-    unsaid = 0
+    progress(sum(template.tensors[name].nbytes for name in done))
+    unrecorded = 0
     with ThreadPoolExecutor(workers, thread_name_prefix="zero-ckpt-convert") as pool:
         jobs = {
-            pool.submit(_fill, source, frame.tensors[name], fd, begin, progress): name
+            pool.submit(_fill, source, template.tensors[name], fd, begin, progress): name
             for name, begin in places.items()
             if name not in done
         }
         try:
             for job in as_completed(jobs):
                 done[jobs[job]] = job.result()
-                unsaid += frame.tensors[jobs[job]].nbytes
-                if unsaid >= RECORD_BYTES:
-                    note(done, unsaid)
-                    unsaid = 0
+                unrecorded += template.tensors[jobs[job]].nbytes
+                if unrecorded >= RECORD_BYTES:
+                    note(done, unrecorded)
+                    unrecorded = 0
         except BaseException as error:
             pool.shutdown(wait=True, cancel_futures=True)
             if not isinstance(error, Exception):
-                note(done, unsaid)
+                note(done, unrecorded)
             raise
 
 

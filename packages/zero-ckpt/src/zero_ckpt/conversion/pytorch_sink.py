@@ -11,7 +11,7 @@ from ..durable import make_directories
 from ..types import ITEMSIZE
 from .checks import refuse_existing, refuse_folder, require_folder, require_torch
 from .dtypes import convert_dtype
-from .filled import Frame, empty_tensor, write_filled
+from .filled import FileTemplate, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
 from .record import ConversionRecord
 from .safetensors_sink import write_index
@@ -53,7 +53,7 @@ def write_pytorch(
                 refuse_existing(folder / name, overwrite)
                 refuse_folder(folder / name)
         for name, members in files.items():
-            write_filled(source, _frame(folder / name, members, aliases), record, workers=workers, progress=progress)
+            write_filled(source, _template(folder / name, members, aliases), record, workers=workers, progress=progress)
         if len(files) > 1:
             write_index(folder / "pytorch_model.bin.index.json", files, aliases)
     except BaseException as error:
@@ -63,13 +63,13 @@ def write_pytorch(
     return [folder / name for name in files]
 
 
-def _frame(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -> Frame:
+def _template(path: Path, tensors: list[ModelTensor], aliases: Mapping[str, str]) -> FileTemplate:
     """Return the file at `path` that is to hold these tensors, and the tied names among `aliases` whose tensor is one
     of them."""
     members = {tensor.name: tensor for tensor in tensors}
     state: dict[str, Any] = {name: empty_tensor(tensor) for name, tensor in members.items()}
     state.update({alias: state[kept] for alias, kept in aliases.items() if kept in state})
-    return Frame(path, state, members, lambda loaded: {name: loaded[name] for name in members if name in loaded})
+    return FileTemplate(path, state, members, lambda loaded: {name: loaded[name] for name in members if name in loaded})
 
 
 def read_model_tensor(source: Source, tensor: ModelTensor, progress: Progress) -> Any:

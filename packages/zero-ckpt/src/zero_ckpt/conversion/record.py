@@ -33,7 +33,7 @@ class ConversionRecord:
     def __init__(self, path: Path, made_from: str) -> None:
         self.folder, self._path, self._made_from = path.parent, path, made_from
         self._lock = threading.Lock()
-        self._unsaid = 0
+        self._unrecorded_nbytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             self._take()
@@ -68,8 +68,8 @@ class ConversionRecord:
         new."""
         with self._lock:
             self._files[file] = what
-            self._unsaid += nbytes
-            if self._unsaid >= RECORD_BYTES:
+            self._unrecorded_nbytes += nbytes
+            if self._unrecorded_nbytes >= RECORD_BYTES:
                 self._write()
 
     def _write(self) -> None:
@@ -78,7 +78,7 @@ class ConversionRecord:
         unlock_and_close(self._fd)
         self._fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._take()
-        self._unsaid = 0
+        self._unrecorded_nbytes = 0
 
     def close(self, *, keep: bool) -> None:
         """Release the lock; `keep`: write the record for another run, otherwise remove it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..compat import noting_offsets
+from ..compat import recording_offsets
 from ..errors import CheckpointError, DamagedError
 from ..torch.buffers import dtype_name
 from ..types import ITEMSIZE
@@ -50,7 +50,7 @@ def load_structure(path: Path) -> Any:
     require_stored_archive(path)
     stand_ins: list[Any] = [(type("StandIn", (StandIn,), {}), name) for name in _STAND_INS]
     try:
-        with torch.serialization.safe_globals(stand_ins), noting_offsets():
+        with torch.serialization.safe_globals(stand_ins), recording_offsets():
             return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds objects that are not read: {_unknown(path) or error}") from error

@@ -25,7 +25,7 @@ from ..locking import root_lock
 from ..types import is_optimizer_kind, numel, state_key
 from .checks import refuse_existing, require_folder
 from .dtypes import output_dtype
-from .filled import Frame, empty_tensor, write_filled
+from .filled import FileTemplate, empty_tensor, write_filled
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
 from .record import ConversionRecord
@@ -172,8 +172,10 @@ def _write_parameter(
             files[other] = ModelTensor(name, other, shape, own.dtype, own.dtype)
     for stem, item in files.items():
         value = {"param": empty_tensor(item), "cat_dim": 0}
-        frame = Frame(folder / f"{stem}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]})
-        write_filled(source, frame, record, workers=1, progress=progress)
+        template = FileTemplate(
+            folder / f"{stem}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]}
+        )
+        write_filled(source, template, record, workers=1, progress=progress)
     if step is not None:
         _save(step, folder / "step.pt")
 
@@ -277,8 +279,8 @@ def _write_model_files(
         if kind == "buffer" or (kind == "param" and name not in trained)
     }
     first, second = (folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_"))
-    frame = Frame(first, _model_state(source, names, members), members, lambda loaded: loaded["module"])
-    write_filled(source, frame, record, workers=workers, progress=progress)
+    template = FileTemplate(first, _model_state(source, names, members), members, lambda loaded: loaded["module"])
+    write_filled(source, template, record, workers=workers, progress=progress)
     second.unlink(missing_ok=True)
     if not share_file(first, second):
         shutil.copyfile(first, second)

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from ..dry_run import current_dry_run
 from ..errors import CheckpointError
-from ..rehearsal import current_rehearsal
 from ..types import Interval
 
 _NAMES = {
@@ -37,7 +37,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor as a flat, writable view of its bytes; it keeps the tensor alive.
 
-    In a rehearsal (see `zero_ckpt.rehearsal`) it is a view of zeros, which nobody writes. Raises CheckpointError for a
+    In a dry run (see `zero_ckpt.dry_run`) it is a view of zeros, which nobody writes. Raises CheckpointError for a
     tensor on another device or with strides.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -45,11 +45,9 @@ def tensor_buffer(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(bytearray())
-    rehearsal = current_rehearsal()
-    memory = (ctypes.c_ubyte * nbytes).from_address(
-        tensor.data_ptr() if rehearsal is None else rehearsal.address(nbytes)
-    )
-    memory.owner = tensor.detach(), rehearsal  # type: ignore[attr-defined]
+    dry_run = current_dry_run()
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr() if dry_run is None else dry_run.address(nbytes))
+    memory.owner = tensor.detach(), dry_run  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ..async_saver import AsyncSaver
 from ..catalog import find_candidates
 from ..commit import remove_directory
-from ..coordination import together
+from ..coordination import run_on_all_ranks
 from ..durable import replace_durably
 from ..errors import CheckpointError
 from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manifest
@@ -67,7 +67,7 @@ class NodeMemory:
         self.directory = directory
         self._group = group
         self._coordinator = DistCoordinator(group)
-        opened = together(self._coordinator, f"opening {directory}", self._open_directory)
+        opened = run_on_all_ranks(self._coordinator, f"opening {directory}", self._open_directory)
         self._nodes: list[str] = [node for node, _ in opened]
         self._attempt: str = opened[0][1]
         self._partner = partners(self._nodes)
@@ -115,7 +115,9 @@ class NodeMemory:
 
         Only checkpoints whose manifest is `wanted` count. Raises CheckpointError when a rank fails.
         """
-        views = together(self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted))
+        views = run_on_all_ranks(
+            self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted)
+        )
         steps = {tag: step for view in views for tag, (step, _, _) in view.items()}
         for tag in sorted(steps, key=lambda tag: (-steps[tag], tag)):
             files = {name: nbytes for view in views if tag in view for name, nbytes in view[tag][1].items()}
@@ -138,16 +140,16 @@ class NodeMemory:
         what = f"fetching {found.tag} into {self.directory}"
         path = self.directory / found.tag
         source = found.manifest_holders[0]
-        raw = together(
+        raw = run_on_all_ranks(
             self._coordinator,
             what,
             lambda: _read_manifest(path) if self._coordinator.rank == source else b"",
         )
         missing = self._first_of_nodes(found.manifest_holders)
-        together(self._coordinator, what, lambda: self._place_manifest(path, raw[source], missing))
-        wanted = together(self._coordinator, what, lambda: sorted(set(needs(_decode(path)))))
+        run_on_all_ranks(self._coordinator, what, lambda: self._place_manifest(path, raw[source], missing))
+        wanted = run_on_all_ranks(self._coordinator, what, lambda: sorted(set(needs(_decode(path)))))
         transfers = self._transfers(found, wanted)
-        together(self._coordinator, what, lambda: exchange(path, transfers, self._group))
+        run_on_all_ranks(self._coordinator, what, lambda: exchange(path, transfers, self._group))
         return path
 
     def forget(self) -> None:
@@ -174,14 +176,14 @@ class NodeMemory:
 
         Collective; on the saver's thread.
         """
-        held = together(self._coordinator, f"copying {path}", lambda: self._own_files(path))
+        held = run_on_all_ranks(self._coordinator, f"copying {path}", lambda: self._own_files(path))
         transfers = [
             Transfer(name, nbytes, rank, self._partner[rank])
             for rank, files in enumerate(held)
             for name, nbytes in files.items()
             if self._partner[rank] != rank
         ]
-        together(self._coordinator, f"copying {path}", lambda: exchange(path, transfers, self._group))
+        run_on_all_ranks(self._coordinator, f"copying {path}", lambda: exchange(path, transfers, self._group))
         if self.leads:
             for candidate in find_candidates(self.directory):
                 if candidate.tag != path.name:

@@ -29,7 +29,7 @@ class Auditor(Protocol):
     def restart_step(self) -> None:
         """Discard what micro-batches of the current step have shown, as the step begins again after a failure."""
 
-    def forget_resting(self) -> None:
+    def forget_digests(self) -> None:
         """Discard the digests of the last step's states, as a checkpoint is about to overwrite them."""
 
 
@@ -47,7 +47,7 @@ class Unaudited:
     def before_step(self) -> None: ...
     def after_step(self) -> None: ...
     def restart_step(self) -> None: ...
-    def forget_resting(self) -> None: ...
+    def forget_digests(self) -> None: ...
 
 
 def auditor_for(state: TrainingState, every: int | None) -> Auditor:

@@ -246,16 +246,16 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad)
 
 
-class NotedModule:
+class ModuleRecorder:
     """Records the calls of one module in a micro-batch. If there is only one, it can be repeated.
 
-    ``wanted``: returns whether to keep the call of the `NotedModule` it gets, as a call holds its arguments in memory.
+    ``wanted``: returns whether to keep the call of the recorder it gets, as a call holds its arguments in memory.
 
     Attributes:
         call: the only call; None if there is none that can be repeated, or it is not wanted.
         obstacle: why no call can be repeated; None if nothing is known to forbid it."""
 
-    def __init__(self, candidate: AuditedUnit, device: torch.device, wanted: Callable[[NotedModule], bool]) -> None:
+    def __init__(self, candidate: AuditedUnit, device: torch.device, wanted: Callable[[ModuleRecorder], bool]) -> None:
         self.candidate = candidate
         self.call: ModuleCall | None = None
         self.obstacle = candidate.obstacle()
@@ -340,7 +340,7 @@ class NotedModule:
             self.refuse(changed)
 
 
-class NotedCalls:
+class CallRecorder:
     """Records the calls of audited modules in one micro-batch.
 
     ``candidates``: by unit index. ``order``: unit indices, most wanted first. Only the ``max_kept`` most wanted calls
@@ -352,21 +352,21 @@ class NotedCalls:
     def __init__(
         self, candidates: Mapping[int, AuditedUnit], order: Sequence[int], device: torch.device, max_kept: int = 4
     ) -> None:
-        self.modules = {unit: NotedModule(candidates[unit], device, self._wants) for unit in order}
-        self._turns = {id(noted): turn for turn, noted in enumerate(self.modules.values())}
+        self.modules = {unit: ModuleRecorder(candidates[unit], device, self._should_keep) for unit in order}
+        self._turns = {id(recorder): turn for turn, recorder in enumerate(self.modules.values())}
         self._max_kept = max_kept
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record the calls of a forward pass inside the block."""
         with ExitStack() as stack:
-            for noted in self.modules.values():
-                stack.enter_context(noted.forward())
+            for recorder in self.modules.values():
+                stack.enter_context(recorder.forward())
             yield
 
-    def _wants(self, asking: NotedModule) -> bool:
+    def _should_keep(self, asking: ModuleRecorder) -> bool:
         """Return whether to keep a call of ``asking``; without room, drop the least wanted call for one more wanted."""
-        kept = [noted for noted in self.modules.values() if noted.call is not None]
+        kept = [recorder for recorder in self.modules.values() if recorder.call is not None]
         if len(kept) < self._max_kept:
             return True
         if self._turns[id(asking)] > self._turns[id(kept[-1])]:

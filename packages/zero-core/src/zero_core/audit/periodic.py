@@ -12,9 +12,9 @@ from ..errors import AuditError
 from ..state import TrainingState
 from .digests import digest_of_data, odd_ranks
 from .holdings import Buffers, Held, replicated_data
-from .module_calls import NotedCalls
+from .module_calls import CallRecorder
 from .recomputation import Recomputation, RepeatedReductions, auditable_units, repeatable
-from .rest import AtRest, tier_digests, unpublished
+from .state_digests import StateDigests, tier_digests, unpublished
 
 _SHOWN = 10
 logger = logging.getLogger("zero_core")
@@ -35,9 +35,9 @@ class PeriodicAuditor:
         self._every = every
         self._buffers = Buffers(state.module)
         self._candidates = {one.unit.index: one for one in auditable_units(state)}
-        self._at_rest: AtRest | None = None
+        self._state_digests: StateDigests | None = None
         self._reductions: RepeatedReductions | None = None
-        self._noted: NotedCalls | None = None
+        self._calls: CallRecorder | None = None
         self._chosen: Recomputation | None = None
         self._seen = False
         self._passed_over: set[int] = set()
@@ -54,12 +54,12 @@ class PeriodicAuditor:
         """Record calls of modules inside the block, for `backward` to repeat one. Records only before the first
         backward pass of an audited step, and never when the engine is compiled, gradients are disabled or no unit can
         be audited."""
-        noted = self._is_due() and not self._seen and self._candidates and not self._state.compiled
-        if not noted or not torch.is_grad_enabled():
+        records = self._is_due() and not self._seen and self._candidates and not self._state.compiled
+        if not records or not torch.is_grad_enabled():
             return nullcontext()
-        if self._noted is None:
-            self._noted = NotedCalls(self._candidates, self._order(), self._state.device)
-        return self._noted.forward()
+        if self._calls is None:
+            self._calls = CallRecorder(self._candidates, self._order(), self._state.device)
+        return self._calls.forward()
 
     @contextmanager
     def backward(self, loss: torch.Tensor) -> Iterator[None]:
@@ -85,7 +85,7 @@ class PeriodicAuditor:
         wrong = list(unpublished(state))
         on_tier = tier_digests(state, wrong)
         held = {one.key: one for one in replicated_data(state, self._buffers)}
-        mine = [] if self._at_rest is None else list(self._at_rest.changed(state, on_tier))
+        mine = [] if self._state_digests is None else list(self._state_digests.changed(state, on_tier))
         mine += [f"weight '{name}' is not what its master rounds to" for name in wrong]
         mine += [f"gradient of '{name}' is another when it is computed again" for name in self._gradients]
         if self._reductions is not None:
@@ -93,9 +93,9 @@ class PeriodicAuditor:
             mine += [f"averaged gradient of '{name}' is another when it is reduced again" for name in repeated]
         digests = {key: one.digest for key, one in held.items()}
         refused = []
-        if self._chosen is not None and self._chosen.obstacle is not None and self._noted is not None:
+        if self._chosen is not None and self._chosen.obstacle is not None and self._calls is not None:
             refused = [self._chosen.unit.index]
-            self._noted.modules[refused[0]].refuse(self._chosen.obstacle)
+            self._calls.modules[refused[0]].refuse(self._chosen.obstacle)
         answers = parts.runtime.agree("audit", "", [digest_of_data(digests), mine[:_SHOWN], wrong, refused])
         self._passed_over.update(unit for answer in answers for unit in answer[3])
         self._warn_if_none_repeated()
@@ -107,21 +107,21 @@ class PeriodicAuditor:
             raise AuditError(
                 f"the audit of step {state.counters.global_steps} found {len(found)} difference(s) between what ranks "
                 f"hold and what they must hold; the weights were not changed by this step:\n  {shown}\nSuspect the "
-                "memory or the network of the ranks named, or code that writes to them; go on from the last checkpoint."
+                "memory or the network of the named ranks, or code writing to them; resume from the last checkpoint."
             )
 
     def after_step(self) -> None:
         """Discard what this step has shown; take the digests of this rank's states if the next step is audited."""
         self.restart_step()
-        self._at_rest = AtRest(self._state) if self._is_due() else None
+        self._state_digests = StateDigests(self._state) if self._is_due() else None
 
     def restart_step(self) -> None:
         """Discard what micro-batches of this step have shown, as ranks may have seen different ones."""
-        self._seen, self._gradients, self._noted, self._chosen, self._reductions = False, [], None, None, None
+        self._seen, self._gradients, self._calls, self._chosen, self._reductions = False, [], None, None, None
 
-    def forget_resting(self) -> None:
+    def forget_digests(self) -> None:
         """Discard the digests of this rank's states, as they are about to be written on purpose."""
-        self._at_rest = None
+        self._state_digests = None
 
     def _replicated_differences(self, held: dict[str, Held], unpublished: list[list[str]]) -> list[str]:
         """Return messages that say which ranks differ in which data. ``held``: this rank's data by key;
@@ -153,8 +153,8 @@ class PeriodicAuditor:
         backward pass of ``loss``; None without one. Collective if there are candidates, as on all ranks or none."""
         if not self._candidates:
             return None
-        noted, found = self._noted, {} if self._noted is None else repeatable(self._noted, loss, self._state)
-        refused = [] if noted is None else [u for u, module in noted.modules.items() if module.obstacle is not None]
+        calls, found = self._calls, {} if self._calls is None else repeatable(self._calls, loss, self._state)
+        refused = [] if calls is None else [u for u, module in calls.modules.items() if module.obstacle is not None]
         answers = self._state.partition.runtime.agree("audit", "calls", [list(found), refused])
         chosen = next((unit for unit in self._order() if all(unit in answer[0] for answer in answers)), None)
         self._passed_over.update(unit for answer in answers for unit in answer[1])
@@ -165,7 +165,7 @@ class PeriodicAuditor:
         self._fruitless = 0 if self.repeated is not None else self._fruitless + 1
         if self._warned or not self._fruitless:
             return
-        modules = [] if self._noted is None else list(self._noted.modules.values())
+        modules = [] if self._calls is None else list(self._calls.modules.values())
         untried = any(one.is_untried and one.candidate.unit.index not in self._passed_over for one in modules)
         if untried and self._fruitless <= len(self._candidates):
             return

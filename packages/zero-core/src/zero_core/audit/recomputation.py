@@ -16,7 +16,7 @@ from zero_partition import Partition, UnitGradients, gathered
 from ..state import TrainingState
 from .digests import same_bits
 from .loss_graph import LossGraph
-from .module_calls import AuditedUnit, ModuleCall, NotedCalls
+from .module_calls import AuditedUnit, CallRecorder, ModuleCall
 
 
 class RepeatedReductions:
@@ -108,11 +108,11 @@ def _common_ancestor(names: Sequence[str]) -> str:
     return ".".join(first[:same])
 
 
-def repeatable(noted: NotedCalls, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
+def repeatable(recorder: CallRecorder, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:
     """Return the recomputations of recorded calls that the backward pass of ``loss`` will allow, by unit index. Refuse
-    modules (`NotedModule.refuse`) whose gradient does not come from the recorded call alone."""
+    modules (`ModuleRecorder.refuse`) whose gradient does not come from the recorded call alone."""
     graph, found = LossGraph(loss), {}
-    for unit, module in noted.modules.items():
+    for unit, module in recorder.modules.items():
         if module.call is not None:
             leaves = graph.leaves(module.call.outputs, module.call.inputs, module.candidate.unit.parameters)
             if isinstance(leaves, str):

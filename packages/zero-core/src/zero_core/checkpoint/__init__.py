@@ -5,9 +5,9 @@ Read `checkpoints.py` first, then `saving.py` and `loading.py`."""
 from __future__ import annotations
 
 from .checkpoints import Checkpoints
-from .departure import Departure
 from .in_memory import InMemory
-from .loading import CustomLoad, Wanted
+from .launcher_orders import LauncherOrders
+from .loading import CustomLoad, LoadChoice
 from .periodic import periodic_of
 from .resuming import Resumed
 from .saving import Dialect, OwnDialect, Saver
@@ -15,12 +15,12 @@ from .saving import Dialect, OwnDialect, Saver
 __all__ = [
     "Checkpoints",
     "CustomLoad",
-    "Departure",
+    "LauncherOrders",
     "Dialect",
     "InMemory",
     "OwnDialect",
     "Resumed",
     "Saver",
-    "Wanted",
+    "LoadChoice",
     "periodic_of",
 ]

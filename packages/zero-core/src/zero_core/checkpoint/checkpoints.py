@@ -13,9 +13,9 @@ from ..errors import UsageError
 from ..failures import Failures
 from ..instruments import Instruments
 from ..state import TrainingState
-from .departure import Departure
 from .in_memory import InMemory
-from .loading import Wanted, load
+from .launcher_orders import LauncherOrders
+from .loading import LoadChoice, load
 from .notices import Notices
 from .periodic import Periodic
 from .resuming import Resumed, resume
@@ -38,7 +38,7 @@ class Checkpoints:
         instruments: Instruments,
         saver: Saver,
         in_memory: InMemory,
-        departure: Departure,
+        orders: LauncherOrders,
         periodic: Periodic,
         before_load: Callable[[], None],
     ) -> None:
@@ -48,7 +48,7 @@ class Checkpoints:
         self._instruments = instruments
         self._saver = saver
         self._in_memory = in_memory
-        self._departure = departure
+        self._orders = orders
         self._periodic = periodic
         self._notices = Notices(state.groups.control, saver, in_memory, periodic)
         self._before_load = before_load
@@ -76,17 +76,17 @@ class Checkpoints:
         root = state.model_part.folder(Path(save_dir))
         with (
             self._failures.abort_all_on_failure(),
-            state.model_part.together("save_checkpoint"),
+            state.model_part.share_failure("save_checkpoint"),
             self._instruments.during("save"),
         ):
             if state.optimizer is not None:
                 state.optimizer.learn_deferred()
             self._saver.save(root, name, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
         self._instruments.saved(root / name)
-        self._departure.root = self._departure.root or os.path.abspath(save_dir)
-        self._departure.after_checkpoint(self._saver.wait)
+        self._orders.root = self._orders.root or os.path.abspath(save_dir)
+        self._orders.after_checkpoint(self._saver.wait)
 
-    def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: Wanted) -> tuple[str, dict[str, Any]]:
+    def load(self, load_dir: str | os.PathLike[str], tag: str | None, wanted: LoadChoice) -> tuple[str, dict[str, Any]]:
         """Load ``load_dir/tag`` (None: the newest complete checkpoint) once running saves are written; return its path
         and the user's client state. Raises `zero_ckpt.CheckpointError`."""
         self._state.check_open("load_checkpoint")
@@ -104,17 +104,17 @@ class Checkpoints:
         with self._failures.abort_all_on_failure():
             runtime.agree("resume", "", None)
         self.wait()
-        self._departure.root = run = os.path.abspath(load_dir)
+        self._orders.root = run = os.path.abspath(load_dir)
         root = self._state.model_part.folder(Path(load_dir))
         return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 
     def check_folder(self) -> None:
         """Raise `UsageError` if steps save by themselves (``checkpoint.interval``) and no folder is known."""
-        self._periodic.check(self._departure.root)
+        self._periodic.check(self._orders.root)
 
     def before_step(self) -> None:
         """Put the launcher's order and this rank's notices into the messages that the ranks exchange in this step."""
-        self._departure.before_step()
+        self._orders.before_step()
         self._notices.before_step(leads=self._state.reports)
 
     def step_taken(self) -> None:
@@ -122,13 +122,13 @@ class Checkpoints:
         self._notices.after_step()
 
     def after_step(self) -> None:
-        """Raise errors of saves behind training; copy and save if due; save and leave if the ranks have agreed to.
+        """Raise errors of background saves; copy and save if due; save and leave if the ranks have agreed to.
         Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
         self._notices.check()
-        if self._in_memory.after_step(self._departure.root):
-            self._departure.after_checkpoint(self._in_memory.wait)
-        self._periodic.after_step(self._save, self._departure.root, due=self._notices.due)
-        self._departure.after_step(self._save)
+        if self._in_memory.after_step(self._orders.root):
+            self._orders.after_checkpoint(self._in_memory.wait)
+        self._periodic.after_step(self._save, self._orders.root, due=self._notices.due)
+        self._orders.after_step(self._save)
 
     def wait(self) -> None:
         """Wait until all saves that were started are written. Raises `zero_ckpt.CheckpointError` if one failed."""
@@ -146,10 +146,10 @@ class Checkpoints:
 
     def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag`` with all that this engine has; return its path and client state."""
-        wanted = Wanted(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
+        wanted = LoadChoice(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
-    def _load(self, root: Path, tag: str | None, wanted: Wanted, *, choice: str) -> tuple[str, dict[str, Any]]:
+    def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag``; return its path and client state. ``choice``: the call in words, equal on all ranks."""
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")

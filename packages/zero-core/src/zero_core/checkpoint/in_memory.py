@@ -1,4 +1,4 @@
-"""Copies of the training state in node memory, written behind training; see [Note: node memory] in zero-ckpt."""
+"""Copies of the training state in node memory, written in the background; see [Note: node memory] in zero-ckpt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class InMemory:
         intervals.settle_masters()
         options = checkpoint_options(state, {}, named, state.config.to_plain())
         options["client_state"][_RUN] = run
-        memory.save(intervals.present(), memory=intervals.memory(), behind=intervals.later, **options)
+        memory.save(intervals.present(), memory=intervals.memory(), later_intervals=intervals.later, **options)
         return True
 
     def find(self, run: str) -> Found | None:

@@ -108,7 +108,7 @@ class IntervalChooser:
         self._steps_since_save = 0
 
     def save_returned(self, now: float) -> None:
-        """Record that the call that saves returned at ``now``; files may still be written behind training."""
+        """Record that the call that saves returned at ``now``; files may still be written in the background."""
         if self._save is not None:
             self._save.held = now - self._save.began
         self._last_step_end = now

@@ -28,18 +28,18 @@ class StateIntervals:
 
     ``replicated``: also write buffers and replicated parameters, which are equal on all ranks. ``every_replica``: every
     replica writes its own copy, for nodes that cannot read one another's files; else the first replica writes for all.
-    ``follow``: `later` updates masters from the copied weights (see [Note: masters follow behind]).
+    ``follow``: `later` updates masters from the copied weights (see [Note: masters follow later]).
 
-    Call order: `everything` for a save before which training does not go on. For a save behind training: `memory` and
+    Call order: `everything` for a save before which training does not continue. For a background save: `memory` and
     `present` before the call returns, then `later` on any thread, before anything writes shards, masters or states.
 
     [Note: present and later] User code can write gathered weights and buffers at any time, so they are copied before
-    the save returns. Only the engine writes shards, masters and states, in a step, so they are copied behind training.
+    the save returns. Only the engine writes shards, masters and states, in a step, so they are copied later.
     Writes to tensors that the user took from ``optimizer.state`` earlier are detected by their version counters.
 
-    [Note: masters follow behind] A write to weights that changes no version counter (NumPy, DLPack) reaches a master
+    [Note: masters follow later] A write to weights that changes no version counter (NumPy, DLPack) reaches a master
     only when all weights are compared with it. A save compares them, since it stores both. Comparing takes ten times as
-    long as copying, so behind training only the weights are copied before `save` returns, and the thread that copies
+    long as copying, so a background save copies only the weights before `save` returns, and the thread that copies
     masters compares."""
 
     def __init__(
@@ -179,7 +179,7 @@ class StateIntervals:
         """Raise `CheckpointError` if ``tensor`` was written since `present` read its version."""
         if not tensor.is_inference() and self._versions[id(tensor)] != tensor._version:
             raise CheckpointError(
-                f"{name!r} ({kind}) was written before it was copied for the save behind training: ask optimizer.state "
+                f"{name!r} ({kind}) was written before it was copied for the background save: ask optimizer.state "
                 "again after a save, which waits, or write by engine.set_full_state"
             )
 

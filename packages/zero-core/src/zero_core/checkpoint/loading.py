@@ -43,7 +43,7 @@ CustomLoad = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadChoice:
     """The choice of what to load; weights always are. ``strict``: the model and the checkpoint must have the same
     tensors. ``custom``: the function that loads the weights instead of the match by name."""
 
@@ -65,7 +65,7 @@ class Wanted:
         return "".join(f", {text}" for text, said in words.items() if said)
 
 
-def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> tuple[LoadReport, dict[str, Any]]:
+def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) -> tuple[LoadReport, dict[str, Any]]:
     """Load ``root/tag`` (None: the newest complete one) into the engine, and clear its gradients and its accumulation;
     return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
@@ -87,7 +87,7 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: Wanted) -> t
     return report, engine_state(checkpoint)["client"]
 
 
-def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[str, torch.Tensor]:
+def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: LoadChoice) -> dict[str, torch.Tensor]:
     """Read this rank's part of a checkpoint into the engine. Return all full tensors by name if a custom function will
     load the weights, else an empty dict. Does not communicate. Raises `MismatchError`."""
     if wanted.strict and wanted.custom is None:
@@ -107,7 +107,7 @@ def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: Wanted) -> dict[
     return {} if wanted.custom is None else _full_model(checkpoint)
 
 
-def _fill_units(state: TrainingState, reading: BatchedRead, wanted: Wanted) -> None:
+def _fill_units(state: TrainingState, reading: BatchedRead, wanted: LoadChoice) -> None:
     """Read this rank's masters, its weights unless a custom function loads them and, on tiers, its optimizer states."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()

@@ -1,6 +1,6 @@
 """Notices about checkpoints that travel with the messages of a step, so that all ranks act after the same step.
 
-[Note: failures behind training] A save behind training fails on every rank, but ranks see it at different times. A rank
+[Note: failures in the background] A background save fails on every rank, but ranks see it at different times. A rank
 that raised at once would leave a rank that takes its next step waiting. So a rank announces the failure with the
 messages of its next step (`Watched.announced` in zero-comm), and after that step all ranks raise their errors."""
 

@@ -57,8 +57,8 @@ def check_virtual_ranks(state: TrainingState, checkpoint: Checkpoint) -> None:
     problem = state.micro_batches.mismatch(engine_state(checkpoint).get("virtual_ranks"))
     if problem is not None:
         raise MismatchError(
-            f"{checkpoint.path} cannot go on bitwise under deterministic.across_world_sizes: {problem}. Configure this "
-            "run alike (OMP_NUM_THREADS sets the threads), or load with load_module_only=True"
+            f"{checkpoint.path} cannot resume bitwise under deterministic.across_world_sizes: {problem}. Configure "
+            "this run alike (OMP_NUM_THREADS sets the threads), or load with load_module_only=True"
         )
 
 

@@ -1,4 +1,4 @@
-"""`Saver`: writes an engine's checkpoints, before `save` returns or behind training."""
+"""`Saver`: writes an engine's checkpoints, before `save` returns or in the background."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
 from ..state_kinds import unsavable
-from .held_states import HeldStates
 from .intervals import StateIntervals
 from .names import aliases, frozen_names, named_parameters, restructured
 from .progress import progress_of
+from .state_access import StateAccessGate
 from .tier_files import TierFiles
 
 
@@ -51,8 +51,8 @@ class OwnDialect:
 
 
 class Saver:
-    """Writes an engine's checkpoints: before `save` returns, or behind training (``checkpoint.writer.decoupled``).
-    Behind training, `save` returns once the parameters that user code can write are copied into host memory, which is
+    """Writes an engine's checkpoints: before `save` returns, or in the background (``checkpoint.writer.decoupled``).
+    A background save returns once the parameters that user code can write are copied into host memory, which is
     kept for the next save; the rest is copied during the next forward and backward pass (see `wait_for_copies`). A save
     that failed raises `zero_ckpt.CheckpointError` from the next `save`, `wait` or `close`."""
 
@@ -63,14 +63,14 @@ class Saver:
         self._keep_last = section.keep_last
         self._config = state.config.to_plain()
         self._waited = 0.0
-        self._states = HeldStates(self._await_copies)
-        self._behind: AsyncSaver | None = None
+        self._states = StateAccessGate(self._await_copies)
+        self._background_saver: AsyncSaver | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a save behind training is not complete."""
-        return self._behind is not None and self._behind.is_busy
+        """Return whether a background save is not complete."""
+        return self._background_saver is not None and self._background_saver.is_busy
 
     def take_waited(self) -> float:
         """Return the seconds for which saves' copies have blocked this rank since the last call of this method."""
@@ -116,72 +116,72 @@ class Saver:
             return checkpoint_options(state, client, named, self._config) | own | {"beside": beside}
 
         if self._decoupled:
-            self._open_behind(group).save(
+            self._open_background_saver(group).save(
                 *(root, tag, intervals.present()),
                 memory=intervals.memory(),
-                behind=intervals.later,
+                later_intervals=intervals.later,
                 first=files.make_durable,
                 meanwhile=options,
             )
             if state.optimizer is not None:
-                self._states.hold(state.optimizer.inner)
+                self._states.block(state.optimizer.inner)
         else:
             save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
 
     def wait_for_copies(self) -> None:
-        """Wait until a save behind training has copied all; then shards, masters and states may be written."""
+        """Wait until a background save has copied all; then shards, masters and states may be written."""
         self._await_copies()
-        self._states.let_go()
+        self._states.unblock()
 
     def _await_copies(self) -> None:
         """Do what `wait_for_copies` does, but leave `optimizer.state` replaced; count the seconds."""
-        if self._behind is not None:
+        if self._background_saver is not None:
             began = time.perf_counter()
-            self._behind.copied()
+            self._background_saver.copied()
             self._waited += time.perf_counter() - began
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a save behind training failed whose error was not raised yet."""
-        return self._behind is not None and self._behind.has_failed
+        """Return whether a background save failed whose error was not raised yet."""
+        return self._background_saver is not None and self._background_saver.has_failed
 
     def wait(self) -> None:
         """Wait until the save that was started is on disk. Raises `zero_ckpt.CheckpointError` if it failed."""
-        if self._behind is not None:
-            self._behind.wait()
+        if self._background_saver is not None:
+            self._background_saver.wait()
 
     def close(self) -> None:
         """Finish the save that was started, and end its thread and group. Raises as `wait` does. Idempotent."""
         self.wait_for_copies()
-        if self._behind is not None:
+        if self._background_saver is not None:
             try:
-                self._behind.close()
+                self._background_saver.close()
             finally:
                 if self._group is not None and dist.is_initialized():
                     dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _open_behind(self, group: Coordinator) -> AsyncSaver:
-        """Return the saver behind training, made at the first call with a process group of its own. Collective then."""
-        if self._behind is None:
+    def _open_background_saver(self, group: Coordinator) -> AsyncSaver:
+        """Return the background saver, made at the first call with a process group of its own. Collective then."""
+        if self._background_saver is None:
             own: Coordinator = SoloCoordinator()
             if group.world_size > 1:
                 self._group = own_group(self._state)
                 own = DistCoordinator(self._group)
-            self._behind = AsyncSaver(own, allow=check_room)
-            weakref.finalize(self, self._behind.close)  # a script may end without `engine.destroy()`
-        return self._behind
+            self._background_saver = AsyncSaver(own, allow=check_room)
+            weakref.finalize(self, self._background_saver.close)  # a script may end without `engine.destroy()`
+        return self._background_saver
 
 
 def check_room(nbytes: int) -> None:
     """Raise `zero_ckpt.CheckpointError` if host memory has no room for ``nbytes``, a copy of this rank's state."""
     budget = HostBudget(processes=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    budget.need("the copy of the state that is written behind training", nbytes)
+    budget.need("the copy of the state that is written in the background", nbytes)
     try:
         budget.check()
     except BudgetError as problem:
         raise CheckpointError(
-            f"{problem}\nGive the job more memory, or have checkpoints written before training goes on: "
+            f"{problem}\nGive the job more memory, or have checkpoints written before training continues: "
             '"checkpoint": {"writer": {"decoupled": false}, "in_memory": {"every": 0}}'
         ) from problem
 
@@ -216,8 +216,8 @@ def _refuse_inside_accumulation(accumulated: list[int], state: TrainingState) ->
     if any(accumulated):
         raise UsageError(
             f"save_checkpoint was called after {max(accumulated)} of {state.sizes.steps} "
-            "micro-batches of an accumulation, whose gradients a checkpoint does not hold: a resumed run would go on "
-            "without them. Save after the step that ends the accumulation, or end it before: after "
+            "micro-batches of an accumulation, whose gradients a checkpoint does not hold: a resumed run would "
+            "continue without them. Save after the step that ends the accumulation, or end it before: after "
             "engine.set_gradient_accumulation_boundary(True) the next step acts"
         )
 
@@ -229,7 +229,7 @@ def _refuse_restructured(names: list[str]) -> None:
         raise UsageError(
             f"save_checkpoint: {other}, so the checkpoint would not hold what forward computes with. Copy values into "
             "the parameter instead of assigning a new one, reparametrize the model before it is given to the engine, "
-            "or make the engine anew. engine.consolidated_state_dict() has the weights of the model as it is."
+            "or create the engine again. engine.consolidated_state_dict() has the weights of the model as it is."
         )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..text import say
-from .communication import SpokenLedger, communication_table, ledger_for
-from .instruments import PARTS, Instruments, NoTimers, Silent, Timers, instruments_for
+from .communication import PrintingLedger, communication_table, ledger_for
+from .instruments import PARTS, Instruments, NoInstruments, NoTimers, Timers, instruments_for
 from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "MemoryRow",
     "NoTimers",
     "PARTS",
-    "Silent",
-    "SpokenLedger",
+    "NoInstruments",
+    "PrintingLedger",
     "Timers",
     "communication_table",
     "instruments_for",

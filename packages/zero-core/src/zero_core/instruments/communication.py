@@ -61,7 +61,7 @@ def communication_table(ledger: Ledger, phases: frozenset[str] | None = None, st
     )
 
 
-class SpokenLedger(Ledger):
+class PrintingLedger(Ledger):
     """A ledger that also prints or logs every collective of ``phases`` (None: all) as it starts, for ``verbose``."""
 
     def __init__(self, phases: frozenset[str] | None) -> None:
@@ -79,6 +79,6 @@ def ledger_for(config: Config, rank: int) -> Ledger:
     """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives."""
     phases = chosen_phases(config)
     section = config.comms_logger
-    ledger = SpokenLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()
+    ledger = PrintingLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()
     ledger.times_devices = section.enabled or config.wall_clock_breakdown
     return ledger

@@ -93,7 +93,7 @@ class Instruments(Protocol):
         """Write the metrics and reports of a step, taken or skipped."""
 
     def saved(self, path: Path) -> None:
-        """Record that the checkpoint in ``path`` was written, or is being written behind training."""
+        """Record that the checkpoint in ``path`` was written, or is being written in the background."""
 
     def flush(self) -> None:
         """Write all measurements so far, as they are about to be read."""
@@ -102,7 +102,7 @@ class Instruments(Protocol):
         """Write all measurements and stop, as the engine is being destroyed."""
 
 
-class Silent:
+class NoInstruments:
     """An `Instruments` that measures nothing: none is enabled, or this is not rank 0."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
@@ -116,7 +116,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Speaking:
+class PrintingInstruments:
     """An `Instruments` for rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
 
     def __init__(self, state: TrainingState, monitor: Monitor) -> None:
@@ -263,4 +263,4 @@ def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
         config.flops_profiler.enabled,
         config.comms_logger.enabled,
     )
-    return Speaking(state, monitor) if state.reports and any(asked) else Silent()
+    return PrintingInstruments(state, monitor) if state.reports and any(asked) else NoInstruments()

@@ -21,7 +21,7 @@ class _SaveEvent:
 
 class CheckpointEvents:
     """Records each checkpoint once it is on disk, with its size in bytes and seconds; without ``looks`` at once,
-    without size. Saves behind training are looked for after every step, so their seconds are exact to a step."""
+    without size. Background saves are looked for after every step, so their seconds are exact to a step."""
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .._buffer_ring import BufferContent, BufferRing, lay_out
+from .._buffer_ring import BufferRing, Pack, lay_out
 from .._copy_streams import CopyStream
 from .._extents import DTYPE_NAMES, open_extents
 from .._memory import page_rounded
@@ -67,7 +67,7 @@ class NvmeGradients:
         self._shards = {shard.name: (_shard_pack(shard), shard.grad_dtype) for shard in shards}
         self._packs = [_slice_pack(index, slice_) for index, slice_ in enumerate(slices)]
         self._present: set[str] = set()
-        self._acquired: dict[int, BufferContent] = {}
+        self._acquired: dict[int, Pack] = {}
         self._arriving: deque[tuple[torch.Event | None, str]] = deque()
         self._most_arriving = _buffer_count(options.buffer_count) - 2
         self._stored_bytes = gradient_bytes(shards)
@@ -229,16 +229,16 @@ def _extent_name(shard: ShardPlan) -> str:
     return f"{shard.name}/gradient"
 
 
-def _shard_pack(shard: ShardPlan) -> BufferContent:
-    """Return the buffer content for a shard's gradient: its extent, all bytes."""
+def _shard_pack(shard: ShardPlan) -> Pack:
+    """Return the pack for a shard's gradient: its extent, all bytes."""
     return lay_out(_extent_name(shard), [(_extent_name(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
-def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[BufferContent, dict[str, int]]:
-    """Return the buffer content that slice number ``index`` reads, and the place of each shard's gradient in the
+def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[Pack, dict[str, int]]:
+    """Return the pack that slice number ``index`` reads, and the place of each shard's gradient in the
     buffer.
 
-    The content has one range of bytes for each shard in the slice, or in the slice and ``only``: from the shard's first
+    The pack has one range of bytes for each shard in the slice, or in the slice and ``only``: from the shard's first
     span to the end of its last. A place is the offset, in bytes, at which element 0 of the shard's gradient would be;
     it is negative where the range starts behind that element.
     """

@@ -125,11 +125,11 @@ def write_states(
     8-bit moments are taken as codes and scales, or in any floating dtype. ``groups``: the parameter groups, by number.
     A state must pass `check_state`. A master given counts as equal to the current weights.
     """
-    indices = [i for i, slice_ in enumerate(slices) if any(_concerned(span, states) for span in slice_)]
+    indices = [i for i, slice_ in enumerate(slices) if any(_has_state(span, states) for span in slice_)]
     with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]
         for visit in visits:
             for span, tensors in zip(slices[visit.number], visit.tensors, strict=True):
-                if _concerned(span, states):
+                if _has_state(span, states):
                     if not span.fragment.has_moments:
                         fill_moments(rule, groups, span.fragment, tensors)
                     _write_span(span, tensors, states[span.fragment])
@@ -141,7 +141,7 @@ def write_states(
             fragment.step = int(state[_STEP])
 
 
-def _concerned(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:
+def _has_state(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:
     """Return whether ``states`` has a state for the span's fragment."""
     return span.fragment in states
 

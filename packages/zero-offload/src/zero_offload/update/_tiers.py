@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .._buffer_ring import BufferContent, BufferRing, lay_out
+from .._buffer_ring import BufferRing, Pack, lay_out
 from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
 from .._protocols import Extent, Generation
@@ -335,8 +335,8 @@ class NvmeTier:
         return tensors
 
 
-def _slice_pack(index: int, slice_: Slice) -> BufferContent:
-    """Return the buffer content of slice number ``index``: the ranges of the extents ``<fragment>/<kind>`` that it
+def _slice_pack(index: int, slice_: Slice) -> Pack:
+    """Return the pack of slice number ``index``: the ranges of the extents ``<fragment>/<kind>`` that it
     covers, span by span, kind by kind.
     """
     pieces = [

@@ -78,9 +78,9 @@ class Cycle:
             stairs, height = self.first_stairs, position / rising
         else:
             stairs, height = self.second_stairs, (position - 1) / (rising - 1)
-        return height if stairs == 0 else self._stair(iteration, stairs)
+        return height if stairs == 0 else self._staircase(iteration, stairs)
 
-    def _stair(self, iteration: int, stairs: int) -> float:
+    def _staircase(self, iteration: int, stairs: int) -> float:
         """Return the wave's value at `iteration` rounded down to a multiple of 1 / `stairs`.
 
         Computed from whole iterations, which are exact where a fraction of the cycle is not.

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from .loading import rehearse
+from .loading import plan_ranks
 from .rank import DryRun
 
-__all__ = ["DryRun", "rehearse"]
+__all__ = ["DryRun", "plan_ranks"]

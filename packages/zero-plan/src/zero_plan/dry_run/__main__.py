@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import PlanError
 from ..scripts import ScriptRank
-from .script import rehearse_script, rehearse_script_load
+from .script import plan_script_load, plan_script_rank
 
 
 def write_answer(asked: Path, answered: Path) -> None:
@@ -19,9 +19,9 @@ def write_answer(asked: Path, answered: Path) -> None:
     given = ScriptRank.read(asked)
     try:
         if given.manifest is not None:
-            found: dict[str, Any] = {"loaded": rehearse_script_load(given).as_dict()}
+            found: dict[str, Any] = {"loaded": plan_script_load(given).as_dict()}
         else:
-            plan, lines = rehearse_script(given)
+            plan, lines = plan_script_rank(given)
             found = {"plan": plan.as_dict(), "lines": lines}
     except PlanError as error:
         found = {"error": str(error)}

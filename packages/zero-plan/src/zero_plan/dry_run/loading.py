@@ -6,24 +6,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from zero_ckpt.dry_run import dry_run_checkpoints
+from zero_ckpt.dry_run_reads import merge_manifests
 from zero_ckpt.manifest import Manifest, TensorEntry
-from zero_ckpt.rehearsal import rehearsed
-from zero_ckpt.rehearsed_reads import merge_manifests
 from zero_core.engine import Engine
 from zero_partition import Fragment
 
 from ..errors import PlanError
 from ..planned import LoadedPlan, RankPlan
 from .parts import SavedPart
-from .rank import DryRun, new_engine, rehearse_rank
+from .rank import DryRun, new_engine, plan_rank
 from .recorder import DryRunRecorder
 
 
-def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int) -> list[RankPlan]:
+def plan_ranks(
+    run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int
+) -> list[RankPlan]:
     """Return what each of ``ranks`` needs, in their order; ``checkpoint``: to save one too, and to load one of
     ``saved_by`` ranks. Raises `PlanError`.
     """
-    found = {rank: rehearse_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
+    found = {rank: plan_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
     if not checkpoint:
         return [plan for plan, _ in found.values()]
     own = {rank: part for rank, (_, part) in found.items() if part is not None}
@@ -33,13 +35,13 @@ def rehearse(run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: 
         recorder = DryRunRecorder()
         manifest = saved.manifest(part)
         with new_engine(run, rank, world_size, recorder) as (engine, folder):
-            loaded[rank] = rehearse_load(engine, recorder, folder, manifest, saved_by)
+            loaded[rank] = plan_load(engine, recorder, folder, manifest, saved_by)
     return [replace(plan, loaded=loaded[rank]) for rank, (plan, _) in found.items()]
 
 
 def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
     """Return what rank ``rank`` of ``world_size`` saves after a step."""
-    _, part = rehearse_rank(run, rank, world_size, steps=1, checkpoint=True)
+    _, part = plan_rank(run, rank, world_size, steps=1, checkpoint=True)
     if part is None:
         raise PlanError(f"rank {rank} of {world_size} saved no checkpoint")
     return part
@@ -101,15 +103,13 @@ def _overlap(one: Fragment, other: Fragment) -> bool:
     return max(one.param_offset, other.param_offset) < end
 
 
-def rehearse_load(
-    engine: Engine, recorder: DryRunRecorder, folder: Path, manifest: Manifest, saved_by: int
-) -> LoadedPlan:
+def plan_load(engine: Engine, recorder: DryRunRecorder, folder: Path, manifest: Manifest, saved_by: int) -> LoadedPlan:
     """Load the checkpoint of ``saved_by`` ranks that ``manifest`` describes into a new engine, which ``recorder``
     follows; return what that needs. ``folder``: any folder.
     """
     recorder.watch.reset_peaks("load")
     _, before = recorder.ends.bytes_moved()
-    with rehearsed(manifest) as rehearsal:
+    with dry_run_checkpoints(manifest) as dry_run:
         engine.load_checkpoint(folder)
     peaks, (_, written) = recorder.watch.peaks(), recorder.ends.bytes_moved()
-    return LoadedPlan(saved_by, peaks, rehearsal.read_nbytes, written - before, rehearsal.scratch_nbytes)
+    return LoadedPlan(saved_by, peaks, dry_run.read_nbytes, written - before, dry_run.scratch_nbytes)

@@ -23,7 +23,7 @@ from zero_core.engine import Engine
 from zero_core.recording import RECORD_VARIABLE
 from zero_core.supervision import Supervisor, supervised
 from zero_offload.ends import tier_ends
-from zero_optim_kernels import rehearsed
+from zero_optim_kernels import dry_run_kernels
 
 from ..errors import PlanError
 from ..planned import RankPlan
@@ -32,8 +32,8 @@ from .lines import describe_error, naming_the_line
 from .parts import SavedPart
 from .peak_watch import PeakWatch
 from .recorder import DryRunRecorder
-from .saving import rehearse_save
-from .supervising import Rehearsal
+from .saving import plan_save
+from .supervising import DryRunSupervisor
 from .world import fake_world
 
 STEPS = 3  # the first learns which units a pass uses, the second in which order gradients come
@@ -47,7 +47,7 @@ def dry_run_context(by: Supervisor, rank: int, world_size: int, recorder: DryRun
     """
     if os.environ.get(RECORD_VARIABLE):
         raise PlanError(f"{RECORD_VARIABLE} is set, and a dry run must not write into a run's record: unset it")
-    with fake_world(rank, world_size), rehearsed(), supervised(by), tier_ends(recorder.ends), _without_warnings():
+    with fake_world(rank, world_size), dry_run_kernels(), supervised(by), tier_ends(recorder.ends), _without_warnings():
         with recorder.watch:
             yield
 
@@ -61,7 +61,7 @@ class DryRun(NamedTuple):
     loss: Callable[[Any], torch.Tensor]
 
 
-def rehearse_rank(
+def plan_rank(
     run: DryRun, rank: int, world_size: int, *, steps: int = STEPS, checkpoint: bool = False
 ) -> tuple[RankPlan, SavedPart | None]:
     """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
@@ -77,7 +77,7 @@ def rehearse_rank(
             _run_step(engine, micro_batch, run.loss, recorder.watch)
         found = recorder.plan(engine)
         if checkpoint:
-            saved, part = rehearse_save(engine, recorder.watch, folder)
+            saved, part = plan_save(engine, recorder.watch, folder)
             found = replace(found, saved=saved)
     return found, part
 
@@ -90,7 +90,7 @@ def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder
     """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,
-        dry_run_context(Rehearsal(Path(folder)), rank, world_size, recorder),
+        dry_run_context(DryRunSupervisor(Path(folder)), rank, world_size, recorder),
         PlanMode(recorder.watch.memory, recorder.operations),
     ):
         engine = zero_core.initialize(model=_build_model(run.model_fn), config=run.config)[0]

@@ -25,23 +25,23 @@ from ..scripts import Script, ScriptRank
 from .fakes import PlanMode
 from .guesses import Guesses, ScriptReads
 from .lines import describe_error
-from .loading import rehearse_load
+from .loading import plan_load
 from .parts import decode_manifest
 from .rank import STEPS, dry_run_context, refuse_real_parameters, without_values
 from .recorder import DryRunRecorder
-from .saving import rehearse_save
-from .supervising import Rehearsal
+from .saving import plan_save
+from .supervising import DryRunSupervisor
 
 
 class StepsTaken(BaseException):
     """Raised through the script to end it, once its engine has taken the steps that a plan needs."""
 
 
-class ScriptRehearsal(Rehearsal):
+class ScriptSupervisor(DryRunSupervisor):
     """A `zero_core.supervision.Supervisor` of a script's engines: it measures the one that trains, and ends the script
     after `STEPS` steps of it.
 
-    ``folder``: see `Rehearsal`. ``asked``: the script and its rank. ``recorder``: measures the engine.
+    ``folder``: see `DryRunSupervisor`. ``asked``: the script and its rank. ``recorder``: measures the engine.
 
     Attributes:
         found: the plan; None until the last step has ended.
@@ -60,7 +60,7 @@ class ScriptRehearsal(Rehearsal):
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
         """Return the configuration for the script's engine: the one asked for, with ``given`` where it says "auto",
-        changed as by `Rehearsal.config`.
+        changed as by `DryRunSupervisor.config`.
         """
         self._recorder.watch.begin_engine()
         found = fill_auto(self._asked.script.config, _as_dict(given))
@@ -84,7 +84,7 @@ class ScriptRehearsal(Rehearsal):
         self._recorder.watch.follow(engine)
         if self._asked.manifest is not None:
             manifest = decode_manifest(Path(self._asked.manifest).read_bytes())
-            self.loaded = rehearse_load(engine, self._recorder, self.folder, manifest, self._asked.saved_by)
+            self.loaded = plan_load(engine, self._recorder, self.folder, manifest, self._asked.saved_by)
             raise StepsTaken
         self._recorder.begin_step(engine)
         return _PhaseObserver(engine, self)
@@ -99,7 +99,7 @@ class ScriptRehearsal(Rehearsal):
         if self.steps == STEPS:
             self.found = self._recorder.plan(engine)
             if self._asked.checkpoint:
-                saved, part = rehearse_save(engine, self._recorder.watch, self.folder)
+                saved, part = plan_save(engine, self._recorder.watch, self.folder)
                 self.found = replace(self.found, saved=saved)
                 if self._asked.part is not None:
                     Path(self._asked.part).write_bytes(part.encode())
@@ -118,59 +118,59 @@ class ScriptRehearsal(Rehearsal):
 
 
 class _PhaseObserver:
-    """A `zero_core.training.Observer` that passes the phases and steps of ``engine`` on to ``rehearsal``."""
+    """A `zero_core.training.Observer` that passes the phases and steps of ``engine`` on to ``supervisor``."""
 
-    def __init__(self, engine: Engine, rehearsal: ScriptRehearsal) -> None:
+    def __init__(self, engine: Engine, supervisor: ScriptSupervisor) -> None:
         self._engine = engine
-        self._rehearsal = rehearsal
+        self._supervisor = supervisor
 
     def loss(self, _loss: torch.Tensor) -> None:
         """Begin the phase "backward"; called before each backward pass."""
-        self._rehearsal.begin_phase("backward")
+        self._supervisor.begin_phase("backward")
 
     def before_step(self) -> None:
         """Begin the phase "step"; called before each optimizer step."""
-        self._rehearsal.begin_phase("step")
+        self._supervisor.begin_phase("step")
 
     def after_step(self, _result: StepResult) -> None:
         """Count the step that has ended; may raise `StepsTaken`, which ends the script."""
-        self._rehearsal.after_step(self._engine)
+        self._supervisor.after_step(self._engine)
 
 
-def rehearse_script(given: ScriptRank) -> tuple[RankPlan, list[str]]:
+def plan_script_rank(given: ScriptRank) -> tuple[RankPlan, list[str]]:
     """Run a script as one rank, until its engine has taken `STEPS` steps; return the rank's plan, and the lines of code
     that read values and got guesses.
 
     Raises `PlanError` for a script that fails, naming its line, and for one that ends before those steps.
     """
-    rehearsal, lines = _rehearse(given)
-    if rehearsal.found is None:
-        raise PlanError(_too_few(given.script.target, rehearsal.steps))
-    return rehearsal.found, lines
+    supervisor, lines = _run_dry(given)
+    if supervisor.found is None:
+        raise PlanError(_too_few(given.script.target, supervisor.steps))
+    return supervisor.found, lines
 
 
-def rehearse_script_load(given: ScriptRank) -> LoadedPlan:
+def plan_script_load(given: ScriptRank) -> LoadedPlan:
     """Run a script as one rank until it has made its engine; return what loading ``given.manifest`` into that needs.
 
     Raises `PlanError` for a script that fails, naming its line, and for one that makes no engine that trains.
     """
-    rehearsal, _ = _rehearse(given)
-    if rehearsal.loaded is None:
+    supervisor, _ = _run_dry(given)
+    if supervisor.loaded is None:
         raise PlanError(_too_few(given.script.target, 0))
-    return rehearsal.loaded
+    return supervisor.loaded
 
 
-def _rehearse(given: ScriptRank) -> tuple[ScriptRehearsal, list[str]]:
-    """Run a script as one rank, until what ``given`` asks for is known or the script ends; return its rehearsal, and
+def _run_dry(given: ScriptRank) -> tuple[ScriptSupervisor, list[str]]:
+    """Run a script as one rank, until what ``given`` asks for is known or the script ends; return its supervisor, and
     the lines of code that read values. Raises `PlanError` for a script that fails, naming its line.
     """
     recorder = DryRunRecorder()
     guesses = Guesses(lambda: recorder.watch.computing)
     with TemporaryDirectory(prefix="zero-plan-") as folder:
-        rehearsal = ScriptRehearsal(Path(folder), given, recorder)
+        supervisor = ScriptSupervisor(Path(folder), given, recorder)
         with (
             _launcher_environment(given),
-            dry_run_context(rehearsal, given.rank, given.world_size, recorder),
+            dry_run_context(supervisor, given.rank, given.world_size, recorder),
             PlanMode(recorder.watch.memory, recorder.operations, guesses),
             ScriptReads(guesses),
             refuse_real_parameters(),
@@ -180,8 +180,8 @@ def _rehearse(given: ScriptRank) -> tuple[ScriptRehearsal, list[str]]:
             except StepsTaken:
                 pass
             finally:
-                rehearsal.close()
-    return rehearsal, list(guesses.lines)
+                supervisor.close()
+    return supervisor, list(guesses.lines)
 
 
 def fill_auto(config: dict[str, Any] | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..planned import FileRow, LiveRow
 from .memory import LiveMemory
 
 if TYPE_CHECKING:
-    from zero_nvme_aio.rehearsal import RehearsedEngine
+    from zero_nvme_aio.dry_run import DryRunEngine
 
 _MONITORS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "wandb")
 _LEFT_OUT = (
@@ -36,7 +36,7 @@ _LEFT_OUT = (
 )
 
 
-class Rehearsal(Unsupervised):
+class DryRunSupervisor(Unsupervised):
     """A `zero_core.supervision.Supervisor` of a dry run's engines: they print, log and save nothing, and this machine's
     memory does not limit them.
 
@@ -88,18 +88,18 @@ class PlannedEnds:
 
     def __init__(self, memory: LiveMemory) -> None:
         self._memory = memory
-        self._engine: RehearsedEngine | None = None
+        self._engine: DryRunEngine | None = None
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
         """Return ``nbytes`` of tracked host memory as uint8, a fake tensor inside a `PlanMode`."""
         with self._memory.assigning(memory_tier_of(use), owner_rows(use)):
             return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def io_engine(self, given: Any) -> RehearsedEngine:
+    def io_engine(self, given: Any) -> DryRunEngine:
         """Return the engine of files without content that all stores of this dry run share; ``given`` is ignored."""
-        from zero_nvme_aio.rehearsal import RehearsedEngine
+        from zero_nvme_aio.dry_run import DryRunEngine
 
-        self._engine = self._engine or RehearsedEngine()
+        self._engine = self._engine or DryRunEngine()
         return self._engine
 
     def files(self) -> tuple[FileRow, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..record.reader import Attempt, Block
-from .units import thing_of
+from .units import subject_of
 from .waiting import Cause, CauseKind, Loss, losses
 
 _MAX_SPANS = 300_000  # that the analysis reads, about
@@ -101,7 +101,7 @@ class CauseSums:
             key = (loss.cause.kind, loss.cause.rank)
             self._lost[key][loss.rank] += loss.us / 1e6
             self._names[key][_waited_for(loss)] += loss.us / 1e6
-            self._by_name[thing_of(loss.span)][cause_text(loss.cause)] += loss.us / 1e6
+            self._by_name[subject_of(loss.span)][cause_text(loss.cause)] += loss.us / 1e6
             self._losses_added += 1
             if len(self._longest) < _LONGEST:
                 heapq.heappush(self._longest, (loss.us, -self._losses_added, loss))

@@ -1,4 +1,4 @@
-"""How a run ended: which rank failed, stopped or hung first; or that the run goes on."""
+"""How a run ended: which rank failed, stopped or hung first; or that the run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class End:
 
 
 def describe_end(run: Run) -> End:
-    """Return how the run's last attempt ended, or that it goes on.
+    """Return how the run's last attempt ended, or that it continues.
 
     The launcher's report counts if there is one, else the ranks' records, and the time since they last wrote.
     """
@@ -78,7 +78,7 @@ def describe_attempt_end(attempt: Attempt, *, over: bool = True) -> End:
 
 def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:
     """Return the end for ranks that have not closed their records: stopped if one has not written for 5 s, else hanging
-    or going on."""
+    or continuing."""
     if time.time() - min(record.last_written_at() for record in unfinished) >= _ALIVE_SECONDS:
         return _describe_stopped(attempt, unfinished)
     last = min(unfinished, key=lambda record: record.steps[-1:] or [0])
@@ -86,7 +86,7 @@ def _describe_unfinished(attempt: Attempt, unfinished: Sequence[RankRecord]) -> 
     if block is not None and _is_hanging(block, usual):
         lasts = f"has lasted {_duration_text(block, usual)}"
         return End(f"Step {block.step} {lasts} and may hang{_waited_for_clause(attempt)}.", _last_calls(attempt))
-    return End(f"The run goes on; it is {_last_place(last)}.", _last_calls(attempt), badly=False)
+    return End(f"The run continues; it is {_last_place(last)}.", _last_calls(attempt), badly=False)
 
 
 def _describe_stopped(attempt: Attempt, unfinished: Sequence[RankRecord]) -> End:

@@ -39,7 +39,7 @@ _BYTES = {
 }
 
 
-def thing_of(span: Span) -> str:
+def subject_of(span: Span) -> str:
     """Return the name of the unit, parameter or message that a span is for: the span's name, for a tier the text after
     its colon."""
     return span.name.partition(":")[2].strip() or span.name if span.kind in TIERS else span.name
@@ -59,7 +59,7 @@ class AllUnits:
                     self._sums_of(span.name).computed += span.duration / 1e6
                 elif span.kind in COLLECTIVES or span.kind in TIERS:
                     tier = span.kind in TIERS
-                    unit = self._sums_of(thing_of(span))
+                    unit = self._sums_of(subject_of(span))
                     column = _BYTES[SpanKind(span.kind)]
                     setattr(unit, column, getattr(unit, column) + span.nbytes)
                     unit.messages += not tier

@@ -20,7 +20,7 @@ _MAIN_SHARE = 0.6  # share of a kind's lost seconds from which the causing rank 
 class Verdict:
     """The verdict about a run.
 
-    ``sentence``: where its time goes. ``ended``: how it ended or that it goes on; empty if it ended well. ``tone``:
+    ``sentence``: where its time goes. ``ended``: how it ended or that it continues; empty if it ended well. ``tone``:
     "good", "mixed" or "bad". ``detail``: lines about the end.
     """
 

@@ -215,7 +215,7 @@ def _restart_rows(run: Run) -> list[dict[str, Any]]:
             again = max(0, _last_step(before) - int(first[0]) + 1)
             repeats = f"; {again} {'step is' if again == 1 else 'steps are'} done again" if again else ""
             ranks = f"{attempt.world_size} {'rank' if attempt.world_size == 1 else 'ranks'}"
-            text = f"start {attempt.number + 1} goes on at step {first[0]:.0f} with {ranks}{repeats}"
+            text = f"start {attempt.number + 1} continues at step {first[0]:.0f} with {ranks}{repeats}"
             rows.append({"kind": "start", "step": int(first[0]), "at": float(began[0]), "text": text, "ranks": []})
     return rows
 

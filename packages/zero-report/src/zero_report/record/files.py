@@ -171,7 +171,7 @@ class Timeline:
         self._blocks += lines
         self._bytes += sum(len(line) for _, line in lines)
         if self._coarser or self._bytes > self._max_bytes:
-            self._thin()
+            self._drop_old_steps()
             lines = ()
         self._file.append(b"".join(line for _, line in lines), under_way)
 
@@ -179,7 +179,7 @@ class Timeline:
         """Close the file."""
         self._file.close()
 
-    def _thin(self) -> None:
+    def _drop_old_steps(self) -> None:
         """Drop older steps until half of the room is free or none is left, then recent ones beyond the bound; rewrite
         the file.
 

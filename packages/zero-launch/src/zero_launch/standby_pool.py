@@ -140,7 +140,7 @@ class Standby:
         self._read_until(lambda: len(self._forked) > before, _START_SECONDS)
         if len(self._forked) > before:
             return ForkedRank(self, self._forked[-1], local_rank)
-        self.dismiss()  # stopped, it would fork the rank when it goes on, beside the one that takes its place
+        self.dismiss()  # stopped, it would fork the rank when it continues, beside the one that takes its place
         return None
 
     def status_of(self, pid: int, timeout: float | None) -> int | None:
@@ -201,7 +201,7 @@ class Standby:
             self._forked.append(answer["pid"])
 
 
-class Standbys:
+class StandbyPool:
     """The standbys of one host, one for each kind of rank. They start one after another, and only once the ranks run.
 
     ``command``: the words that start a rank, with torch's macros in them. ``env``: returns, for a local rank, the
@@ -302,7 +302,7 @@ class Standbys:
         """Kill all standbys, start none from here on, and say ``why``."""
         self._given_up = True
         self.close()
-        self._say(f"no standbys, every restart imports anew: {why}")
+        self._say(f"no standbys, every restart imports again: {why}")
 
     def _record(self, local_rank: int) -> Path:
         """Return the file in which a rank records its imports."""
@@ -326,15 +326,15 @@ class Prepared(Exception):
 
 
 class StandbyContext(SubprocessContext):
-    """A `SubprocessContext` of torch's that takes ranks from ``standbys``, and starts fresh processes where there are
+    """A `SubprocessContext` of torch's that takes ranks from ``pool``, and starts fresh processes where there are
     none.
 
     ``options``: the arguments of `SubprocessContext`.
     """
 
-    def __init__(self, standbys: Standbys, **options: Any) -> None:
+    def __init__(self, pool: StandbyPool, **options: Any) -> None:
         super().__init__(**options)
-        self._standbys = standbys
+        self._pool = pool
 
     def _start(self) -> None:
         """Start every rank of this host; a standby that still imports is waited for, up to 15 s in all."""
@@ -345,7 +345,7 @@ class StandbyContext(SubprocessContext):
         """Start local rank ``number`` and return its handle, a `ForkedRank` or torch's `SubprocessHandler`. ``end``:
         until when (`time.monotonic`) to wait for a standby."""
         env, out, err = self.envs[number], self.stdouts[number] or None, self.stderrs[number] or None
-        forked = self._standbys.take(number, {**os.environ, **env}, out, err, max(0.0, end - time.monotonic()))
+        forked = self._pool.take(number, {**os.environ, **env}, out, err, max(0.0, end - time.monotonic()))
         if forked is not None:
             return forked
         return get_subprocess_handler(

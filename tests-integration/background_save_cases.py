@@ -1,4 +1,4 @@
-"""Attacks by user code on a save that is written behind training, right after its call.
+"""Attacks by user code on a save that is written in the background, right after its call.
 
 The checkpoint is compared, to the bit, with one that was written at once just before.
 """
@@ -223,7 +223,7 @@ ACTIONS: tuple[Callable[[zero_core.Engine, Path], None], ...] = (
 
 
 def differences_after_unseen_writes(root: str, stage: int) -> list[str]:
-    """Where a save behind training, after a write that leaves no trace, has another checkpoint or other weights behind
+    """Where a background save, after a write that leaves no trace, has another checkpoint or other weights behind
     it than one at once."""
     found, weights = [], []
     for name, decoupled in (("behind", True), ("at once", False)):
@@ -254,7 +254,7 @@ def differences_after_unseen_writes(root: str, stage: int) -> list[str]:
 
 
 def refusal_of_traced_write(root: str, what: str) -> str:
-    """The words of a save behind training when a state or a master taken before it is written right after it."""
+    """The words of a background save when a state or a master taken before it is written right after it."""
     engine = start(Path(root), 2, "device", "bf16", {})
     step(engine)
     engine.save_checkpoint(root, tag="good")
@@ -262,7 +262,7 @@ def refusal_of_traced_write(root: str, what: str) -> str:
     optimizer: Any = engine.optimizer
     masters = [unit.master for unit in engine.training_state.partition.units if unit.master is not None]
     kept = {"exp_avg": next(iter(optimizer.state.values()))["exp_avg"], "master": masters[0]}
-    behind = engine._parts.checkpoints._saver._behind
+    behind = engine._parts.checkpoints._saver._background_saver
     assert behind is not None
     behind.wait()
     returned = threading.Event()
@@ -310,7 +310,7 @@ def differences(engine: zero_core.Engine, folder: Path, action: Callable[[zero_c
     at_once = Saver(engine.training_state, engine.offloading, OwnDialect())
     at_once._decoupled = False
     at_once.save(folder, "at once", {}, save_latest=False, exclude_frozen=False)
-    behind = engine._parts.checkpoints._saver._behind
+    behind = engine._parts.checkpoints._saver._background_saver
     assert behind is not None
     behind.wait()
     returned = threading.Event()

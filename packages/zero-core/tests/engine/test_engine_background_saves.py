@@ -1,4 +1,4 @@
-"""Saves behind training hold the state at their call, and what they meet surfaces at a later step."""
+"""Background saves hold the state at their call, and what they meet surfaces at a later step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zero_comm import run_ranks
 
 
 def save_behind(folder: str, stage: int) -> dict[str, Any]:
-    """Save while training goes on; what is saved is the state at the call."""
+    """Save while training continues; what is saved is the state at the call."""
     settings = {**config(stage), "checkpoint": {"writer": {"decoupled": True}}}
     engine = zero_core.initialize(model=build(), config=settings)[0]
     train(engine, 0, 2)
@@ -86,7 +86,7 @@ def save_and_change(folder: Path, case: tuple[int, str, bool], decoupled: bool) 
 
 
 def behind_and_at_once(root: str, cases: list[tuple[int, str, bool]]) -> list[str]:
-    """Cases in which a save behind training holds other bits than one that training waits for."""
+    """Cases in which a background save holds other bits than one that training waits for."""
     wrong = []
     for number, case in enumerate(cases):
         folders = [Path(root) / f"{number}" / how for how in ("behind", "at once")]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-class Stretches:
+class FlatSlicer:
     """Slices 1-D tensors of ``numel`` elements into views of the same ``places``, each time it is called.
 
     ``places``: the views' ranges [first, end), in elements, in any order, without overlap. ``shapes``: the views'
@@ -20,16 +20,16 @@ class Stretches:
         self._sizes: list[int] = []
         self._parts = [0] * len(places)
         self._shapes = shapes
-        behind = 0
+        covered = 0
         for number in sorted(range(len(places)), key=places.__getitem__):
             start, end = places[number]
-            if start > behind:
-                self._sizes.append(start - behind)
+            if start > covered:
+                self._sizes.append(start - covered)
             self._parts[number] = len(self._sizes)
             self._sizes.append(end - start)
-            behind = end
-        if numel > behind:
-            self._sizes.append(numel - behind)
+            covered = end
+        if numel > covered:
+            self._sizes.append(numel - covered)
 
     def __call__(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the views of ``flat``, a 1-D tensor of ``numel`` elements, in the order of the places."""

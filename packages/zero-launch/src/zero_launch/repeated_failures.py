@@ -10,7 +10,7 @@ _MOST = 3
 _EARLY_SECONDS = 60.0
 
 
-class Repeats:
+class RepeatedFailures:
     """Counts attempts in a row that failed alike: the same error from the same place in the same step.
 
     Signals and lost hosts never count. A rank whose step is not known counts when it failed within the first minute.

@@ -1,10 +1,10 @@
 """End this process after a step on an order of the launcher: to start again with more ranks, or to save and end.
 
-[Note: departure] The launcher writes an order, one word, to the file `order` in a folder that the ranks of one host
-share (`ZERO_LAUNCH_ORDERS`). Each rank reads it once per step and sends it as a wish with the messages that the ranks
-exchange anyway (see `Watched` in zero-comm), so that all ranks know it after the same step. `regroup` means leaving
-after the next checkpoint. `end` means saving one after this step, in the folder of `resume` or, without that, of the
-first `save_checkpoint`. A rank that leaves writes the word to `left.RANK` and exits with status 75, by a SystemExit."""
+[Note: launcher orders] The launcher writes an order, one word, to the file `order` in a folder that the ranks of a host
+share (`ZERO_LAUNCH_ORDERS`). Each rank reads it once per step and sends it as a request with the messages that the
+ranks exchange anyway (see `Watched` in zero-comm), so that all ranks know it after the same step. `regroup` means
+leaving after the next checkpoint. `end` means saving one after this step, in the folder of `resume` or, without that,
+of the first `save_checkpoint`. A rank that leaves writes the word to `left.RANK` and raises SystemExit(75)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger("zero_core")
 
 ORDERS_VARIABLE = "ZERO_LAUNCH_ORDERS"
 LEFT_STATUS = 75
-_WISHES = {"regroup": 1, "end": 2}
+_REQUESTS = {"regroup": 1, "end": 2}
 
 
-class Departure:
+class LauncherOrders:
     """Carries out the launcher's orders for one engine. ``folder``: holds the orders; None without a launcher. The
     attribute ``root``, which `resume` and `save_checkpoint` set: the folder for a checkpoint for the launcher."""
 
@@ -35,20 +35,20 @@ class Departure:
         self.root: str | None = None
 
     @classmethod
-    def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> Departure:
-        """Return the departure whose folder is the environment's `ZERO_LAUNCH_ORDERS`; without it, it does nothing."""
+    def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> LauncherOrders:
+        """Return the object whose folder is the environment's `ZERO_LAUNCH_ORDERS`; without it, it does nothing."""
         folder = environ.get(ORDERS_VARIABLE)
         return cls(state, None if not folder else Path(folder))
 
     def before_step(self) -> None:
         """Read the launcher's order and put it into this step's messages."""
         if self._folder is not None:
-            self._state.groups.control.watched.wish = _WISHES.get(self._order(), 0)
+            self._state.groups.control.watched.request = _REQUESTS.get(self._read_order(), 0)
 
     def after_step(self, save: Callable[[str], object]) -> None:
         """If the ranks have agreed to end, call ``save`` with `root`: it writes a checkpoint and calls
-        `after_checkpoint`, which leaves. Without a `root` warn once and go on."""
-        if self._folder is None or self._state.groups.control.watched.agreed < _WISHES["end"]:
+        `after_checkpoint`, which leaves. Without a `root` warn once and continue."""
+        if self._folder is None or self._state.groups.control.watched.agreed < _REQUESTS["end"]:
             return
         if self.root is not None:
             save(self.root)
@@ -56,7 +56,7 @@ class Departure:
             self._warned = True
             logger.warning(
                 "the launcher asks for a checkpoint and an end, but neither engine.resume(dir) nor "
-                "engine.save_checkpoint(dir) has named a folder: training goes on"
+                "engine.save_checkpoint(dir) has named a folder: training continues"
             )
 
     def after_checkpoint(self, wait: Callable[[], object]) -> None:
@@ -67,14 +67,14 @@ class Departure:
         if not agreed or self._folder is None:
             return
         wait()
-        order = next(word for word, wish in _WISHES.items() if wish == agreed)
+        order = next(word for word, request in _REQUESTS.items() if request == agreed)
         if state.reports:
             logger.warning("leaving after step %d, as the launcher asks (%s)", state.counters.global_steps, order)
         state.partition.runtime.agree("leave", order, None)
         (self._folder / f"left.{dist.get_rank()}").write_text(order, encoding="ascii")
         raise SystemExit(LEFT_STATUS)
 
-    def _order(self) -> str:
+    def _read_order(self) -> str:
         """Return the launcher's order; empty if there is none."""
         try:
             with open(f"{self._folder}/order", encoding="ascii") as file:

@@ -1,4 +1,4 @@
-"""Make user code that reads `optimizer.state` wait until a save behind training has copied the states."""
+"""Make user code that reads `optimizer.state` wait until a background save has copied the states."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-class HeldStates:
+class StateAccessGate:
     """Makes accesses to ``optimizer.state`` wait until the states are copied, as a write through
     ``state["exp_avg"].data`` changes no version counter and a torn copy would pass. ``wait_for_copies`` returns when
-    states may be written. Call order: `hold` after a save has begun, `let_go` when all are copied."""
+    states may be written. Call order: `block` after a save has begun, `unblock` when all are copied."""
 
     def __init__(self, wait_for_copies: Callable[[], None]) -> None:
         self._wait_for_copies = wait_for_copies
         self._optimizer: Optimizer | None = None
         self._states: MutableMapping[Any, Any] | None = None
 
-    def hold(self, optimizer: Optimizer) -> None:
+    def block(self, optimizer: Optimizer) -> None:
         """Replace ``optimizer.state`` by a mapping that waits, if it is an instance attribute and not replaced yet."""
         if self._optimizer is None and "state" in vars(optimizer):
             self._optimizer, states = optimizer, optimizer.state
             optimizer.state = self._states = _WaitingDict(states, self._wait_for_copies)  # type: ignore[assignment]
 
-    def let_go(self) -> None:
-        """Restore the dict that `hold` replaced, if any, unless user code has assigned another."""
+    def unblock(self) -> None:
+        """Restore the dict that `block` replaced, if any, unless user code has assigned another."""
         if self._optimizer is not None:
             if self._optimizer.state is self._states and isinstance(self._states, _WaitingDict):
                 self._optimizer.state = self._states.inner

@@ -1,14 +1,14 @@
 """Saves and loads of which only one rank exists, over tensors without memory, and files that have no content.
 
-[Note: rehearsed saves]
+[Note: dry-run saves]
 For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
 intervals, the plan, the headers, the commit. A save in the background is done before its call returns, and copies
 nothing. Only the ends differ: the other ranks hold exactly what this one lacks and
 always succeed; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The
 manifest has this rank's slices only, so that such a checkpoint cannot be opened.
 
-[Note: rehearsed loads]
-A load reads from a manifest that the rehearsal is given, merged from those of rehearsed saves. Everything that decides
+[Note: dry-run loads]
+A load reads from a manifest that the dry run is given, merged from those of dry-run saves. Everything that decides
 what is read runs as ever; the reads themselves are counted and touch neither files nor memory.
 """
 
@@ -31,8 +31,8 @@ from .types import Coordinator, numel
 _HEADS = "heads"
 
 
-class CheckpointRehearsal:
-    """The stand-in for memory in rehearsed saves and loads, and what it learns of them.
+class CheckpointDryRun:
+    """The stand-in for memory in dry-run saves and loads, and what it learns of them.
 
     `manifest` is what loads read, None if there is nothing to load.
 
@@ -56,30 +56,30 @@ class CheckpointRehearsal:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._blocks[-1]))
 
 
-_REHEARSAL: ContextVar[CheckpointRehearsal | None] = ContextVar("zero_ckpt_rehearsal", default=None)
+_DRY_RUN: ContextVar[CheckpointDryRun | None] = ContextVar("zero_ckpt_dry_run", default=None)
 
 
 @contextmanager
-def rehearsed(manifest: Manifest | None = None) -> Iterator[CheckpointRehearsal]:
-    """Rehearse the saves of this context (see [Note: rehearsed saves]), and yield what counts them.
+def dry_run_checkpoints(manifest: Manifest | None = None) -> Iterator[CheckpointDryRun]:
+    """Make the saves of this context dry runs (see [Note: dry-run saves]), and yield what counts them.
 
-    Loads are rehearsed too, of the checkpoint that `manifest` describes (see [Note: rehearsed loads]). Threads that
+    Loads are dry runs too, of the checkpoint that `manifest` describes (see [Note: dry-run loads]). Threads that
     start inside the context save and load for real.
     """
-    rehearsal = CheckpointRehearsal(manifest)
-    token = _REHEARSAL.set(rehearsal)
+    dry_run = CheckpointDryRun(manifest)
+    token = _DRY_RUN.set(dry_run)
     try:
-        yield rehearsal
+        yield dry_run
     finally:
-        _REHEARSAL.reset(token)
+        _DRY_RUN.reset(token)
 
 
-def current_rehearsal() -> CheckpointRehearsal | None:
-    """Return the rehearsal of this context; None outside of `rehearsed`."""
-    return _REHEARSAL.get()
+def current_dry_run() -> CheckpointDryRun | None:
+    """Return the dry run of this context; None outside of `dry_run_checkpoints`."""
+    return _DRY_RUN.get()
 
 
-class RehearsedSink:
+class DryRunSink:
     """A `FileSink` that counts bytes and gives the file its length, `nbytes`, without content.
 
     Raises FileExistsError when there is something at `path`.
@@ -106,16 +106,16 @@ class RehearsedSink:
         """Do nothing: the file is not open."""
 
 
-class RehearsedRanks:
+class DryRunRanks:
     """A `Coordinator` whose other ranks hold the elements that this one lacks, and write them elsewhere.
 
     Rank and world size are those of `given`, which is not called otherwise; the largest exchange is noted in
-    `rehearsal`.
+    `dry_run`.
     """
 
-    def __init__(self, given: Coordinator, rehearsal: CheckpointRehearsal) -> None:
+    def __init__(self, given: Coordinator, dry_run: CheckpointDryRun) -> None:
         self.rank, self.world_size = given.rank, given.world_size
-        self._rehearsal = rehearsal
+        self._dry_run = dry_run
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the answers of all ranks to one step of a save, [problem or None, result] each, as if the other ranks
@@ -135,7 +135,7 @@ class RehearsedRanks:
             answers[(self.rank + 1) % self.world_size] = [None, rest]
             own, *others = (len(pack(answer)) for answer in (obj, [None, rest], [None, other]))
             nbytes = own + (self.world_size + 1) * max(own, *others)
-            self._rehearsal.message_nbytes = max(self._rehearsal.message_nbytes, nbytes)
+            self._dry_run.message_nbytes = max(self._dry_run.message_nbytes, nbytes)
         return answers
 
     def barrier(self) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint that is written behind training holds the state at its call, whatever the script does after it."""
+"""A checkpoint that is written in the background holds the state at its call, whatever the script does after it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from behind_cases import TIERS, attack, differences_after_unseen_writes, refusal_of_traced_write
+from background_save_cases import TIERS, attack, differences_after_unseen_writes, refusal_of_traced_write
 
 from zero_ckpt import open_checkpoint
 from zero_comm import run_ranks
@@ -73,7 +73,7 @@ def test_a_script_that_ends_right_after_the_call_leaves_a_whole_checkpoint_or_no
         from pathlib import Path
         sys.path.insert(0, {str(Path(__file__).parent)!r})
         import torch.distributed as dist
-        from behind_cases import start, step
+        from background_save_cases import start, step
         engine = start(Path({str(tmp_path)!r}), 2, "device", "bf16", {{}})
         step(engine)
         engine.save_checkpoint({str(tmp_path / "out")!r}, tag="t")

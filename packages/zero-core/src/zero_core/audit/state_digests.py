@@ -16,7 +16,7 @@ from .holdings import kept_on_device
 
 
 @dataclass(frozen=True)
-class RestingTensor:
+class TensorDigest:
     """A tensor that nothing may change before the next step, with its digest and version counter."""
 
     name: str
@@ -32,21 +32,21 @@ class RestingTensor:
 
 
 @dataclass(frozen=True)
-class RestingTier:
+class TierDigests:
     """The digests of this rank's states on a tier by (parameter, kind), and the tier's count of writes at that time."""
 
     digests: dict[tuple[str, str], str]
     writes: int
 
 
-class AtRest:
+class StateDigests:
     """Digests of this rank's masters, released weights and optimizer states, taken by the constructor after a step. On
     the device, users reach these tensors only through the engine, whose writes change their version counters."""
 
     def __init__(self, state: TrainingState) -> None:
         self._on_device = list(_on_device(state))
         states = state.partition.states
-        self._on_tier = None if states is None else RestingTier(tier_digests(state), states.writes)
+        self._on_tier = None if states is None else TierDigests(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
         """Yield a message for each tensor whose bytes changed since, although neither torch nor its tier counted a
@@ -130,17 +130,17 @@ class _Weights:
             self._acquired = None
 
 
-def _on_device(state: TrainingState) -> Iterator[RestingTensor]:
+def _on_device(state: TrainingState) -> Iterator[TensorDigest]:
     """Yield this rank's masters and optimizer states on the device, and the shards there of units that are released."""
     for name, kind, tensor in kept_on_device(state):
-        yield RestingTensor(name, kind, tensor, digest(tensor), tensor._version)
+        yield TensorDigest(name, kind, tensor, digest(tensor), tensor._version)
     parts = state.partition
     for unit in parts.units:
         if unit.releasable and unit.plan.trainable and isinstance(parts.residency, DeviceResidency):
             shard = parts.residency.acquire(unit.name)
             for fragment, piece in shard_fragments(unit, shard, parts.rank):
                 name = f"{fragment.entry.name}[{fragment.param_offset}:]"
-                yield RestingTensor(name, "weight", piece, digest(piece), piece._version)
+                yield TensorDigest(name, "weight", piece, digest(piece), piece._version)
 
 
 def _masters(unit: Unit, rank: int) -> dict[str, torch.Tensor]:

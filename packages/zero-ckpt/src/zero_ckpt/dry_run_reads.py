@@ -1,4 +1,4 @@
-"""A checkpoint of rehearsed saves, whose reads are counted; see [Note: rehearsed loads] in `rehearsal`."""
+"""A checkpoint of dry-run saves, whose reads are counted; see [Note: dry-run loads] in `dry_run`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from .dry_run import CheckpointDryRun
 from .errors import NotFoundError
 from .manifest import FileEntry, Manifest, Slice, TensorEntry
 from .opened import Folder
 from .plan import MAX_SLICE_BYTES
 from .reader import Checkpoint, OpenReport, ReadRequest, SliceCopy
-from .rehearsal import CheckpointRehearsal
 
-_REHEARSED = "rehearsed"
+_DRY_RUN_TAG = "dry-run"
 
 
-class RehearsedCheckpoint(Checkpoint):
-    """The checkpoint that the manifest of a rehearsal describes; `root`: any directory. Reads are counted only.
+class DryRunCheckpoint(Checkpoint):
+    """The checkpoint that the manifest of a dry run describes; `root`: any directory. Reads are counted only.
 
-    The buffers of requests keep what they hold. Raises NotFoundError when the rehearsal has no manifest, and for
-    elements of ranks whose saves were not rehearsed.
+    The buffers of requests keep what they hold. Raises NotFoundError when the dry run has no manifest, and for
+    elements of ranks whose saves were not part of the dry run.
     """
 
-    def __init__(self, root: Path, rehearsal: CheckpointRehearsal) -> None:
-        if rehearsal.manifest is None:
-            raise NotFoundError(f"{root}: there is no checkpoint to load in this rehearsal")
-        tag = rehearsal.manifest.tag or _REHEARSED
-        super().__init__(root, tag, rehearsal.manifest, OpenReport(tag, tag), Folder(root, follow=True))
-        self._rehearsal = rehearsal
+    def __init__(self, root: Path, dry_run: CheckpointDryRun) -> None:
+        if dry_run.manifest is None:
+            raise NotFoundError(f"{root}: there is no checkpoint to load in this dry run")
+        tag = dry_run.manifest.tag or _DRY_RUN_TAG
+        super().__init__(root, tag, dry_run.manifest, OpenReport(tag, tag), Folder(root, follow=True))
+        self._dry_run = dry_run
         self._counting = threading.Lock()
         self._begun_files: set[int] = set()
         self._scratch: list[int] = []
@@ -38,13 +38,13 @@ class RehearsedCheckpoint(Checkpoint):
         """Count the bytes that `Checkpoint.read_many` would read, and the host memory that `threads` threads would read
         into at a time.
 
-        Both are added to the rehearsal: `read_nbytes` grows, and `scratch_nbytes` is the largest so far. No buffer is
+        Both are added to the dry run: `read_nbytes` grows, and `scratch_nbytes` is the largest so far. No buffer is
         filled.
         """
         self._scratch.clear()
         super().read_many(requests, verify=verify, threads=threads)
         most = sum(sorted(self._scratch, reverse=True)[:threads])
-        self._rehearsal.scratch_nbytes = max(self._rehearsal.scratch_nbytes, most)
+        self._dry_run.scratch_nbytes = max(self._dry_run.scratch_nbytes, most)
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
         """Return the copies as for a real read; raises NotFoundError when the manifest has no slice for some of the
@@ -53,7 +53,7 @@ class RehearsedCheckpoint(Checkpoint):
         if sum(job.view.nbytes for job in found) != memoryview(request.out).nbytes:
             raise NotFoundError(
                 f"{request.name!r} ({request.kind}): elements from {request.offset} on are those of a rank whose save "
-                "was not rehearsed"
+                "was not part of the dry run"
             )
         return found
 
@@ -81,14 +81,14 @@ class RehearsedCheckpoint(Checkpoint):
             if job.piece.begin is None and job.piece.file not in self._begun_files:
                 self._begun_files.add(job.piece.file)
                 nbytes += self.manifest.files[job.piece.file].header_nbytes
-            self._rehearsal.read_nbytes += nbytes
+            self._dry_run.read_nbytes += nbytes
             self._scratch.append(scratch)
 
 
 def merge_manifests(parts: Sequence[Manifest]) -> Manifest:
     """Return the manifest of one checkpoint of which `parts`, at least one, have one rank's slices each.
 
-    All else is the first's, except that `rank_state` is empty: a rehearsal leaves the ranks' own states (random
+    All else is the first's, except that `rank_state` is empty: a dry run leaves the ranks' own states (random
     generators) alone.
     """
     files: list[FileEntry] = []

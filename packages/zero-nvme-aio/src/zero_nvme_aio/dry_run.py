@@ -13,12 +13,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["RehearsedEngine"]
+__all__ = ["DryRunEngine"]
 
 _CHECKSUM = format_checksum(0)
 
 
-class RehearsedEngine(Engine):
+class DryRunEngine(Engine):
     """Stands in for an `Engine` in a dry run: no memory is read or written, no disk space is taken.
 
     A file that is written gets its length but no content (a sparse file). All checksums are equal. `counters()` has
@@ -32,8 +32,8 @@ class RehearsedEngine(Engine):
 
     @property
     def backend(self) -> str:
-        """Return "rehearsed"."""
-        return "rehearsed"
+        """Return "dry-run"."""
+        return "dry-run"
 
     @property
     def closed(self) -> bool:
@@ -51,7 +51,7 @@ class RehearsedEngine(Engine):
             descriptor = os.open(name, os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if mode == "w" else 0), 0o600)
             os.close(descriptor)
         self._lengths[name] = os.stat(name).st_size
-        return _RehearsedFile(name, mode)
+        return _DryRunFile(name, mode)
 
     def submit_items(self, write: bool, file: File, items: list[Any], offset: int, checksum: bool) -> Request:
         """Count the bytes of described buffers and return an ended request; a write extends the file to its end.
@@ -83,10 +83,10 @@ class RehearsedEngine(Engine):
         """Do nothing: no request is under way."""
 
     def __repr__(self) -> str:
-        return f"<RehearsedEngine of {len(self._lengths)} files>"
+        return f"<DryRunEngine of {len(self._lengths)} files>"
 
 
-class _RehearsedFile(File):
+class _DryRunFile(File):
     """A `File` of a dry run: a path, a mode, and the length of the file on disk; no descriptor is open."""
 
     __slots__ = ()
@@ -107,7 +107,7 @@ class _RehearsedFile(File):
         """Do nothing: no descriptor is open."""
 
     def __repr__(self) -> str:
-        return f"<File '{self.path}' mode '{self.mode}', rehearsed>"
+        return f"<File '{self.path}' mode '{self.mode}', dry-run>"
 
 
 class _EndedRequest(Request):
@@ -143,4 +143,4 @@ class _EndedRequest(Request):
         """Do nothing: the request has ended."""
 
     def __repr__(self) -> str:
-        return f"<Request of {self._nbytes} bytes, rehearsed>"
+        return f"<Request of {self._nbytes} bytes, dry-run>"
