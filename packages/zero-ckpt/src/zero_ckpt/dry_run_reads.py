@@ -39,7 +39,7 @@ class DryRunCheckpoint(Checkpoint):
         into at a time.
 
         Both are added to the dry run: `read_nbytes` grows, and `scratch_nbytes` is the largest so far. No buffer is
-        filled.
+        filled. `verify` changes nothing.
         """
         self._scratch.clear()
         super().read_many(requests, verify=verify, threads=threads)

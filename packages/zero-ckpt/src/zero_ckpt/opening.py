@@ -49,6 +49,7 @@ def open_checkpoint(
         options: list[Candidate] = []
 
         def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
+            """Add this rank's candidates to ``options``; return [tag, problem] of each for the other ranks."""
             options.extend(_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 

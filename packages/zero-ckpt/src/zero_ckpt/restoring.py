@@ -56,6 +56,8 @@ def restore(
         def part(
             checkpoint: Checkpoint = checkpoint, results: list[T] = results, last: bool = attempts >= _REPLACEMENTS
         ) -> list[str] | None:
+            """Call `fill` on this rank; return None, or [kind, message] if the checkpoint was replaced or is
+            damaged."""
             try:
                 results.append(fill(checkpoint))
             except ReplacedError as error:

@@ -137,7 +137,8 @@ def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]
 def _verify_data_file(
     folder: Folder, entry: FileEntry, contents: list[tuple[TensorEntry, Slice]], progress: Callable[[int], None]
 ) -> list[Damage]:
-    """Return the damage of one data file; `contents` are the slices that the manifest places in it. Does not raise."""
+    """Return the damage of one data file; `contents` are the slices that the manifest places in it. `progress` is
+    called with the number of bytes read. Does not raise."""
     path = folder.path / entry.path
     check = _verify_safetensors if entry.extents is None else _verify_raw
     try:
@@ -161,6 +162,7 @@ class _OpenDataFile:
 
     @property
     def path(self) -> Path:
+        """The path of the file, for messages."""
         return self.folder.path / self.entry.path
 
     def scan(self, begin: int, nbytes: int, whole: Checksummer | None = None) -> str:

@@ -93,7 +93,7 @@ class AlikeControl(Control):
         """Start nothing: no rank ever waits for another here."""
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        """Return this rank's own message once for each rank."""
+        """Return this rank's own message once for each rank; ``patience`` is ignored."""
         return super()._exchange(message, patience) * self.world_size
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:

@@ -117,7 +117,7 @@ class Control:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
         Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
-        when a rank is gone, has aborted, or is in `confer`. Updates `watched.agreed` and `watched.heard`.
+        when a rank is gone, has aborted, or is in `confer`. Updates `watched`.
         """
         messages = self._exchange(message)
         told = _distinct(messages)
@@ -252,7 +252,7 @@ class Control:
         return f"{self._name} note {rank}"
 
     def explain(self, error: CommError) -> CommError:
-        """Return a `PeerError` with the reason why a rank left, if one has stored it, else ``error`` itself."""
+        """Return a `PeerError` with the reason why a rank, or this one, left, if one is stored; else ``error``."""
         if self._process_group is None:
             return error
         notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)

@@ -16,7 +16,8 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 def sum_slices_on_device(
     slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool = False
 ) -> None:
-    """Sum ``slices`` as `SliceSum` says: on CUDA devices in one Triton kernel, elsewhere by `sum_slices`.
+    """Sum ``slices`` in order, divide by ``divisor``, and write the result to ``out`` or with ``accumulate`` add it
+    there (a `SliceSum`): on CUDA devices in one Triton kernel, elsewhere by `sum_slices`.
 
     The kernel reads each slice once, where plain torch reads and writes the sum for each. It is used where the slices
     lie evenly spaced in memory and are summed in float32, and triton can be imported; results are bitwise equal.

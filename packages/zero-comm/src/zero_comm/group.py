@@ -167,6 +167,7 @@ class Group:
             self.issued += 1
 
         def finish() -> None:
+            """Sum the received slices into ``out``, in rank order."""
             self._sum(parts, out, accumulate)
 
         buffers = (flat, received, out)
@@ -265,7 +266,7 @@ class Group:
         return list(flat.view(count, -1).unbind())
 
     def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-        """Sum slices, one of each rank, and write the average to ``out`` or add it."""
+        """Sum slices, one of each rank, and write the average to ``out``, or with ``accumulate`` add it there."""
         self._slice_sum(slices, out, divisor=self._divisor, accumulate=accumulate)
 
     def _exchange(

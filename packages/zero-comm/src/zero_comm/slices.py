@@ -25,7 +25,8 @@ class SliceSum(Protocol):
 
 
 def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool = False) -> None:
-    """Sum ``slices`` in order as `SliceSum` says, in plain torch; in blocks, so that the running sum stays in cache.
+    """Sum ``slices`` in order, divide by ``divisor``, and write the result to ``out`` or with ``accumulate`` add it
+    there: a `SliceSum` in plain torch. It works in blocks, so that the running sum stays in cache.
 
     On every device the result is that of adding in ``out``'s dtype and one division.
     """

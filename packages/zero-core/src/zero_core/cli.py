@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command_entry_points() -> EntryPoints:
+    """Return the entry points by which installed packages add commands to `zero-core`."""
     return entry_points(group="zero_core.commands")
 
 

@@ -67,6 +67,7 @@ def remove_abandoned(config: Config, world_size: int) -> None:
         return
 
     def is_gone(prefix: str) -> bool:
+        """Return whether ``prefix`` is a store's of a rank that this run does not have."""
         match = _STORE.fullmatch(prefix)
         return match is not None and int(match["rank"]) >= world_size
 

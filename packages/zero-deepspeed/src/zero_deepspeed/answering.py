@@ -136,6 +136,7 @@ def _refusing_class(module: str, name: str, instead: str) -> type:
     """
 
     def refuse(_class: type, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError` where an object of the class would be made."""
         raise UnsupportedError(f"{module}.{name} is not available in zero-deepspeed: {instead}")
 
     return type(name, (), {"__new__": refuse, "__module__": module, "__doc__": f"Not available: {instead}."})

@@ -218,6 +218,7 @@ def refuse(name: str) -> Callable[..., NoReturn]:
     """Return a stand-in for a method of `REFUSED`, whose call raises `UnsupportedError`."""
 
     def refused(*_args: Any, **_kwargs: Any) -> NoReturn:
+        """Raise `UnsupportedError`: the method is not available."""
         raise UnsupportedError(f"DeepSpeedEngine.{name} is not available in zero-deepspeed: {REFUSED[name]}")
 
     return refused

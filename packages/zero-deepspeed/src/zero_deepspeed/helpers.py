@@ -94,6 +94,7 @@ def move_to_device(item: Any, device: torch.device | str, criterion_func: Callab
     which ``criterion_func`` is true (None: all)."""
 
     def moved(leaf: Any) -> Any:
+        """Return a tensor that ``criterion_func`` accepts on ``device``; other values as they are."""
         chosen = isinstance(leaf, torch.Tensor) and (criterion_func is None or criterion_func(leaf))
         return leaf.to(device) if chosen else leaf
 

@@ -21,12 +21,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether ``model`` is a leaf module."""
+    """Return whether ``model`` was marked by `set_z3_leaf_module`: gathered with all that is inside."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaf modules of ``model``, itself included."""
+    """Return the modules of ``model``, itself included, that were marked by `set_z3_leaf_module`."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -70,6 +70,7 @@ def set_z3_leaf_modules_by_suffix(
     """
 
     def ending(suffix: str) -> list[nn.Module]:
+        """Return the modules whose full name ends with ``suffix``."""
         return [module for name, module in model.named_modules() if name.endswith(suffix)]
 
     return _set_leaves_by_name(list(module_name_suffixes), ending, flag, raise_if_not_found)

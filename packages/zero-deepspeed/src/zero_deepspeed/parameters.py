@@ -265,7 +265,8 @@ class ZeroParameter(nn.Parameter):
 
 
 def add_names(parameters: Iterable[nn.Parameter], group: Group | None = None) -> None:
-    """Make plain parameters `ZeroParameter`s; parameters of other classes stay as they are.
+    """Make plain parameters `ZeroParameter`s, which have DeepSpeed's attributes (``ds_id``, ``ds_shape``, …);
+    parameters of other classes stay as they are.
 
     ``group``: the ranks that hold their shards until an engine owns them.
     """

@@ -368,4 +368,5 @@ def _pid_file() -> Iterator[None]:
 
 
 def _say(text: str) -> None:
+    """Print a line of the launcher's on standard error."""
     print(f"zero-launch: {text}", file=sys.stderr, flush=True)

@@ -256,6 +256,7 @@ class Cluster(abc.ABC):
         peer.state = "greeted"
 
     def _on_asked(self, peer: Peer, message: Message) -> None:
+        """End the job: someone on the host has asked its part to end."""
         self._ask_to_end(f"{title(peer)} is asked to end")
 
     def _on_environment(self, peer: Peer, message: Message) -> None:
@@ -284,6 +285,7 @@ class Cluster(abc.ABC):
         return why is not None
 
     def _on_started(self, peer: Peer, message: Message) -> None:
+        """Keep the pids of the host's ranks, which have started."""
         peer.ranks = {int(rank): pid for rank, pid in message["pids"].items()}
 
     def _on_lines(self, peer: Peer, message: Message) -> None:
@@ -320,9 +322,11 @@ class Cluster(abc.ABC):
                 self._stop("the ranks diverged")
 
     def _on_notice(self, peer: Peer, message: Message) -> None:
+        """Print what the host has to say, with its name."""
         self._remark(f"{message['text']} on {peer.name}")
 
     def _on_presence(self, peer: Peer, message: Message) -> None:
+        """Note which ranks of the host have connected to the store or ended, unless that was in another attempt."""
         if message["attempt"] == self._attempt:
             self._presence.update(message["arrived"], message["ended"])
 
@@ -350,6 +354,7 @@ class Cluster(abc.ABC):
             self._stop(f"{title(peer)} failed" + (f": {why}" if why else ""))
 
     def _on_refused(self, peer: Peer, message: Message) -> None:
+        """Drop the host and stop the job: the host cannot run it."""
         self._drop(peer, f"{title(peer)}: {message['why']}")
         self._stop(f"{title(peer)} cannot run the job")
 
@@ -395,4 +400,5 @@ class Cluster(abc.ABC):
         return failures_in_order(list(self._roster.peers.values()), self._lost, self._began_at)
 
     def _say(self, text: str) -> None:
+        """Print a line of the launcher's on standard error."""
         print(f"zero-launch: {text}", file=sys.stderr, flush=True)

@@ -70,6 +70,7 @@ class ElasticCluster(Cluster):
 
     @property
     def _minimum(self) -> int:
+        """The fewest hosts that may train."""
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
@@ -205,6 +206,7 @@ class ElasticCluster(Cluster):
                 question.peer.send("state", number=question.number, replaced=question.replaced, **newest)
 
     def _on_imported(self, peer: Peer, message: Message) -> None:
+        """Keep what the host's standby processes import, for when it is lost and comes back."""
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
@@ -234,6 +236,7 @@ class ElasticCluster(Cluster):
             self._ask_to_grow()
 
     def _on_started(self, peer: Peer, message: Message) -> None:
+        """Keep the pids of the host's ranks, and ask the hosts to grow again if others wait."""
         super()._on_started(peer, message)
         self._ask_to_grow()  # what was said before its ranks began is lost
 
@@ -385,4 +388,5 @@ class ElasticCluster(Cluster):
 
     @property
     def _world_size(self) -> int:
+        """The number of ranks of the present round."""
         return self._ranks

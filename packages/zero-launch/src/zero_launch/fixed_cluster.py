@@ -24,13 +24,16 @@ class FixedCluster(Cluster):
 
     @property
     def _minimum(self) -> int:
+        """The fewest hosts that may begin: all, unless the job says otherwise."""
         return len(self._roster.peers) if self._spec.min_hosts is None else self._spec.min_hosts
 
     @property
     def _world_size(self) -> int:
+        """The number of ranks: the slots of all hosts that take part."""
         return self._roster.slots
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
+        """Return None: hosts need no terms where their number is fixed."""
         return None
 
     def _lead(self) -> None:

@@ -233,6 +233,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _got(signum: int) -> str:
+    """Return the reason why the host ends, for the launcher: the signal that it got."""
     return f"it got {signal_name(signum)}"
 
 

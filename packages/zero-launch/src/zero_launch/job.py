@@ -280,6 +280,7 @@ def _greeting(spec: LaunchSpec, env: dict[str, str], folder: Path | None) -> str
 
 
 def _say(text: str) -> None:
+    """Print a line of the launcher's on standard error."""
     print(f"zero-launch: {text}", file=sys.stderr, flush=True)
 
 

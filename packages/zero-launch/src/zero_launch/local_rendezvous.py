@@ -22,12 +22,15 @@ class LocalRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """Return True: ranks use the agent's store."""
         return True
 
     def get_backend(self) -> str:
+        """Return this rendezvous's name, for torch's logs."""
         return "zero-launch-local"
 
     def get_run_id(self) -> str:
+        """Return the job's id."""
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -41,6 +44,7 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def is_closed(self) -> bool:
+        """Return False: nothing closes it while its agent runs."""
         return False
 
     def set_closed(self) -> None:

@@ -54,6 +54,7 @@ class ChannelBackend(RendezvousBackend):
 
     @property
     def name(self) -> str:
+        """This backend's name, for torch's logs."""
         return "zero-launch"
 
     def get_state(self) -> tuple[bytes, Any] | None:
@@ -150,6 +151,7 @@ class Meeting(DynamicRendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """Return True: ranks use the agent's store."""
         return True
 
     def num_nodes_waiting(self) -> int:

@@ -63,6 +63,7 @@ def to_pickle(plain: Mapping[str, Any]) -> bytes:
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
     def node(entry: list[Any]) -> _NodeDesc:
+        """Return torch's description of a node from the plain list of its fields."""
         return _NodeDesc(*entry)
 
     state = _RendezvousState()

@@ -145,6 +145,7 @@ def _ranks(ranks: Collection[int]) -> str:
 
 
 def _waits(ranks: Collection[int]) -> str:
+    """Return the verb for a sentence about ``ranks``: "waits" for one, "wait" for several."""
     return "waits" if len(ranks) == 1 else "wait"
 
 

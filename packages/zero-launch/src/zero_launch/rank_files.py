@@ -59,6 +59,7 @@ class RankFiles(LogsSpecs):
 
     @property
     def root_log_dir(self) -> str:
+        """The folder of all attempts' files, for torch's agent."""
         return str(self._folder)
 
     def own_variables(self, local_rank: int) -> dict[str, str]:

@@ -53,12 +53,15 @@ class LedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
+        """Return True: ranks use the agent's store."""
         return True
 
     def get_backend(self) -> str:
+        """Return this rendezvous's name, for torch's logs."""
         return "zero-launch"
 
     def get_run_id(self) -> str:
+        """Return the job's id."""
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -92,6 +95,7 @@ class LedRendezvous(RendezvousHandler):
         return int(self.restart_asked)
 
     def is_closed(self) -> bool:
+        """Return False: the launcher ends the agent instead."""
         return False
 
     def set_closed(self) -> None:

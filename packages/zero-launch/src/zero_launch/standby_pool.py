@@ -175,8 +175,8 @@ class Standby:
             self._take_answers(left)
 
     def _take_answers(self, seconds: float | None) -> None:
-        """Take the answers that have arrived, waiting up to ``seconds`` (None: without limit) for the first; nothing if
-        none comes. The standby is over when it has closed the socket."""
+        """Take the answers that have arrived, waiting up to ``seconds`` (None: without limit) for the first; do nothing
+        if none comes. The standby is over when it has closed the socket."""
         while not self._is_over and select.select([self._line], [], [], seconds)[0]:
             seconds = 0.0
             try:

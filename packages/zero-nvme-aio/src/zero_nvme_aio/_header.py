@@ -32,6 +32,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor's data."""
         return self.end - self.begin
 
 

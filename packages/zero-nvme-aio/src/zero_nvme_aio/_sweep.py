@@ -139,6 +139,7 @@ def one(setting: Setting, kind: str, path: str, memory: memoryview, nbytes: int)
         half = nbytes // 2 // 4096 * 4096
 
         def mixed() -> int:
+            """Read half of the memory while the other half is written; return the bytes of both."""
             reading = io.read(file, memory[:half], 0)
             writing = io.write(file, memory[half:], half)
             return reading.wait() + writing.wait()

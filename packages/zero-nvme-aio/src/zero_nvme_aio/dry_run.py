@@ -97,10 +97,12 @@ class _DryRunFile(File):
 
     @property
     def closed(self) -> bool:
+        """Return False: a dry run's file holds nothing that is to be closed."""
         return False
 
     @property
     def size(self) -> int:
+        """The present size of the sparse file in bytes."""
         return os.stat(self.path).st_size
 
     def close(self) -> None:
@@ -123,13 +125,16 @@ class _EndedRequest(Request):
 
     @property
     def nbytes(self) -> int:
+        """The bytes that the request was for."""
         return self._nbytes
 
     @property
     def checksum(self) -> str | None:
+        """A constant in place of the checksum if one was asked for, else None."""
         return _CHECKSUM if self._summed else None
 
     def done(self) -> bool:
+        """Return True: it had ended when it was made."""
         return True
 
     def wait(self, timeout: float | None = None) -> int:

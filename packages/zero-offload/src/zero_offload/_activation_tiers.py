@@ -156,6 +156,7 @@ class HostActivations:
         self._free.setdefault(place.nbytes, []).append(place)
 
     def flush(self) -> None:
+        """Wait for all copies to and from the host."""
         self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
@@ -257,6 +258,7 @@ class FiledActivations:
         self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
 
     def flush(self) -> None:
+        """Wait for all writes to files."""
         while self._writing:
             self._finish_oldest_write()
 

@@ -65,6 +65,7 @@ def open_extents(
     engine = engine if ends is None else ends.io_engine(engine)
 
     def opened() -> Any:
+        """Open the store; raises what `zero_nvme_aio.ExtentStore` raises."""
         return library.ExtentStore(
             list(paths), prefix=prefix, checksums=checksums or verify, verify=verify, engine=engine
         )

@@ -315,8 +315,8 @@ def _gather_full_from_tier(
 def _write_to_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
 ) -> None:
-    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; nothing where the tier
-    has no such kind."""
+    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; do nothing where the
+    tier has no such kind."""
     entry = unit.layout.entries[index]
     fragment = unit.layout.fragment_of(entry, partition.rank)
     if fragment is not None and kind in states.kinds(entry.name):
@@ -327,7 +327,7 @@ def _write_to_tier(
 def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[str]]) -> None:
     """Raise `PartitionError` if a parameter has states with a value per element, and none of them is ``key``.
 
-    ``everyones``: by rank, the names of those that it knows. Nothing if no rank has any.
+    ``everyones``: by rank, the names of those that it knows. Do nothing if no rank has any.
     """
     known = sorted({name for names in everyones for name in names})
     if known and key not in known:

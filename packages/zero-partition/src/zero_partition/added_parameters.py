@@ -87,7 +87,7 @@ class AddedParameters:
         )
 
     def _registered(self, module: nn.Module) -> None:
-        """Note that ``module`` got a parameter or a module; nothing if it is not in the model."""
+        """Note that ``module`` got a parameter or a module; do nothing if it is not in the model."""
         if id(module) in self._modules:
             self._has_changed = True
 
@@ -98,7 +98,7 @@ class AddedParameters:
         self._lengths = list(map(len, self._lists))
 
     def _look(self) -> None:
-        """Find the added parameters in the model's tree, and remember the tree; nothing once the model is gone."""
+        """Find the added parameters in the model's tree, and remember the tree; do nothing once the model is gone."""
         self._has_changed = False
         model = self._model()
         if model is None:

@@ -48,7 +48,7 @@ class AgreedGradients(NamedTuple):
 
     def factor(self, clip: float, scale: float) -> Factor:
         """Return the factor that removes the loss ``scale`` from the gradients and clips to a global norm of ``clip``
-        (0: does not clip): a tensor on the device while only that knows the norm."""
+        (0: does not clip): a tensor on the device while only the device knows the norm."""
         if clip > 0 and self.square is None and self.on_device is not None:
             return self.on_device.factor(clip, _CLIP_EPSILON, scale)
         factor = 1.0 / scale
@@ -228,15 +228,15 @@ class GradientAgreement:
         return next((name for _, name in told if name), "")
 
     def learn_deferred(self) -> None:
-        """Wait until the host knows the norm of the last step; nothing if it was not deferred. Every rank calls it at
-        the same point.
+        """Wait until the host knows the norm of the last step; do nothing if it was not deferred. Every rank calls it
+        at the same point.
 
         Raises `NonFiniteGradientError` on every rank if it is not finite; the gradients are forgotten then.
         """
         self._learn_deferred(None)
 
     def _learn_deferred(self, square: float | None) -> None:
-        """Take ``square`` for the deferred sum of squares, None to wait for it; nothing if none is deferred.
+        """Take ``square`` for the deferred sum of squares, None to wait for it; do nothing if none is deferred.
 
         Raises `NonFiniteGradientError` on every rank if it is not finite, after the gradients were forgotten.
         """

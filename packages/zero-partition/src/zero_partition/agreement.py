@@ -83,13 +83,13 @@ class Liveness:
             self._writes.pop()
 
     def note_meeting(self) -> None:
-        """Forget an earlier interrupted write, as all ranks have met since, so it has not ended the engine; nothing
-        inside `writing`."""
+        """Forget an earlier interrupted write, as all ranks have exchanged messages since, so it has not ended the
+        engine; do nothing inside `writing`."""
         if not self._writes:
             self._left = None
 
     def end(self, failure: BaseException) -> None:
-        """End the engine on this rank because of ``failure``, and tell the other ranks; nothing if it has ended
+        """End the engine on this rank because of ``failure``, and tell the other ranks; do nothing if it has ended
         already."""
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
@@ -187,8 +187,8 @@ class Agreement:
         return self._learn(messages, kind)
 
     def agree_in_lock_step(self, message: LockStep) -> list[LockStep]:
-        """Exchange ``message`` with all ranks before a wait in a backward pass; return all of them in rank order.
-        Collective."""
+        """Exchange ``message`` with all ranks before a wait in a backward pass that is in lock step (see
+        `Interleaving.begin`); return all of them in rank order. Collective."""
         return decode_each(LockStep.decode, self.agree("learning", "", message.encode()))
 
     def meet_done(self) -> str | None:

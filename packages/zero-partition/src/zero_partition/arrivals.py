@@ -56,8 +56,8 @@ class GradientArrivals:
             self._take(unit, number, hook)
 
     def take_left(self) -> None:
-        """Take the gradients that were left in ``.grad`` for the user's hooks, which have run by now; nothing without
-        any."""
+        """Move the gradients that were left in ``.grad`` for the user's hooks, which have run by now, into the units'
+        buffers; do nothing if there are none."""
         left, self._left = self._left, []
         for unit, number, hook in left:
             self._take(unit, number, hook)

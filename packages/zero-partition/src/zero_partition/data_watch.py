@@ -24,7 +24,7 @@ _DISABLED = torch._C._disabled_torch_function_impl
 
 
 def watch_data(parameter: nn.Parameter) -> None:
-    """Give ``parameter`` a class whose ``data`` lets its owner find writes; nothing if the user's class has a
+    """Give ``parameter`` a class whose ``data`` lets its owner find writes; do nothing if the user's class has a
     ``__torch_function__`` of its own. A released parameter stays released."""
     kind = present_class(parameter)
     if kind.__torch_function__ is _DISABLED:

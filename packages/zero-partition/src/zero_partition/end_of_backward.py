@@ -66,6 +66,7 @@ def _call_with_next_exception(frame: FrameType, failed: Failed) -> None:
     before, own = sys.gettrace(), frame.f_trace
 
     def on_event(where: FrameType, event: str, details: Any) -> Any:
+        """Take the frame's next event: restore the trace function, and pass an exception, or None, to ``failed``."""
         sys.settrace(before)
         where.f_trace = own
         failed(details[1].with_traceback(details[2]) if event == "exception" else None)

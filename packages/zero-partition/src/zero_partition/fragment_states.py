@@ -187,7 +187,7 @@ class StateElsewhere(dict[str, Any]):
         return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
     def __delitem__(self, kind: str) -> None:
-        """Remove a kind; nothing if it was not assigned."""
+        """Remove a kind; do nothing if it was not assigned."""
         super().pop(kind, None)
 
     def pop(self, kind: str, *default: Any) -> Any:

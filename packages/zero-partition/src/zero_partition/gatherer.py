@@ -118,7 +118,7 @@ class OrderedGathers:
 
     def issue_until(self, count: int) -> None:
         """Issue gathers until at least the first ``count`` of the running pass's order, or all of it, are issued;
-        nothing outside a pass."""
+        do nothing outside a pass."""
         while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
             self.issue_next()
 
@@ -300,7 +300,7 @@ class Gatherer:
 
     def end(self, *, joined: bool = False) -> None:
         """End the pass: issue the gathers that this rank did not need, and release every unit that is not pinned;
-        nothing outside a pass.
+        do nothing outside a pass.
 
         ``joined``: this rank took part for the others only, so the order learns nothing from it.
         """
@@ -383,7 +383,7 @@ class Gatherer:
 
     def _evict(self, needed: Unit) -> None:
         """While more than ``max_live_numel`` elements are gathered, release units that this rank has not used in the
-        pass, in the order of their gathers, but not ``needed``. Nothing outside a pass."""
+        pass, in the order of their gathers, but not ``needed``. Do nothing outside a pass."""
         if not self._gathers.active or self._live.live <= self._max_live_numel:
             return
         for index in self._gathers.order[: self._gathers.issued]:

@@ -120,7 +120,7 @@ class GradientWatch:
 
     def _refuse_to_clip_alone(self, parameter: nn.Parameter) -> None:
         """Raise `PartitionError` if torch's clipping reads the gradient of ``parameter``, which no optimizer has;
-        nothing for any other reader, or if there is no gradient."""
+        do nothing for any other reader, or if there is no gradient."""
         with torch._C.DisableTorchFunctionSubclass():
             if parameter.grad is None or _accessing_frame().f_globals.get("__name__") != _CLIPPING:
                 return
@@ -144,7 +144,7 @@ class GradientWatch:
         return [g for g in self._gradients if not (shown and g.is_shown)]
 
     def _name(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter of a trained unit."""
+        """Return the full name of ``parameter``, one of a trained unit's."""
         gradients, number = self._held[id(parameter)]
         return gradients.unit.names[number]
 

@@ -345,8 +345,8 @@ class UnitGradients:
         return digest_of(cast(torch.Tensor, self.reduced))
 
     def adopt_shown(self) -> None:
-        """Copy elements that user code changed in the tensors of `full_gradients` to `reduced`; others keep their
-        digits.
+        """Copy elements that user code changed in the tensors of `full_gradients` to `reduced`; other elements keep all
+        digits of the average.
 
         Nothing where these are views of `reduced`.
         """

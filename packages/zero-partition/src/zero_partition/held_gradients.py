@@ -88,7 +88,7 @@ class HeldGradients:
 
     def reduce_late(self, units: Collection[int]) -> None:
         """Reduce the gradients of ``units`` (indices, the same on every rank) outside a pass, and `show` them.
-        Collective; nothing without units."""
+        Collective; do nothing without units."""
         if units:
             self._reducer.reduce_scatter_now(units)
             self.show()

@@ -175,7 +175,7 @@ class ModuleHooks:
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
     """Report to the listener that autograd has finished the gradient of parameter ``number`` of the unit with index
-    ``unit``; nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
+    ``unit``; do nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
     owner = hooks()
     if owner is not None and any_modes():
         call_outside_modes(owner.listener.gradient_ready, unit, number, hook)
@@ -254,7 +254,7 @@ class ModuleWatch:
                 yield owner
 
     def _on_output_gradient(self, _gradient: torch.Tensor) -> None:
-        """Report that backward is about to read the module's units; nothing inside a transform of torch.func."""
+        """Report that backward is about to read the module's units; do nothing inside a transform of torch.func."""
         if innermost_transform() is not None:  # which differentiates by itself inside forward
             return
         if any_modes():
@@ -272,6 +272,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        """Call ``call`` outside of all dispatch modes, and untraced where torch.compile traces."""
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return untraced(*args, **kwargs)
         return call_outside_modes(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
@@ -292,7 +293,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook with the arguments that torch gives it; nothing in the cases of `in_graph`."""
+        """Run the hook with the arguments that torch gives it; do nothing in the cases of `in_graph`."""
         if self.in_graph and torch.compiler.is_compiling():
             return None
         return self._call(*args, **kwargs)

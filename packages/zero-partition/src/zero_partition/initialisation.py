@@ -127,12 +127,12 @@ class Init:
 
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that was built outside `Init`, with their present values, whether the
-        context is open or not. Collective. Nothing on a single rank without ``new_shard``."""
+        context is open or not. Collective. Does nothing on a single rank without ``new_shard``."""
         if self._shards:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """Wait until all ranks gather ``records``, or stop using them, at this point; nothing once the context is
+        """Wait until all ranks gather ``records``, or stop using them, at this point; do nothing once the context is
         closed.
 
         Raises `DesyncError` on every rank if they do not. Collective.
@@ -254,7 +254,7 @@ class Init:
 
     def _meet_all(self, call: str, records: list[ShardedParameter]) -> None:
         """Wait until all ranks have come to ``call`` with ``records``, serving requests meanwhile; then reshard what
-        requests have gathered. Nothing on a single rank. Collective."""
+        requests have gathered. Does nothing on a single rank. Collective."""
         if not self._is_only_rank:
             while self._meetings.meet(call, records) is None:
                 pass
@@ -299,7 +299,8 @@ class Init:
         return self._blanks[key].expand(parameter.shape)
 
     def _allocate_blank(self, parameter: nn.Parameter) -> None:
-        """Give a parameter that is still a blank memory of its own, before its values are written; else do nothing."""
+        """Give a parameter that is still a blank memory of its own, before its values are written, and, if it has
+        several elements, a `ShardedParameter` as its record; else do nothing."""
         blank = self._blanks.get((parameter.dtype, parameter.device))
         if blank is not None and parameter.untyped_storage().data_ptr() == blank.untyped_storage().data_ptr():
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)

@@ -99,8 +99,8 @@ class Interception:
         self._modules.clear()
 
     def _watch(self, module: nn.Module) -> None:
-        """Watch the parameters of ``module``; nothing if it is watched already or is a torch.jit module, which takes no
-        hooks."""
+        """Watch the parameters of ``module``; do nothing if it is watched already or is a torch.jit module, which takes
+        no hooks."""
         if takes_hooks(module) and not isinstance(module._parameters, WatchedParameters):
             module.__dict__["_parameters"] = WatchedParameters(module._parameters, self._use)
             self._modules.add(module)

@@ -66,8 +66,8 @@ class Interleaving:
         self._active = self._lock_step = False
 
     def before_gather(self, unit: Unit) -> None:
-        """Start the reductions that another rank may finish before it issues the gather of ``unit``; nothing outside a
-        pass.
+        """Start the reductions that another rank may finish before it issues the gather of ``unit``; do nothing outside
+        a pass.
 
         In lock step, meet the other ranks instead, unless all of them are known to have issued the gather.
         """
@@ -111,8 +111,8 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Advance all reductions but the newest to their last hop, and finish the oldest while more are in flight than
-        `OrderedReductions.over_limit` allows."""
+        """Advance all reductions but the newest to their last hop (`zero_comm.Work.advance`), and finish the oldest
+        while more are in flight than `OrderedReductions.over_limit` allows."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
@@ -121,7 +121,7 @@ class Interleaving:
 
     def _finish_oldest(self) -> None:
         """Wait for the oldest reduction in flight and have its unit take the result, after issuing the gathers that
-        others may wait for; nothing if none is in flight."""
+        others may wait for; do nothing if none is in flight."""
         one = self._reductions.oldest
         if one is not None:
             self._before_reduction(one.number, one.gathers_first)
@@ -143,7 +143,7 @@ class Interleaving:
 
     def _start_within(self, position: int | None) -> None:
         """Start the reductions that come before a wait for the gather at ``position`` of the order (None: all of the
-        pass), and advance them to their last hop."""
+        pass), and advance them to their last hop (`zero_comm.Work.advance`)."""
         while self._reductions.must_start_before(position):
             self.start_next()
         self._reductions.advance_before(position)

@@ -197,6 +197,7 @@ class ShardedOptimizer:
 
             def step(begin: Callable[[], None] | None = None) -> None:
                 def written() -> None:
+                    """Begin the part of the step that writes weights; called before the first write."""
                     if agreed.hooked:
                         runtime.agree("step hooks", "", None)
                     writing.enter_context(runtime.writing("the step"))
@@ -279,6 +280,7 @@ class ShardedOptimizer:
         listed = list(chain.from_iterable(self._listed))
 
         def has_gradient(name: str) -> bool:
+            """Return whether parameter ``name`` has a gradient for this step."""
             if (place := self._places.get(name)) is None:
                 return False
             index, number = place

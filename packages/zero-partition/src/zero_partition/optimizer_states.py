@@ -142,7 +142,7 @@ class OptimizerStates:
             self._held.watch(read)
 
     def unwatch(self) -> None:
-        """Stop calling the function that `watch` was given; nothing if none is watching."""
+        """Stop calling the function that `watch` was given; do nothing if none is watching."""
         self._read = None
         if self._held is not None:
             self._held.unwatch()
@@ -300,6 +300,7 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
     whole = owned.fragment.length == shape.numel()
 
     def part_of(key: str, value: Any) -> Any:
+        """Return this rank's fragment of a full-shape tensor, in lists and tuples too; other values as they are."""
         if isinstance(value, (list, tuple)):
             return type(value)(part_of(f"{key}[{number}]", one) for number, one in enumerate(value))
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
@@ -332,6 +333,7 @@ def moved_state(state: dict[str, Any], group: Mapping[str, Any], owned: OwnedFra
     numbers = number_device(group, owned)
 
     def moved(value: torch.Tensor) -> torch.Tensor:
+        """Return a state tensor on the parameter's device, a 0-dim one on that of the numbers."""
         return value.to(owned.tensor.device if value.dim() else numbers)
 
     return cast(dict[str, Any], tree_map_only(torch.Tensor, moved, state))

@@ -128,7 +128,7 @@ class OptimizerTensors:
 
     def check_states(self) -> None:
         """Raise `PartitionError` if user code has set a state to that of another parameter, or to one of full shape
-        where this rank has a part; nothing before code has read states."""
+        where this rank has a part; do nothing before code has read states."""
         if not self._states_seen:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,7 +178,8 @@ class OptimizerTensors:
         self._guard(Phase.HOOKS)
 
         def unguard_and_begin(*_: Any) -> None:
-            """Check states, make the tensors plain and call ``begin``: the last step pre-hook, after the user's."""
+            """Check states, make the tensors plain, set ``.grad`` of those that other ranks update to None, and call
+            ``begin``: the last step pre-hook, after the user's."""
             self.check_states()
             self._unguard()
             for tensor in updated_elsewhere:
@@ -361,7 +362,7 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """Guard states of the same size as their tensor, from the first time that code reads states; nothing unless
+        """Guard states of the same size as their tensor, from the first time that code reads states; do nothing unless
         other ranks may hold other parts of the parameters."""
         if not self.split:
             return

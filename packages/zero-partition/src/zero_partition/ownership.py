@@ -22,7 +22,8 @@ class Owner(Protocol):
     """The interface through which classes of parameters call their `Partition`."""
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs from now on; nothing if either is not of the owner's model."""
+        """Gather ``parameter`` whenever ``module`` runs from now on; do nothing if either is not of the owner's
+        model."""
 
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
         """Record an access to ``parameter.grad``, or raise `PartitionError` to refuse it; called just before it

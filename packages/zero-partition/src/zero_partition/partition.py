@@ -135,13 +135,13 @@ class Partition:
 
     def refuse_placeholder_buffers(self) -> None:
         """Raise `ReleasedParameterError` if a buffer of the model was set to the ``.data`` of a released parameter, as
-        it would read NaN; nothing once the model is gone."""
+        it would read NaN; do nothing once the model is gone."""
         if (model := self._model()) is not None:
             refuse_placeholder_buffers(model, self.units)
 
     def refuse_buffers_in(self, units: Iterable[Unit]) -> None:
         """Raise `PartitionError` if a buffer of the model lies in the memory of ``units``, which are gathered and about
-        to be released; nothing once the model is gone."""
+        to be released; do nothing once the model is gone."""
         if (model := self._model()) is not None:
             refuse_buffers_in(model, units)
 
@@ -177,8 +177,8 @@ class Partition:
         return range(self.world_size) if self.options.stage == 0 else range(self.rank, self.rank + 1)
 
     def add_use(self, module: nn.Module, parameter: nn.Parameter) -> None:
-        """Gather ``parameter`` whenever ``module`` runs from now on; nothing if either was not in the model when it was
-        sharded."""
+        """Gather ``parameter`` whenever ``module`` runs from now on; do nothing if either was not in the model when it
+        was sharded."""
         found = self.find(parameter)
         name = self._names.get(id(module))
         if found is not None and name is not None:
@@ -263,6 +263,7 @@ class Partition:
         seen: set[int] = set()
 
         def nbytes(tensor: torch.Tensor | None) -> int:
+            """Return the bytes of a tensor's storage, 0 for None and for a storage that was counted."""
             if tensor is None or (address := storage_address(tensor)) in seen:
                 return 0
             seen.add(address)

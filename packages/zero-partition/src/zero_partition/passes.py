@@ -183,7 +183,7 @@ class Passes:
             self._saved.open()
 
     def _release_when_done(self, unit: Unit) -> None:
-        """Release ``unit`` if all its modules have run in this forward pass; nothing in backward."""
+        """Release ``unit`` if all its modules have run in this forward pass; do nothing in backward."""
         if not self._calls.in_backward and self._calls.is_done(unit):
             self._gatherer.release(unit)
 
@@ -282,8 +282,8 @@ class Passes:
 
     @outside_modes
     def end_backward(self) -> None:
-        """Finish the backward pass: wait for its reductions and release all units (steps 10 to 12); nothing if none is
-        running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine."""
+        """Finish the backward pass: wait for its reductions and release all units (steps 10 to 12); do nothing if none
+        is running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine."""
         if not self._calls.in_backward:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers
@@ -317,7 +317,7 @@ class Passes:
         self.begin_backward()
 
     def _recover_backward(self, failure: BaseException | None) -> None:
-        """Recover from a ``loss.backward()`` that raised (see `failed_in`); nothing if the engine has ended already.
+        """Recover from a ``loss.backward()`` that raised (see `failed_in`); do nothing if the engine has ended already.
 
         ``failure``: what it raised; None if that is not known.
         """

@@ -88,6 +88,7 @@ def plan_sharding(
     policy = options.policy
 
     def is_trained(parameter: nn.Parameter) -> bool:
+        """Return whether the parameter requires a gradient and is among ``trainable``, if that is given."""
         return parameter.requires_grad and (trainable is None or id(parameter) in trainable)
 
     def dtype_of(name: str, parameter: nn.Parameter) -> torch.dtype:

@@ -71,8 +71,8 @@ class Reducer:
         return self._reductions.started
 
     def mark_ran(self, unit: int) -> None:
-        """Note that modules of the unit with index ``unit`` run in a forward that may lead to gradients; nothing for a
-        frozen unit."""
+        """Note that modules of the unit with index ``unit`` run in a forward that may lead to gradients; do nothing for
+        a frozen unit."""
         if unit in self._by_unit:
             self._ran.add(unit)
 
@@ -118,7 +118,7 @@ class Reducer:
 
     def start_rest(self) -> None:
         """Start the remaining reductions in the agreed order, as autograd has ended, and note which units got another
-        number of gradients than expected; nothing outside a pass."""
+        number of gradients than expected; do nothing outside a pass."""
         if not self.active:
             return
         if self._reductions.complete:

@@ -161,6 +161,7 @@ def _call(
     written = [keywords.get("out"), target if writes(name) else None]
 
     def with_values(value: Any) -> Any:
+        """Return the gathered value of a released parameter; other values as they are."""
         if not _is_released_value(value):
             return value
         return _gathered_value(value, name, writes=any(value is target for target in written))
@@ -239,6 +240,7 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
     replaced by their gradient edges, which need no values."""
 
     def edge(value: Any) -> Any:
+        """Return the gradient edge of a released parameter, in lists and tuples too; other values as they are."""
         if isinstance(value, (list, tuple)):
             return type(value)(edge(item) for item in value)
         return get_gradient_edge(value) if isinstance(value, nn.Parameter) and _is_released_value(value) else value

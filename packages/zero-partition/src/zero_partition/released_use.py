@@ -76,7 +76,7 @@ class ReleasedUse:
 
     def gathered(self, units: Iterable[Unit]) -> None:
         """Have autograd save views of the parameters of ``units``, which the user has gathered and may use in a loss;
-        nothing unless `forward_ended` was called since the last step."""
+        do nothing unless `forward_ended` was called since the last step."""
         if self._in_training:
             for unit in units:
                 _answer_with_views(unit)

@@ -41,7 +41,7 @@ class Reopening:
         self._reductions = reductions
 
     def reopen(self, call: str) -> None:
-        """Make an engine that a failure has ended usable again; nothing for any other. Collective after a failure.
+        """Make an engine that a failure has ended usable again; do nothing for any other. Collective after a failure.
 
         ``call``: the engine's method, for messages. Raises `CommError` if the engine cannot continue, or a rank does
         not call this in time; a later call cannot succeed then.
@@ -93,7 +93,7 @@ def _check_intact(told: Sequence[TrainingPosition]) -> None:
     """Raise `CommError` if a rank was interrupted while it wrote weights, or ranks have taken different numbers of
     steps.
 
-    ``told``: every rank's standing, in rank order, so that all ranks raise the same.
+    ``told``: every rank's `TrainingPosition`, in rank order, so that all ranks raise the same.
     """
     for rank, one in enumerate(told):
         if one.interrupted is not None:

@@ -110,7 +110,7 @@ class Route:
         return self.secondary.all_gather(flat, tag)
 
     def arrived(self, flat: torch.Tensor) -> None:
-        """Keep this rank's secondary shard of ``flat``, which a gather has filled; nothing if that was a gather of
+        """Keep this rank's secondary shard of ``flat``, which a gather has filled; do nothing if that was a gather of
         secondary shards, or there are none."""
         if self.secondary is not None and self._fills_secondary:
             self.secondary.keep(flat)

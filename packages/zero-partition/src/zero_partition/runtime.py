@@ -163,7 +163,7 @@ class Runtime:
 
     @property
     def step(self) -> int:
-        """Number of the current step, which messages and the tags of collectives carry."""
+        """Set the number of the running step, for tags of collectives and messages."""
         return self._step.value
 
     @step.setter
@@ -181,7 +181,7 @@ class Runtime:
         self.passes.begin_backward()
 
     def end_backward(self) -> None:
-        """Finish the backward pass: wait for its reductions and release all units; nothing if none is running.
+        """Finish the backward pass: wait for its reductions and release all units; do nothing if none is running.
         Collective if it gathers or reduces."""
         self.passes.end_backward()
 

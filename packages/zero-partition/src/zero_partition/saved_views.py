@@ -49,14 +49,14 @@ class SavedViews:
         self._context.__enter__()
 
     def open_in_backward(self) -> None:
-        """Install the hooks, as `open` does, for a forward that backward recomputes; nothing if activation
+        """Install the hooks, as `open` does, for a forward that backward recomputes; do nothing if activation
         checkpointing has its own hooks there: it keeps the views themselves, whose memory stays."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if outer is None or getattr(outer[0], "__module__", "") != CHECKPOINT_MODULE:
             self.open()
 
     def close(self) -> None:
-        """Remove the hooks; tensors saved so far are still unpacked by them. Nothing if they are not installed."""
+        """Remove the hooks; tensors saved so far are still unpacked by them. Does nothing if they are not installed."""
         if self._context is not None:
             self._context.__exit__(None, None, None)
             self._context = None

@@ -46,15 +46,15 @@ class GatherSchedule:
         return self._index.get(unit, -1)
 
     def pending_until(self, unit: int) -> list[int] | None:
-        """Return the units whose gathers have to be issued, in order, up to that of ``unit``; None if the pass does not
-        gather it or has issued it already."""
+        """Return the indices of the units whose gathers have to be issued, in order, up to that of ``unit``; None if
+        the pass does not gather it or has issued it already."""
         index = self._index.get(unit)
         if index is None or index < self.issued:
             return None
         return self.order[self.issued : index + 1]
 
     def remaining(self) -> list[int]:
-        """Return the units whose gathers are not issued yet, in order."""
+        """Return the indices of the units whose gathers are not issued yet, in order."""
         return self.order[self.issued :]
 
     def advance(self, count: int) -> None:

@@ -121,7 +121,7 @@ class ShardedParameter:
         return shard
 
     def reshard(self) -> None:
-        """Store this rank's shard of the present values and make the parameter a placeholder; nothing if it is not
+        """Store this rank's shard of the present values and make the parameter a placeholder; do nothing if it is not
         full, or gone."""
         parameter = self._parameter()
         if parameter is None or not self.is_full:
@@ -131,8 +131,8 @@ class ShardedParameter:
             self._release(parameter, self.shard)
 
     def forget_changes(self) -> None:
-        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since; nothing if
-        it is not full, or has had no shard yet."""
+        """Make a full parameter a placeholder again and keep the shard from before, dropping changes since; do nothing
+        if it is not full, or has had no shard yet."""
         parameter = self._parameter()
         if parameter is not None and self.is_full and self._shard is not None:
             with torch._C.DisableTorchFunction():
@@ -183,7 +183,7 @@ class ShardedParameter:
             context.meet([self, *others])
 
     def gather(self) -> None:
-        """Make a released parameter full, in memory of its own; nothing if it is full, or gone. Collective.
+        """Make a released parameter full, in memory of its own; do nothing if it is full, or gone. Collective.
 
         Raises `ReleasedParameterError` if the placeholder was written.
         """
@@ -196,7 +196,7 @@ class ShardedParameter:
             self.is_full = True
 
     def broadcast_from(self, rank: int) -> None:
-        """Replace the values of the full parameter by those of ``rank`` on every rank; nothing for a released one.
+        """Replace the values of the full parameter by those of ``rank`` on every rank; do nothing for a released one.
         Collective."""
         parameter = self._parameter()
         if parameter is not None and self.is_full:

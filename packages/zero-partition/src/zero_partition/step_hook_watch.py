@@ -58,14 +58,14 @@ class StepHookWatch:
         exchange_classes(self._parameters, _hooked_class)
 
     def end(self) -> None:
-        """Stop refusing uses and give the parameters their own classes back; nothing if `begin` was not called."""
+        """Stop refusing uses and give the parameters their own classes back; do nothing if `begin` was not called."""
         if self.is_on:
             self._updated = None
             exchange_classes(self._parameters, _outside_class)
 
     def gradient_used(self, parameter: nn.Parameter) -> None:
         """Raise `PartitionError` for a use of ``parameter.grad`` by user code while the optimizer's tensor has the
-        gradient; nothing for a parameter without one."""
+        gradient; do nothing for a parameter without one."""
         unit, number = self._places[id(parameter)]
         gradients = self._gradients.get(unit.index)
         if gradients is not None and gradients.touched[number] and is_user_access():

@@ -68,15 +68,15 @@ class TierWindow:
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
     def refresh(self) -> None:
-        """Copy the tier's values into this memory if they may have changed; nothing once the state no longer has this
-        window."""
+        """Copy the tier's values into this memory if they may have changed; do nothing once the state no longer has
+        this window."""
         self.state.store_assigned()
         if self._version != self.state.version() and self.state.is_current_window(self):
             self.values.copy_(self.state.read(self.kind).view_as(self.values))
             self._version = self.state.version()
 
     def write_back(self) -> None:
-        """Write this memory's values to the tier; nothing once the state no longer has this window."""
+        """Write this memory's values to the tier; do nothing once the state no longer has this window."""
         if self.state.is_current_window(self):
             self.state.write({self.kind: self.values})
             self._version = self.state.version()

@@ -146,7 +146,7 @@ class Unit:
 
     def wait_gather(self) -> None:
         """Wait for the gather in flight, make the parameters views of the filled flat buffer, and apply pending edits
-        of user code to them; nothing if no gather is in flight."""
+        of user code to them; do nothing if no gather is in flight."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -176,7 +176,7 @@ class Unit:
         self._free_flat()
 
     def release(self) -> None:
-        """Free the flat buffer and make the parameters placeholders; nothing for a released or unreleasable unit.
+        """Free the flat buffer and make the parameters placeholders; do nothing for a released or unreleasable unit.
 
         A gather in flight is finished first. Memory of which code still holds a view is left to that view; see
         [Note: views that code keeps].
@@ -291,8 +291,8 @@ class Unit:
         return self.flat if self.master.numel() == self.flat.numel() else self.flat[start:end]
 
     def update_master(self, weights: torch.Tensor) -> None:
-        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them; nothing
-        without a master. May run on any thread that `readers` waits for."""
+        """Update the master from ``weights``, a copy of `weights_with_master`, where it does not round to them; do
+        nothing without a master. May run on any thread that `readers` waits for."""
         if self.master is not None:
             follow_weights(self.master.data, weights)  # .data: leaves the version counter alone, which readers compare
 
@@ -353,8 +353,8 @@ class Unit:
         self._note_weights_changed()
 
     def borrow_shard(self) -> torch.Tensor:
-        """Return this rank's shard (1-D) for the caller to write, until `give_back_shard`; waits for `readers`. Every
-        rank calls it at the same point."""
+        """Return this rank's shard (1-D) for the caller to write, until `give_back_shard`; waits for `readers`, and
+        drops checksums and secondary shards of the old values. Every rank calls it at the same point."""
         self.readers.wait()
         self.edits.forget_checksums()
         self.route.weights_changed()

@@ -28,6 +28,7 @@ def without_torch_function(call: Callable[_Arguments, _Result]) -> Callable[_Arg
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        """Call ``call`` with `__torch_function__` of tensor subclasses disabled."""
         with torch._C.DisableTorchFunctionSubclass():
             return call(*args, **kwargs)
 
@@ -211,29 +212,31 @@ class UnitEdits:
         self._checksums = self._compared = None
 
     def forget_lent(self) -> None:
-        """Drop checksums and lent aliases, which a release of the parameters makes useless."""
+        """Drop checksums and the aliases that `lend` has returned, which a release of the parameters makes useless."""
         self._checksums = self._compared = None
         self._lent.clear()
 
     def _note_seen(self, number: int) -> None:
-        """Store the present version counters of a parameter and of its lent alias."""
+        """Store the present version counters of a parameter and of the alias that `lend` has returned for it, if
+        any."""
         self._versions[number] = _version(self._parameters[number], self._versions[number])
         if number in self._lent:
             alias, _ = self._lent[number]
             self._lent[number] = (alias, alias._version)
 
     def _is_lent_written(self) -> bool:
-        """Return whether any alias that was lent has been written through."""
+        """Return whether user code has written through any alias that `lend` has returned."""
         return bool(self._lent) and any(map(self._is_written, self._lent))
 
     def _is_written(self, number: int) -> bool:
-        """Return whether the alias lent for parameter ``number`` has been written through; False if there is none."""
+        """Return whether user code has written through the alias that `lend` has returned for parameter ``number``;
+        False if there is none."""
         alias, version = self._lent.get(number, (None, 0))
         return alias is not None and alias._version != version
 
     def _different(self, views: Sequence[torch.Tensor]) -> list[int]:
         """Return the numbers of the parameters that differ from their views in address or dtype, or have been written,
-        also through a lent alias."""
+        also through an alias that `lend` has returned."""
         return [
             number
             for number, (p, view) in enumerate(zip(self._parameters, views, strict=True))

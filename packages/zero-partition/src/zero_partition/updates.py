@@ -116,7 +116,8 @@ class FragmentUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Give the tensors views of the reduced gradients and step; the masters are updated in place."""
+        """Give the tensors views of the reduced gradients, scaled by ``factor``, and call ``step``, which updates the
+        masters in place."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
             self._of_unit = dict(self._by_unit())
@@ -323,14 +324,14 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
 
 def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
     """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size;
-    nothing for another optimizer."""
+    do nothing for another optimizer."""
     if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
         positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
         optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks; nothing for another
+    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks; do nothing for another
     optimizer."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)

@@ -118,7 +118,8 @@ class UserEdits:
         """Apply the edits of which every rank found the same; undo others and raise `EditRefusedError` on every rank.
 
         ``found``: the `report` of each rank, in rank order. ``kind``: of the message that carried them; "step" also
-        ends the tolerance for casts made inside forward. Collective if any rank found an edit.
+        ends the tolerance for casts made inside forward, and updates shards and masters of units that stay gathered and
+        whose writes may leave no trace. Collective if any rank found an edit.
         """
         if any(found):
             self._settle_found(found, kind)
@@ -146,7 +147,7 @@ class UserEdits:
             unit.settle_masters()
 
     def note_ties(self) -> None:
-        """Refuse (`UnitEdits.refused`) a parameter that user code has put over the memory of another one; nothing if
+        """Refuse (`UnitEdits.refused`) a parameter that user code has put over the memory of another one; do nothing if
         there is none."""
         if (tied := find_tied(self._units)) is not None:
             unit, number, problem = tied
@@ -286,7 +287,8 @@ class UserEdits:
         return untouched(self._parameters, self._views, self._dtypes, self._versions)
 
     def _look_at_releasable(self, unit: Unit) -> None:
-        """Have ``unit`` keep edits of its placeholders or gathered parameters; nothing while a gather is in flight."""
+        """Have ``unit`` keep edits of its placeholders or gathered parameters; do nothing while a gather is in
+        flight."""
         if unit.state is UnitState.RELEASED:
             unit.collect_placeholder_edits()
         elif unit.state is UnitState.GATHERED:
@@ -294,7 +296,7 @@ class UserEdits:
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
         """Have ``unit``, which stays gathered, keep its edits; at a step (``kind``) undo casts that forward has made.
-        Nothing while the unit is hidden."""
+        Does nothing while the unit is hidden."""
         if unit.hidden:
             return
         for number in unit.edits.find_changed(unit.views):

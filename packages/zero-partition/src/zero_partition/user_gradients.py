@@ -70,7 +70,7 @@ class UserGradients:
         self._note_left()
 
     def refresh(self) -> None:
-        """Show the averaged gradients again after the engine itself has changed them; nothing if none are shown."""
+        """Show the averaged gradients again after the engine itself has changed them; do nothing if none are shown."""
         if self._shown:
             self.show()
 
@@ -226,8 +226,8 @@ class UserGradients:
         return not any(map(self._was_edited, self._shown))
 
     def _note_left(self) -> None:
-        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with; nothing if no averages
-        are shown."""
+        """Store what the engine has left in each ``.grad``, for `_is_as_left` to compare with; do nothing if no
+        averages are shown."""
         if self._shown:
             nothing = itertools.repeat(None)
             units = ((g.unit.parameters, self._shown.get(index, nothing)) for index, g in self._gradients.items())

@@ -36,7 +36,7 @@ class ZeroGrad:
         return self._own(*args, **kwargs)
 
     def remove(self) -> None:
-        """Restore the object's own `zero_grad`; nothing if something else has replaced this one, or the object is
+        """Restore the object's own `zero_grad`; do nothing if something else has replaced this one, or the object is
         gone."""
         owner = self._owner()
         if owner is None or owner.__dict__.get("zero_grad") is not self:
@@ -68,6 +68,8 @@ def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGr
         reference = weakref.ref(module)
 
         def discard_of_module(*, set_to_none: bool) -> None:
+            """Discard the gradients of the module's parameters, or of all of them for the model itself or a module that
+            is gone."""
             found = reference()
             whole = found is model
             discard(None if found is None or whole else found.parameters(), set_to_none=set_to_none)

@@ -55,7 +55,8 @@ def estimate_zero1_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
     """Return `estimate_zero1` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
+    are those of `estimate_zero1`.
     """
     total = count_parameters(model).total
     return estimate_zero1(
@@ -67,7 +68,8 @@ def estimate_zero2_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
     """Return `estimate_zero2` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
+    are those of `estimate_zero2`.
     """
     total = count_parameters(model).total
     return estimate_zero2(
@@ -79,7 +81,8 @@ def estimate_zero3_live(
     model: nn.Module, *, gpus_per_node: int = 1, nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> Estimate:
     """Return `estimate_zero3` for the parameters of ``model``: memory of one node in bytes, on CPU and per GPU. Raises
-    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1.
+    `PlanError` for a model without parameters, one that is not initialised, and numbers below 1. The other arguments
+    are those of `estimate_zero3`.
     """
     total, largest = count_parameters(model)
     return estimate_zero3(

@@ -105,6 +105,7 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
     import torch
 
     def synchronize() -> None:
+        """Wait for the device's work; do nothing on the CPU."""
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 

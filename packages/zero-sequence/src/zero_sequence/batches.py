@@ -91,5 +91,6 @@ def _extend(batch: dict[str, Any], along: list[str], missing: int, pad_token_id:
 
 
 def _describe(batch: dict[str, Any]) -> str:
+    """Return a batch as text for messages: the shapes of its tensors, other values as they are."""
     shapes = {key: tuple(value.shape) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     return str(shapes)

@@ -62,4 +62,5 @@ def plan_heads(query_heads: int, key_heads: int, ranks: int, *, pad: bool = Fals
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of ``number``, ascending."""
     return [size for size in range(1, number + 1) if number % size == 0]

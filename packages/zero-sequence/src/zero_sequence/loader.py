@@ -74,6 +74,8 @@ class SequenceLoader:
                 return
 
     def _split(self, batch: Any) -> list[dict[str, Any]]:
+        """Return the shards of ``batch``, one for each rank of the sequence group. Raises `SequenceError` if it is no
+        mapping."""
         if not isinstance(batch, Mapping):
             raise SequenceError(f"expected batches that are mappings of tensors by name, got {type(batch).__name__}")
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
@@ -108,6 +110,7 @@ class SequenceLoader:
         return [_read(row, theirs) for row, theirs in zip(arrived, told, strict=True) if theirs is not None]
 
     def _placed(self, value: Any) -> Any:
+        """Return a tensor on the loader's device, if it has one; other values as they are."""
         return value.to(self._device) if self._device is not None and isinstance(value, torch.Tensor) else value
 
 

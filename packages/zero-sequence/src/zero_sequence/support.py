@@ -41,4 +41,5 @@ def check_configuration(model: nn.Module, attention: str) -> None:
 
 
 def _config(model: nn.Module) -> Any:
+    """Return the model's Transformers configuration."""
     return model.config

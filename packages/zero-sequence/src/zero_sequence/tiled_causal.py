@@ -119,7 +119,8 @@ class TiledCausalLoss:
         )
 
     def _compare(self, head: Head, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Raise `SequenceError` if ``head`` gives other logits for the last position than the model's ``logits``."""
+        """Raise `SequenceError` if ``head`` gives other logits for the last position than the model's ``logits``. Does
+        nothing if ``head`` has dropout that is on, as two calls then differ."""
         modules = head.modules() if isinstance(head, nn.Module) else ()
         if any(isinstance(module, nn.Dropout) and module.training and module.p for module in modules):
             return  # two calls differ

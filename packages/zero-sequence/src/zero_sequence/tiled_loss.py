@@ -131,4 +131,5 @@ class _EntropyWork:
         return gradient_of_losses(output, labels, self._terms, gradient.expand(labels.shape))
 
     def _labels_at(self, span: TileSpan) -> torch.Tensor:
+        """Return the labels of a tile's tokens (1-D, a view)."""
         return self._labels.narrow(0, span.start, span.length)

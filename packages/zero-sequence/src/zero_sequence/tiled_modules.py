@@ -69,7 +69,7 @@ def name_of(module: object) -> str:
 
 
 def call_on(module: Computes, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``module(*tiles)``. Raises `SequenceError` if it is no tensor."""
+    """Return ``module(*tiles)``. Raises `SequenceError` if the result is no tensor."""
     output: object = module(*tiles)
     if not isinstance(output, torch.Tensor):
         raise SequenceError(

@@ -92,6 +92,8 @@ class _Recomputed(Function):
 
     @staticmethod
     def forward(ctx: Any, work: TileWork, surroundings: TileSurroundings, count: int, *tensors: torch.Tensor) -> Any:
+        """Return the result of ``work``; keep the first ``count`` tensors, the inputs, for backward, and of the others,
+        the parameters, only dtype and identity."""
         ctx.work, ctx.surroundings = work, surroundings
         ctx.leaves = [(tensor.dtype, id(tensor)) for tensor in tensors[count:]]
         ctx.save_for_backward(*tensors[:count])

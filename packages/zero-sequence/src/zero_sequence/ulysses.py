@@ -81,7 +81,8 @@ class Ulysses:
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of a forward pass of shards: full masks, this shard's positions, no cache."""
+        """Replace the inputs of a forward pass of shards: full masks, this shard's positions, no cache. Does nothing in
+        evaluation if the options say so."""
         if self._options.disable_in_eval and not model.training:
             return None
         self._depth += 1
@@ -203,4 +204,5 @@ def _facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
 
 
 def _derives_positions(model: nn.Module) -> bool:
+    """Return whether a module of the model computes positions from token ids."""
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())

@@ -245,4 +245,5 @@ def _count(text: str) -> int:
 
 
 def _say(text: str) -> None:
+    """Print a line of the command's."""
     print(f"zero-core verify: {text}", flush=True)

@@ -225,6 +225,7 @@ def _rms(tensor: torch.Tensor) -> float:
 
 
 def _scalars(expected: object, got: object) -> str:
+    """Return two values as text, for a `Difference`."""
     return f"expected {expected}, got {got}"
 
 

@@ -253,20 +253,26 @@ class _Window(io.RawIOBase):
         self._position = 0
 
     def seekable(self) -> bool:
+        """Return True: `seek` works."""
         return True
 
     def readable(self) -> bool:
+        """Return True."""
         return True
 
     def tell(self) -> int:
+        """Return the position, in bytes from the window's begin."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Set the position as `io.IOBase.seek` does, not before the window's begin, and return it."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
+        """Return up to `size` bytes from the position on, which moves behind them; None or a negative number: all up to
+        the window's end."""
         left = max(0, self._length - self._position)
         self._file.seek(self._begin + self._position)
         data = self._file.read(left if size is None or size < 0 else min(size, left))

@@ -73,6 +73,7 @@ def write_filled(
         try:
 
             def note(tensors: dict[str, int], nbytes: int, fd: int = fd) -> None:
+                """Record tensors as on disk, after the file's data is."""
                 os.fdatasync(fd)
                 record.note(name, dict(tensors), nbytes)
 

@@ -64,8 +64,8 @@ class ConversionRecord:
         self._note(file, None, nbytes)
 
     def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
-        """Keep the state of a file, its tensors on disk or None for complete; the record is written once 256 MiB are
-        new."""
+        """Keep `what`, the tensors of a file that are on disk (None: the file is complete), `nbytes` more than before;
+        write the record once 256 MiB are new."""
         with self._lock:
             self._files[file] = what
             self._unrecorded_nbytes += nbytes

@@ -187,10 +187,12 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the chunk's elements in the output."""
         return self.length * ITEMSIZE[self.tensor.dtype]
 
     @property
     def end(self) -> int:
+        """The position in the output behind the chunk's last byte."""
         return self.position + self.nbytes
 
 

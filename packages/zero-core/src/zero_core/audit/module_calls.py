@@ -198,6 +198,7 @@ def _is_same_item(ours: Any, theirs: Any) -> bool:
 
 
 def _is_generator(value: Any) -> bool:
+    """Return whether ``value`` is a generator of random numbers, of torch, Python or NumPy."""
     return isinstance(value, (torch.Generator, random.Random)) or type(value).__module__.startswith("numpy.random")
 
 

@@ -101,7 +101,7 @@ def auditable_units(state: TrainingState) -> list[AuditedUnit]:
 
 
 def _common_ancestor(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that contains all ``names``, sorted; "" for the model itself."""
+    """Return the name of the innermost module that contains all ``names``, which are sorted; "" for the model."""
     first, last = names[0].split("."), names[-1].split(".")
     shared = [a for a, b in zip(first, last, strict=False) if a == b]
     same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(shared))

@@ -118,7 +118,7 @@ class Checkpoints:
         self._notices.before_step(leads=self._state.reports)
 
     def step_taken(self) -> None:
-        """Read the notices of all ranks, which came with the messages of the step."""
+        """Read all ranks' notices of failed and due saves, which came with the messages of the step."""
         self._notices.after_step()
 
     def after_step(self) -> None:

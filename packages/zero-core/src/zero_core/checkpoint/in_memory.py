@@ -135,8 +135,8 @@ def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
 
 
 def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shape: bool) -> Iterator[int]:
-    """Yield the indices of the files whose slices of ``tensor`` overlap ``spans``, ranges [first, end); of all its
-    files unless ``same_shape``: scalars and scales have other elements than the parameter."""
+    """Yield the indices of the files with a slice of ``tensor`` that overlaps ``spans``, ranges [first, end) of its
+    parameter; of all its files unless ``same_shape``: scalars and scales have other elements than the parameter."""
     for piece in tensor.slices:
         end = piece.offset + piece.length
         if not same_shape or any(first < end and piece.offset < last for first, last in spans):

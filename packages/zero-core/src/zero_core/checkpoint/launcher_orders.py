@@ -36,7 +36,7 @@ class LauncherOrders:
 
     @classmethod
     def of(cls, state: TrainingState, environ: Mapping[str, str] = os.environ) -> LauncherOrders:
-        """Return the object whose folder is the environment's `ZERO_LAUNCH_ORDERS`; without it, it does nothing."""
+        """Return an object for the folder that `ZERO_LAUNCH_ORDERS` names; without that variable it does nothing."""
         folder = environ.get(ORDERS_VARIABLE)
         return cls(state, None if not folder else Path(folder))
 

@@ -162,7 +162,7 @@ def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
 
 
 def _drop_unstarted(state: TrainingState, owned: OwnedFragment, kept: dict[str, Any]) -> None:
-    """Remove the moments of ``owned`` if ``kept``, the loaded state by key, has step 0: a tier saves it so at first."""
+    """Remove the moments of ``owned`` if its state ``kept`` has step 0: a tier saves them before a first step."""
     if state.optimizer is not None and not kept["step"]:
         state.optimizer.replace_state(owned, None)
 

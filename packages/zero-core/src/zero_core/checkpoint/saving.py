@@ -142,7 +142,7 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Return whether a background save failed whose error was not raised yet."""
+        """Return whether a background save has failed with an error that was not raised yet."""
         return self._background_saver is not None and self._background_saver.has_failed
 
     def wait(self) -> None:

@@ -114,4 +114,5 @@ class _Slots:
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` itself: the unpack function of `PlainStore`."""
     return tensor

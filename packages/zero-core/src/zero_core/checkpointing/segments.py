@@ -114,7 +114,7 @@ class Checkpointing:
 
 
 def running() -> Checkpointing | None:
-    """Return the object whose `Checkpointing.running` block, or segment, runs in this context; None outside."""
+    """Return the `Checkpointing` in whose `running` block, or segment, this code runs; None outside."""
     return _RUNNING.get()
 
 
@@ -188,5 +188,6 @@ def _saved_tensors_hooks() -> Hooks | None:
 
 
 def _synchronize() -> None:
+    """Wait for all work of the present accelerator, if there is one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

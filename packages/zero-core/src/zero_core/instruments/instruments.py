@@ -143,7 +143,7 @@ class PrintingInstruments:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Time the block as ``part``, count its operations, and measure memory after it, as configured; nothing in a
+        """Time the block as ``part``, count its operations, and measure memory after it, as configured; do nothing in a
         forward pass without gradients."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
@@ -191,6 +191,7 @@ class PrintingInstruments:
         """Do nothing: reports are printed after their step."""
 
     def _due(self) -> bool:
+        """Return whether reports are printed after this step."""
         return self._state.counters.global_steps % self._every == 0
 
     def _events(self, times: dict[str, float]) -> Iterator[Event]:

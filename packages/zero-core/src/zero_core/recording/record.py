@@ -62,7 +62,7 @@ class RunRecord:
         return ledger
 
     def sink(self) -> Callable[[str, str, float, float, int, bool], None]:
-        """Return the function that records a transfer between tiers (see `zero_offload.Trace`), on any thread."""
+        """Return the function (see `take`) that records a transfer between tiers; any thread may call it."""
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:

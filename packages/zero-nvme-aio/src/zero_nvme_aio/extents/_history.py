@@ -84,7 +84,8 @@ class History:
         return generation
 
     def note_durable(self, sync: GenerationSync) -> None:
-        """Record that the generation of `sync` survives a crash now, and remove those that nothing needs any more."""
+        """Record that the generation of `sync` survives a crash now, and close `sync`; do neither if a later one has
+        replaced it. Then remove the files of generations that nothing needs any more."""
         with self._lock:
             if self._unsynced is not None and self._unsynced[0] is sync:
                 _, self._durable_live = self._unsynced

@@ -40,6 +40,7 @@ class WrittenRange:
 
     @property
     def end(self) -> int:
+        """The offset in the extent behind the range's last byte."""
         return self.begin + self.nbytes
 
     @property

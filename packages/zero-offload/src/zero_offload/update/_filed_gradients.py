@@ -135,6 +135,7 @@ class NvmeGradients:
             self._copy_stream.join(event)
 
     def has(self, shard: str) -> bool:
+        """Return whether the shard has a gradient since the last `clear`."""
         return shard in self._present
 
     def _write_arrived(self, *, at_most: int) -> None:
@@ -204,6 +205,7 @@ class NvmeGradients:
         return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
+        """Return the bytes that were written to files since the start."""
         return self._store.bytes_written()
 
     def flush(self) -> None:

@@ -160,15 +160,18 @@ class CallerGradients:
         self._given = {}
 
     def memory(self) -> dict[str, int]:
+        """Return bytes by tier: none, as the caller owns the gradients."""
         return {"gradients": 0, "nvme": 0, "device": 0}
 
     def bytes_written(self) -> int:
+        """Return 0: there are no files."""
         return 0
 
     def flush(self) -> None:
         """Do nothing: no transfer is under way."""
 
     def close(self) -> None:
+        """Forget the given gradients."""
         self._given = {}
 
 
@@ -239,6 +242,7 @@ class HostGradients:
             self._copy_stream.join(event)
 
     def has(self, shard: str) -> bool:
+        """Return whether the shard has a gradient since the last `clear`."""
         return shard in self._present
 
     def prefetch(self, index: int) -> None:
@@ -270,6 +274,7 @@ class HostGradients:
         return {"gradients": self._block.nbytes, "nvme": 0, "device": 0}
 
     def bytes_written(self) -> int:
+        """Return 0: there are no files."""
         return 0
 
     def flush(self) -> None:

@@ -139,12 +139,14 @@ class HostTier:
         return {"states": states, "ring": 0, "nvme": 0, "device": device}
 
     def bytes_written(self) -> int:
+        """Return 0: there are no files."""
         return 0
 
     def flush(self) -> None:
         """Do nothing: no transfer is under way."""
 
     def carried_bytes(self) -> int:
+        """Return 0: there are no files."""
         return 0
 
     def seal(self, *, durable: bool) -> None:
@@ -152,6 +154,7 @@ class HostTier:
         return None
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
+        """Return no extents: there are no files."""
         return {}
 
     def close(self) -> None:
@@ -282,6 +285,7 @@ class NvmeTier:
         return {"states": 0, "ring": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
+        """Return the bytes that were written to files since the start."""
         return self._store.bytes_written()
 
     def flush(self) -> None:
@@ -289,6 +293,7 @@ class NvmeTier:
         self._ring.flush()
 
     def carried_bytes(self) -> int:
+        """Return the bytes that `seal` would copy now: data not written since the last seal."""
         with naming("masters and states", "seal"):
             return self._store.carried_bytes()
 
@@ -301,6 +306,7 @@ class NvmeTier:
             return self._store.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
+        """Return the extents in the store's files (path, offset, bytes, checksum) of each ``<fragment>/<kind>``."""
         return self._store.extents()
 
     def close(self) -> None:
@@ -376,6 +382,7 @@ class SplitTier:
                 yield LoadedSlice(visit.number + self._count, visit.tensors)
 
     def reset(self) -> None:
+        """Reset both tiers."""
         self._first.reset()
         self._rest.reset()
 
@@ -385,13 +392,16 @@ class SplitTier:
         return {what: first[what] + rest[what] for what in first}
 
     def bytes_written(self) -> int:
+        """Return the bytes that both tiers have written to files since the start."""
         return self._first.bytes_written() + self._rest.bytes_written()
 
     def flush(self) -> None:
+        """Flush both tiers."""
         self._first.flush()
         self._rest.flush()
 
     def carried_bytes(self) -> int:
+        """Return the bytes that `seal` would copy now, all on the first tier."""
         return self._first.carried_bytes()
 
     def seal(self, *, durable: bool) -> Generation | None:
@@ -399,8 +409,10 @@ class SplitTier:
         return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
+        """Return the extents in files of both tiers, of each ``<fragment>/<kind>``."""
         return {**self._first.extents(), **self._rest.extents()}
 
     def close(self) -> None:
+        """Close both tiers."""
         self._first.close()
         self._rest.close()

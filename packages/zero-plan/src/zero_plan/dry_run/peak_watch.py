@@ -53,7 +53,7 @@ class PeakWatch:
 
     @property
     def phase(self) -> str:
-        """The engine's current phase. When another begins, the memory that units hold then gets its owners."""
+        """Name the phase of training that begins, to which later peaks belong."""
         return self._phase
 
     @phase.setter

@@ -30,9 +30,11 @@ def totals(run: Run) -> dict[str, Any]:
     found = [table for _, table in tables(run)]
 
     def total(name: str) -> float:
+        """Return the sum of a column over all tables, without NaN."""
         return float(sum(np.nansum(table[name]) for table in found))
 
     def peak(name: str) -> float:
+        """Return the largest value of a column over all tables, without NaN; 0 if there is none."""
         return float(max((np.nanmax(t[name], initial=0.0) for t in found), default=0.0))
 
     lead = [table for record, table in tables(run) if record.rank == run.last.first.rank]
