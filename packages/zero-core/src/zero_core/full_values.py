@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ckpt.coordination import together
+from zero_ckpt.coordination import run_on_all_ranks
 from zero_partition import (
     full_gradient,
     full_parameter,
@@ -109,4 +109,4 @@ class FullValues:
                 torch.save(tensors, unfinished)
                 unfinished.replace(folder / filename)
 
-        together(self._state.model_part.coordinator or coordinator_of(self._state), "save_16bit_model", write)
+        run_on_all_ranks(self._state.model_part.coordinator or coordinator_of(self._state), "save_16bit_model", write)
