@@ -121,8 +121,8 @@ class DryRunRanks:
         """Return the answers of all ranks to one step of a save, [problem or None, result] each, as if the other ranks
         succeeded.
 
-        `obj` is this rank's answer (see `coordination.run_on_all_ranks`). Where its result describes intervals, the next rank
-        describes the elements that they lack.
+        `obj` is this rank's answer (see `coordination.run_on_all_ranks`). Where its result describes intervals, the
+        next rank describes the elements that they lack.
         """
         problem, result = obj
         other: Any = None
