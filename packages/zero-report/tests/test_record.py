@@ -431,6 +431,14 @@ def test_a_second_start_is_a_second_attempt_and_its_steps_count_as_replayed(tmp_
     assert run.replayed == 10
 
 
+def test_the_last_of_more_than_ten_thousand_starts_is_the_last_attempt(tmp_path: Path) -> None:
+    for attempt in (9_999, 10_000):
+        with_rank = RecordWriter(tmp_path, rank=0, world_size=1, attempt=attempt, background=False)
+        with_rank.end_step(loss=0.0)
+        with_rank.close()
+    assert [attempt.number for attempt in read_run(tmp_path).attempts] == [9_999, 10_000]
+
+
 def test_numbers_that_json_cannot_hold_are_missing_values(tmp_path: Path) -> None:
     with_rank = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
     with_rank.end_step(loss=float("nan"), grad_norm=float("inf"), lr=0.5)

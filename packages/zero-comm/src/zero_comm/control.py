@@ -382,7 +382,7 @@ def _carried_by_gloo(but_ports: list[int]) -> int | None:
 
 def _distinct(messages: Sequence[Message]) -> list[Message]:
     """Return the messages in rank order, each object once."""
-    return list({id(message): message for message in messages}.values())
+    return list(dict(zip(map(id, messages), messages, strict=True)).values())
 
 
 def _frame(body: bytes) -> bytes:

@@ -16,7 +16,7 @@ class Topology:
 
     def far_peers(self, rank: int) -> int:
         """Return the number of ranks of the group on other nodes than ``rank``'s; 0 for empty ``nodes``."""
-        return sum(node != self.nodes[rank] for node in self.nodes)
+        return len(self.nodes) - self.nodes.count(self.nodes[rank]) if self.nodes else 0
 
     def subset(self, ranks: Sequence[int]) -> Topology:
         """Return the topology of a smaller group, given its members' ``ranks`` in this one."""

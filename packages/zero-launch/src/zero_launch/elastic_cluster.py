@@ -74,7 +74,9 @@ class ElasticCluster(Cluster):
         return self._least
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return the fields of `_terms` (messages.py) for this host, with the fewest and most hosts of a round."""
+        """Return what this host needs to meet the others, never None: its ``place`` among the job's hosts, the
+        ``address`` at which they reach it, the fewest and most hosts of a round (``least``, ``most``), and what its
+        ranks had imported (``imports``), for its standby processes."""
         address = self._roster.addresses.of_local_host(peer) or peer.hello["address"] or LOOPBACK
         return {
             "place": self._places[peer.name],
@@ -236,9 +238,9 @@ class ElasticCluster(Cluster):
             self._ask_to_grow()
 
     def _on_started(self, peer: Peer, message: Message) -> None:
-        """Keep the pids of the host's ranks, and ask the hosts to grow again if others wait."""
+        """Keep the pids of the host's ranks; `_ask_to_grow` once more, as a host ignores that before its ranks run."""
         super()._on_started(peer, message)
-        self._ask_to_grow()  # what was said before its ranks began is lost
+        self._ask_to_grow()
 
     def _ask_to_grow(self) -> None:
         """Have the ranks leave at their next checkpoint if a host waits and the job has room for it."""

@@ -23,14 +23,15 @@ def distinct(told: Iterable[_T]) -> list[_T]:
     Ranks that sent the same share one object (see `ControlGroup.exchange`), so thousands of them take no longer than a
     few.
     """
-    return list({id(one): one for one in told}.values())
+    told = tuple(told)
+    return list(dict(zip(map(id, told), told, strict=True)).values())
 
 
 def decode_each(decode: Callable[[Any], _T], told: Sequence[Any]) -> list[_T]:
     """Return ``decode`` of what each rank told, in rank order; called once for each object, as ranks that sent the same
     share one."""
     decoded = {id(data): decode(data) for data in distinct(told)}
-    return [decoded[id(data)] for data in told]
+    return list(map(decoded.__getitem__, map(id, told)))
 
 
 @dataclass

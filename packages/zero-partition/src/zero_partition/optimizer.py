@@ -119,7 +119,7 @@ class ShardedOptimizer:
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
         """Return the state of a fragment that the wrapped optimizer itself holds; empty without one, or if a tier keeps
-        them."""
+        the states."""
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:

@@ -61,8 +61,8 @@ def find_misfits(units: Iterable[Unit]) -> list[str]:
 
 @without_torch_function
 def copy_replaced(units: Sequence[Unit]) -> None:
-    """Give replaced parameters of ``units`` a copy of their values where these lie in the memory of weights of
-    ``units``, which is about to be written."""
+    """Give replaced parameters of ``units`` a copy of their values where these lie in the flat buffers of ``units``,
+    which are about to be written."""
     flats = {storage_address(unit.flat) for unit in units}
     for unit in units:
         for number, parameter in enumerate(unit.parameters):

@@ -110,8 +110,9 @@ class Route:
         return self.secondary.all_gather(flat, tag)
 
     def arrived(self, flat: torch.Tensor) -> None:
-        """Keep this rank's secondary shard of ``flat``, which a gather has filled; do nothing if that was a gather of
-        secondary shards, or there are none."""
+        """Keep this rank's secondary shard of ``flat``, which a gather has filled. Do nothing without secondary shards,
+        after a gather of them, and after an exact gather where passes use a codec, whose secondary shards are
+        rounded."""
         if self.secondary is not None and self._fills_secondary:
             self.secondary.keep(flat)
 

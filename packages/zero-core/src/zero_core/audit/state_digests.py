@@ -49,8 +49,9 @@ class StateDigests:
         self._on_tier = None if states is None else TierDigests(tier_digests(state), states.writes)
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
-        """Yield a message for each tensor whose bytes changed since, although neither torch nor its tier counted a
-        write. ``now``: the present `tier_digests`."""
+        """Yield a message for each tensor whose bytes changed since the constructor, although torch counted no write to
+        it, or the tier none at all. ``now``: the present `tier_digests`, which leave out masters whose weights were
+        written since."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"
@@ -58,7 +59,7 @@ class StateDigests:
         if states is None or then is None or states.writes != then.writes:
             return
         for (name, kind), before in then.digests.items():
-            if now.get((name, kind), before) != before:  # masters that will follow written weights are not kept
+            if now.get((name, kind), before) != before:
                 yield f"{kind} '{name}' changed on its tier since the last step"
 
 

@@ -143,8 +143,9 @@ class PrintingInstruments:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Time the block as ``part``, count its operations, and measure memory after it, as configured; do nothing in a
-        forward pass without gradients."""
+        """Time the block as ``part`` (see `Instruments.during`); for forward, backward and step also count its
+        operations and measure memory after it, each where configured, and count a forward pass as a micro-batch. Do
+        nothing in a forward pass without gradients."""
         if part == "forward" and not torch.is_grad_enabled():
             yield
             return

@@ -225,15 +225,16 @@ def read_run(path: str | Path) -> Run:
 
 
 def _attempt_folders(root: Path, problems: list[str]) -> list[Path]:
-    """Return the folders of attempts in ``root``, ascending; files in place of them, and an unreadable ``root``, are
-    added to ``problems``."""
+    """Return the folders ``attempt-NUMBER`` in ``root`` by number; none if ``root`` is no folder. Files in place of
+    them, and a folder that cannot be read, are added to ``problems``."""
     try:
-        found = sorted(path for path in root.iterdir() if re.fullmatch(r"attempt-\d+", path.name))
+        found = [path for path in root.iterdir() if re.fullmatch(r"attempt-\d+", path.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
         problems.append(f"{root}: cannot be read: {error.strerror}")
         return []
+    found.sort(key=lambda path: int(path.name.rpartition("-")[2]))
     folders = [path for path in found if os.path.isdir(path)]
     problems += [f"{path.name}: expected a folder, got something else" for path in found if path not in folders]
     return folders
