@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -73,11 +73,14 @@ class SavedViews:
         def pack(tensor: torch.Tensor) -> Any:
             """Return what autograd keeps of ``tensor`` until backward: an object for `_unpack`."""
             unit = find(address_of(tensor))
-            if unit is not None:
-                if outer is not None and is_counted:
+            if outer is not None:
+                if unit is None:
+                    return _SavedOuter(*outer, tensor)
+                if is_counted:
                     outer[0](tensor)
-                return _SavedView(unit, _without_graph(tensor))
-            return _SavedTensor(_without_graph(tensor)) if outer is None else _SavedOuter(*outer, tensor)
+            # the graph of a result that its own operation saves would hold itself, and never be freed
+            saved = tensor if tensor.grad_fn is None else tensor.detach()
+            return _SavedTensor((saved, saved._version)) if unit is None else _SavedView(unit, saved)
 
         return pack if outer is None else functools.update_wrapper(pack, outer[0], assigned=(), updated=())
 
@@ -86,7 +89,12 @@ class SavedViews:
 
         Raises `PartitionError` for such a view, RuntimeError for any other tensor, if it was written since.
         """
-        if isinstance(packed, (_SavedTensor, _SavedOuter)):
+        if isinstance(packed, _SavedTensor):
+            saved, version = packed
+            if saved._version != version:
+                _refuse_changed(saved, version)
+            return saved
+        if isinstance(packed, _SavedOuter):
             return packed.restore()
         view: torch.Tensor = packed.tensor
         if view._version != packed.version:
@@ -126,30 +134,15 @@ class _SavedView:
         self.memory.saved -= self.holds
 
 
-class _SavedTensor:
-    """A tensor that was saved as it is.
+class _SavedTensor(tuple[torch.Tensor, int]):
+    """A tensor that was saved as it is, and its version counter then. A tuple, as most saved tensors are of this kind.
 
     Attributes:
         stays: True; no hooks have taken the tensor elsewhere.
     """
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ()
     stays = True
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-
-    def restore(self) -> torch.Tensor:
-        """Return the tensor. Raises the RuntimeError that torch raises if it was written since it was saved."""
-        tensor, version = self._tensor, self._version
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected "
-                f"version {version} instead. Write out of place, or after backward."
-            )
-        return tensor
 
 
 class _SavedOuter:
@@ -173,10 +166,14 @@ class _SavedOuter:
         return self._unpack(self._packed)
 
 
-def _without_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` for an operation to save: the result of one is detached, as the graph that saves it would
-    otherwise hold itself, and never be freed without a backward."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
+def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
+    """Raise the RuntimeError that torch raises for a saved ``tensor`` that was written since; ``version``: its counter
+    when it was saved."""
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "
+        f"{version} instead. Write out of place, or after backward."
+    )
 
 
 def address_of(tensor: torch.Tensor) -> int:
