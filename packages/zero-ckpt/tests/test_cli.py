@@ -112,6 +112,17 @@ def test_numbers_in_names_are_in_natural_order(tmp_path: Path, capsys: pytest.Ca
     assert changed == ["blocks.2.w", "blocks.9.w", "blocks.10.w"]
 
 
+def test_a_number_in_a_name_may_have_any_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = f"blocks.{'1' * 5000}.w"
+    save(tmp_path, 1, **{long: b"a", "blocks.02.w": b"a", "blocks.10.w": b"a"})
+    save(tmp_path, 2, **{long: b"b", "blocks.02.w": b"b", "blocks.10.w": b"b"})
+    assert main(["inspect", f"{tmp_path}@1"]) == 0
+    capsys.readouterr()
+    assert main(["diff", f"{tmp_path}@1", f"{tmp_path}@2"]) == 1
+    changed = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("other values")]
+    assert changed == ["blocks.02.w", "blocks.10.w", long]
+
+
 def test_inspect_reads_safetensors_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path / "ckpt", 1)
     assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "m.safetensors")]) == 0

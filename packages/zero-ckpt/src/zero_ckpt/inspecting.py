@@ -121,9 +121,17 @@ def _tree(tensors: Sequence[TensorEntry], aliases: Mapping[str, str]) -> Iterato
     yield "  by kind: " + ", ".join(f"{kind} {size_text(nbytes)}" for kind, nbytes in by_kind.items())
 
 
-def natural_key(name: str) -> list[tuple[int, int, str]]:
+def natural_key(name: str) -> list[tuple[int, int, str, str]]:
     """Return a sort key of a dotted name that puts `blocks.2` before `blocks.10`."""
-    return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in name.split(".")]
+    return [_part_key(part) for part in name.split(".")]
+
+
+def _part_key(part: str) -> tuple[int, int, str, str]:
+    """Return the sort key of one part of a name. A number's is its digits, as Python converts no very long ones."""
+    if not part.isdecimal():
+        return 1, 0, part, ""
+    digits = part.lstrip("0")
+    return 0, len(digits), digits, part
 
 
 def _entry_text(tensors: list[TensorEntry]) -> str:
