@@ -231,6 +231,22 @@ def test_checkpoints_of_fewer_parts_are_refused_on_every_rank(tmp_path: Path) ->
     assert parts == [f"new/mp_rank_{part:02d}" for part in range(4)]
 
 
+def begun(folder: str) -> str:
+    """Begin where the first save of one part alone had made its folder, as if it had been killed then."""
+    engine = start(Grid(2), 1)
+    assert engine.resume(folder) is None
+    engine.save_checkpoint(folder, "one")
+    path, _ = engine.load_checkpoint(folder)
+    engine.destroy()
+    return str(path)
+
+
+def test_a_first_save_that_was_killed_in_one_part_keeps_no_job_from_beginning_again(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    answers = run_ranks(begun, 4, str(tmp_path))
+    assert answers == [str(tmp_path / f"mp_rank_{rank % 2:02d}" / "one") for rank in range(4)]
+
+
 class Wrong(Grid):
     def get_pipeline_model_parallel_world_size(self) -> int:
         return 2

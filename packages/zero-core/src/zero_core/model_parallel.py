@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_ckpt import CheckpointError, Coordinator, MismatchError
+from zero_ckpt.coordination import run_on_all_ranks
 from zero_ckpt.torch import DistCoordinator
 from zero_comm import Control, Message, open_group
 from zero_partition import ModelParts, TensorParallelModel, UnsplitModel
@@ -75,7 +76,6 @@ class ModelPart:
         self.place = place
         self.norms = norms
         self._everybody = everybody
-        self._roots: set[Path] = set()
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -86,20 +86,20 @@ class ModelPart:
         """Return where this part's files are: ``root`` if there is one part, else its subfolder ``mp_rank_XX``."""
         return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
 
-    def folder(self, root: Path) -> Path:
-        """Return `subfolder` of ``root``, where checkpoints are. Collective. Raises `MismatchError` on every rank when
-        ``root`` holds checkpoints of a model in another number of parts."""
-        names = {path.name for path in root.glob(_PART.format("*"))}
-        if self._everybody is not None and root in self._roots:  # a background save may not have made it yet
-            names.add(self.subfolder(root).name)
-        found = len(set().union(*self._tell("folder", sorted(names))))
+    def folder(self, root: Path, *, make: bool = False) -> Path:
+        """Return `subfolder` of ``root``, where checkpoints are; with ``make``, once every part's exists. Collective.
+        Raises `MismatchError` on every rank when ``root`` holds checkpoints of a model in another number of parts."""
+        part, parts = self.subfolder(root), root.glob(_PART.format("*"))
+        told = self._tell("folder", {path.name: any(path.glob("*")) for path in parts})
+        found = len({name for names in told for name in names}) if any(any(names.values()) for names in told) else 0
         if found not in (0, 0 if self._everybody is None else self.place.size):
             raise MismatchError(
                 f"{root} holds checkpoints of a model in {found} parts ({_PART.format('00')} and so on), but the model "
                 f"here has {self.place.size}: give initialize the mpu that they were written with"
             )
-        self._roots.add(root)
-        return self.subfolder(root)
+        if make and (coordinator := self.coordinator) is not None:
+            run_on_all_ranks(coordinator, f"making {root}", lambda: part.mkdir(parents=True, exist_ok=True))
+        return part
 
     @contextmanager
     def share_failure(self, call: str) -> Iterator[None]:

@@ -73,7 +73,7 @@ class Checkpoints:
             raise UsageError("save_checkpoint(save_dir): expected a directory, got an empty string")
         state.micro_batches.check_between_steps("save_checkpoint", state.counters.accumulated)
         name = str(tag) if tag is not None else f"global_step{state.counters.global_steps}"
-        root = state.model_part.folder(Path(save_dir))
+        root = state.model_part.folder(Path(save_dir), make=True)
         with (
             self._failures.abort_all_on_failure(),
             state.model_part.share_failure("save_checkpoint"),
