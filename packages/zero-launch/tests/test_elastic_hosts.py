@@ -218,6 +218,22 @@ def test_a_round_of_which_too_few_ranks_are_left_does_not_begin(write_script, tm
     assert sorted(path.name for path in tmp_path.glob("round*")) == ["round0.0.2", "round0.1.2"]
 
 
+def test_a_host_that_is_back_before_the_round_of_its_predecessor_begins_waits_for_the_next(cluster, monkeypatch):
+    monkeypatch.setattr(Roster, "_reach", lambda *_: None)
+    a, b = cluster._roster.peers.values()
+    a.state = b.state = "ready"
+    nodes = [["00000", 11, 0], ["00001", 12, 0]]
+    state = {"round": 1, "complete": True, "closed": False, "deadline": None, "waiting": [], "redundant": []}
+    state |= {"participants": [[node, rank] for rank, node in enumerate(nodes)]}
+    cluster._meeting.replace({**state, "heartbeats": [[node, time.time()] for node in nodes]}, None)
+    cluster._lose(b, "host b was lost")
+    back = cluster._roster.renew(b)
+    cluster.hear(back.key, {"kind": "hello", "hostname": "", "versions": versions(), "address": ""})
+    cluster.hear(back.key, {"kind": "ready", "failures": [], "ended": [], "records": {}})
+    cluster.hear("a", {"kind": "served", "round": 1, "port": 5})
+    assert (a.state, back.state, cluster._ranks) == ("running", "ready", 1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("who", ["launcher", "host"])
 def test_a_job_goes_on_after_its_launcher_was_stopped_or_a_host_was_asked_to_end(

@@ -124,8 +124,12 @@ class VersionedState:
 
     @property
     def participants(self) -> set[str]:
-        """The places that take part in the present round; empty before there is a state."""
-        return set() if self._state is None else {entry[0] for entry, _ in self._state["participants"]}
+        """The places of the hosts that take part in the present round and are not lost; empty before there is a state.
+        A host that is back at the place of a lost one takes part in the next."""
+        if self._state is None:
+            return set()
+        lost = [node for node, at in self._state["heartbeats"] if not at]
+        return {node[0] for node, _ in self._state["participants"] if node not in lost}
 
     def lost(self, place: str) -> None:
         """Let the heartbeats of the host at ``place`` expire: it is lost. Does nothing before there is a state."""
@@ -142,8 +146,7 @@ class VersionedState:
         state = self._state
         if state is None or state["complete"] or not state["deadline"]:
             return
-        living = {node[0] for node, at in state["heartbeats"] if at}
-        here = self.participants & living
+        here = self.participants
         if here >= set(expected) and sum(slots[place] for place in here) >= least:
             state["deadline"] = 0.0
             self._version += 1
