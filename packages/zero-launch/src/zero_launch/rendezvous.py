@@ -46,6 +46,8 @@ class LedRendezvous(RendezvousHandler):
         if message["kind"] == "restart":
             self.restart_asked = True
         elif message["kind"] in ("serve", "round"):
+            if message["kind"] == "round":  # what came before it was about earlier attempts
+                self.restart_asked = False
             self.orders.put(message)
         else:
             return False
@@ -72,7 +74,6 @@ class LedRendezvous(RendezvousHandler):
         round.
         """
         self._server = None
-        self.restart_asked = False
         self._channel.send("ready", **self.report)
         self.report = no_report()
         order = self.orders.get()
