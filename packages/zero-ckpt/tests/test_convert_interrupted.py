@@ -17,6 +17,7 @@ from converted import Counting, blocks, checkpoint  # noqa: E402
 import zero_ckpt  # noqa: E402
 from zero_ckpt import CheckpointError, convert  # noqa: E402
 from zero_ckpt.conversion import open_source  # noqa: E402
+from zero_ckpt.conversion.partial_file import PartialFile  # noqa: E402
 
 
 def test_an_interrupted_conversion_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -124,3 +125,24 @@ def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
     again = Counting(open_source(tmp_path / "ckpt"))
     convert(again, tmp_path / "out.bin")
     assert again.reads == 8
+
+
+def test_a_file_that_another_run_finishes_before_it_is_locked_stays_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, lock = tmp_path / "out.safetensors", fcntl.flock
+    first = PartialFile(path, 4, b"first")
+    first.write(b"done", 0)
+
+    def finish_before(fd: int, how: int) -> None:
+        if not path.exists():
+            monkeypatch.setattr("fcntl.flock", lock)
+            first.finish()
+        lock(fd, how)
+
+    monkeypatch.setattr("fcntl.flock", finish_before)
+    second = PartialFile(path, 6, b"second")
+    assert path.read_bytes() == b"done"
+    second.write(b"second", 0)
+    second.finish()
+    assert path.read_bytes() == b"second"

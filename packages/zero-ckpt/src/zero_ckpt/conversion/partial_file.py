@@ -8,7 +8,6 @@ bytes. The trailer is cut off before the file takes its name.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from pathlib import Path
@@ -17,7 +16,7 @@ import xxhash
 
 from ..durable import fsync_directory
 from ..errors import CheckpointError
-from ..locking import unlock_and_close
+from ..locking import try_lock, unlock_and_close
 
 _MAGIC = b"ZPARTIAL"
 _TRAILER = struct.Struct("<8s8sQ")
@@ -33,9 +32,8 @@ class PartialFile:
     def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
         self._nbytes, self._digest = nbytes, xxhash.xxh3_64_digest(made_from)
-        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        self._fd = self._open_locked()
         try:
-            self._lock()
             self.done = self._recorded()
             if not self.done:
                 os.ftruncate(self._fd, 0)
@@ -68,15 +66,20 @@ class PartialFile:
             self._partial.unlink(missing_ok=True)
         unlock_and_close(self._fd)
 
-    def _lock(self) -> None:
-        """Lock the file; raises CheckpointError when another process holds it. Without effect where there are no
-        locks."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"{self._partial} is being written by another process") from error
-        except OSError:  # a file system without locks
-            return
+    def _open_locked(self) -> int:
+        """Return a descriptor of the partial file, which is locked; raises CheckpointError when another process holds
+        the lock. Where there are no locks it is open only."""
+        while True:
+            fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                if try_lock(fd) is False:
+                    raise CheckpointError(f"{self._partial} is being written by another process")
+                if _is_at(fd, self._partial):
+                    return fd
+            except BaseException:
+                unlock_and_close(fd)
+                raise
+            unlock_and_close(fd)  # it was finished or removed before it could be locked
 
     def _recorded(self) -> int:
         """Return the number of first bytes that an earlier run of the same conversion left on disk; 0 if there is
@@ -85,6 +88,14 @@ class PartialFile:
             return 0
         magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
         return int(done) if (magic, digest) == (_MAGIC, self._digest) and done <= self._nbytes else 0
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether the file that is open as `fd` is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
