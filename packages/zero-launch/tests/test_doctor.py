@@ -38,3 +38,11 @@ def test_a_program_that_closes_its_output_and_lives_on_does_not_hold_the_doctor_
     (report,) = doctor.examine(Hostfile({"a": (0,)}), Transport("ssh"))
     assert time.monotonic() - began < 30
     assert report.facts is None and report.trouble == "the connection was closed"
+
+
+def test_what_hosts_say_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [doctor.HostReport("a", trouble="no such file [/opt/env]"), doctor.HostReport("b", trouble="[red] shell")]
+    problems, _ = doctor.diagnose(reports)
+    doctor._print(reports, problems, ["c: [/]"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == ["problem a: no such file [/opt/env]", "problem b: [red] shell", "note c: [/]"]

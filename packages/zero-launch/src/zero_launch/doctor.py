@@ -187,8 +187,9 @@ def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequ
     """Print the table, then ``problems`` and ``remarks``, one per line."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
+    console = Console(markup=False, highlight=False)  # what hosts say may have brackets
     table = Table(title="hosts of the job", title_justify="left")
     table.add_column("")
     for r in reports:
@@ -197,11 +198,11 @@ def _print(reports: Sequence[HostReport], problems: Sequence[str], remarks: Sequ
         table.add_row(label, *(cell(r) if r.facts is not None else "-" for r in reports))
     console.print(table)
     for text in problems:
-        console.print(f"[red]problem[/red] {text}", highlight=False)
+        console.print(Text.assemble(("problem", "red"), f" {text}"))
     for text in remarks:
-        console.print(f"[yellow]note[/yellow] {text}", highlight=False)
+        console.print(Text.assemble(("note", "yellow"), f" {text}"))
     if not problems:
-        console.print("nothing here stops a job", highlight=False)
+        console.print("nothing here stops a job")
 
 
 def _rows() -> list[tuple[str, Any]]:
