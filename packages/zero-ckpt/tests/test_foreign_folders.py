@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded, verify
+from zero_ckpt import CheckpointError, Interval, NotFoundError, open_checkpoint, save_sharded, verify
 from zero_ckpt.cli import main
 from zero_ckpt.repairing import repair
 
@@ -108,3 +109,21 @@ def test_a_checkpoint_whose_manifest_has_lost_its_mark_is_damaged_and_may_be_sav
     assert open_checkpoint(tmp_path).step == 1
     save(tmp_path, 2)
     assert verify(path).ok and open_checkpoint(tmp_path).step == 2
+
+
+def test_a_folder_that_cannot_be_listed_hides_no_root_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", 1)
+    (tmp_path / "lost+found").mkdir()
+    user = os.geteuid()
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        path.chmod(0o755)
+    (tmp_path / "lost+found").chmod(0)
+    monkeypatch.chdir(tmp_path)
+    os.seteuid(user or 65534)  # root reads everything
+    try:
+        with pytest.raises(NotFoundError, match="its folders run do; name one of them"):
+            repair(".")
+    finally:
+        os.seteuid(user)

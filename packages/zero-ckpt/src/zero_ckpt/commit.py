@@ -338,11 +338,19 @@ def is_root(directory: Path) -> bool:
 
 
 def roots_below(directory: Path) -> list[str]:
-    """Return the names of the folders in `directory` that are roots, sorted; none if it cannot be listed."""
+    """Return the names of the folders in `directory` that are roots, sorted; what cannot be listed counts as none."""
     try:
-        return [path.name for path in sorted(directory.iterdir()) if path.is_dir() and is_root(path)]
+        return [path.name for path in sorted(directory.iterdir()) if _is_readable_root(path)]
     except OSError:
         return []
+
+
+def _is_readable_root(path: Path) -> bool:
+    """Return whether `path` is a folder that can be listed and is a root."""
+    try:
+        return path.is_dir() and is_root(path)
+    except OSError:  # such as lost+found, which is another user's
+        return False
 
 
 def list_tags(root: Path) -> list[str]:
