@@ -9,7 +9,7 @@ import pytest
 from conftest import Lines, wait_until
 
 from zero_launch.desync import FlightRecord, RecordedCollective, abandoned
-from zero_launch.presence import Presence
+from zero_launch.presence import HostPresence, Presence
 
 
 def test_ranks_that_wait_say_for_whom_and_where_and_at_once_when_that_one_has_ended_well(start, write_script, tmp_path):
@@ -77,6 +77,14 @@ def test_whoever_waits_no_longer_counts_only_once_the_job_has_failed():
     assert "rank 0 waited in gather of 'c'" in abandoned({0: gave_up, 1: ended}, [1], is_over=True)
     asks = FlightRecord((*group, question), 4, 3, 4)
     assert abandoned({0: asks, 1: ended}, [1], is_over=False) is None  # that wait ends by itself
+
+
+def test_a_rank_that_came_and_ended_between_two_looks_has_come():
+    here, presence = HostPresence({0: os.getpid(), 1: os.getpid()}, 1, 4.0), Presence(2, "127.0.0.1:1")
+    assert here.find_arrivals([0], {0, 1}) and here.arrived == {0, 1}
+    presence.update(here.arrived, [0])
+    assert not [text for text in presence.remarks() if "without coming" in text]
+    assert not here.find_arrivals([0], {0, 1})
 
 
 def test_each_thing_is_said_once_and_nothing_of_a_job_that_goes_on(monkeypatch):

@@ -254,7 +254,7 @@ class Agent(LocalElasticAgent):
 
     def _notice(self, ended: Sequence[int]) -> None:
         """Print remarks about ranks that hold the job up: stopped, late or ended. ``ended``: those with status 0."""
-        self._here.find_arrivals(ended)
+        self._here.find_arrivals(ended, self._watcher.records)
         self._say_all(self._here.stopped())
         self._presence.update(self._here.arrived, ended)
         self._say_all(self._presence.remarks())

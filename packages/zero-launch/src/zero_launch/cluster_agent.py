@@ -207,7 +207,7 @@ class ClusterAgent(Agent):
     def _notice(self, ended: Sequence[int]) -> None:
         """Send the launcher which ranks have connected to the store or ended, and which are stopped; it prints the
         remarks for all hosts. ``ended``: the ranks with status 0."""
-        self._here.find_arrivals(ended)
+        self._here.find_arrivals(ended, self._watcher.records)
         for text in self._here.stopped():
             self.channel.send("notice", text=text)
         known = sorted(self._here.arrived), sorted(ended)

@@ -99,19 +99,20 @@ class HostPresence:
         self._reported_stopped: set[int] = set()
         self.arrived: set[int] = set()
 
-    def find_arrivals(self, ended: Collection[int]) -> bool:
+    def find_arrivals(self, ended: Collection[int], recorded: Collection[int]) -> bool:
         """Add to ``arrived`` the ranks that have connected since the last look, and return whether there are any.
 
         Looks once a second in the first minute, later every ten seconds, and no more once all have connected; calls
-        between are cheap and return False. ``ended``: ranks to skip.
+        between are cheap. ``ended``: ranks to skip. ``recorded``: ranks that have a flight record, and so have
+        connected, if only between two looks.
         """
+        new = (self._pids.keys() & set(recorded)) - self.arrived
         now = time.monotonic()
         pause = _LOOK_SECONDS if now - self._began_at < _SLOW_AFTER_SECONDS else _SLOW_LOOK_SECONDS
-        if now - self._looked_at < pause or len(self.arrived) == len(self._pids):
-            return False
-        self._looked_at = now
-        absent = [rank for rank in self._pids if rank not in self.arrived and rank not in ended]
-        new = {rank for rank in absent if _connected(self._pids[rank], self._port)}
+        absent = self._pids.keys() - self.arrived - new
+        if absent and now - self._looked_at >= pause:
+            self._looked_at = now
+            new |= {rank for rank in absent - set(ended) if _connected(self._pids[rank], self._port)}
         self.arrived |= new
         return bool(new)
 
