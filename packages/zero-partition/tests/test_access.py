@@ -290,7 +290,7 @@ def wholes(stage: int) -> dict[str, Any]:
     for parameter, value in ((model.order, torch.tensor([2, 0, 1])), (model[1].bias, torch.tensor([0.5, 1.5]))):
         set_full_parameter(parts, parameter, value + torch.distributed.get_rank())
     with pytest.raises(PartitionError, match=r"'order' has shape \(2,\), expected \(3,\)"):
-        set_full_parameter(parts, model.order, torch.ones(2))
+        set_full_parameter(parts, model.order, torch.ones(2 + torch.distributed.get_rank()))
     return {**found, "written": [model.order.tolist(), model[1].bias.tolist()]}
 
 

@@ -20,13 +20,15 @@ def is_whole(partition: Partition, parameter: nn.Parameter) -> bool:
 def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Write rank 0's ``value`` into a parameter for which `is_whole`, on every rank. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` for another shape.
+    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` on every rank if one has another shape.
     """
-    name = partition.name_of(parameter) or ""
+    name, refusal = partition.name_of(parameter) or "", None
     if value.shape != parameter.shape:
         shapes = f"{tuple(value.shape)}, expected {tuple(parameter.shape)}"
-        raise PartitionError(f"the new parameter of '{name}' has shape {shapes}")
-    partition.runtime.agree("set full parameter", name, None)
+        refusal = f"the new parameter of '{name}' has shape {shapes}"
+    for told in partition.runtime.agree("set full parameter", name, refusal):
+        if told is not None:
+            raise PartitionError(told)
     sent = value.detach().to(parameter.device, parameter.dtype, copy=True).contiguous()
     if sent.numel():
         partition.groups.broadcast(sent, 0, Tag("broadcast", name, partition.runtime.step))
