@@ -37,6 +37,7 @@ def test_another_host_opens_the_store_if_the_first_is_lost_before_it_answers(mon
     assert job.sent == [("b", "serve")]
     job.cluster._on_store(a, {"port": 5})  # what it had still sent
     job.cluster._on_store(b, {"port": 6})
+    assert job.cluster._world_size == 1  # of the host that is left, whose records explain a deadlock
     job.cluster._on_done(b, {})
     assert job.sent == [("b", "serve"), ("b", "round"), ("b", "finish")]
 
@@ -55,3 +56,13 @@ def test_the_job_stops_if_too_few_hosts_are_left(monkeypatch: pytest.MonkeyPatch
     a, _ = job.hosts
     job.cluster._lose(a, "host a was lost")
     assert job.cluster._stopping is not None and job.sent == []
+
+
+def test_a_job_that_is_being_stopped_does_not_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(1, monkeypatch)
+    a, b = job.hosts
+    job.cluster._on_store(a, {"port": 5})
+    job.cluster._stop("asked to end")
+    job.sent.clear()
+    job.cluster._on_failed(b, {"attempt": 0, "divergence": None})
+    assert ("a", "restart") not in job.sent and job.cluster._attempt == 0

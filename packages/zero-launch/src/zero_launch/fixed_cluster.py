@@ -20,6 +20,7 @@ class FixedCluster(Cluster):
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
         self._store_host: Peer | None = None
+        self._ranks = self._roster.slots
         self._handlers["store"] = self._on_store
 
     @property
@@ -29,8 +30,8 @@ class FixedCluster(Cluster):
 
     @property
     def _world_size(self) -> int:
-        """The number of ranks: the slots of all hosts that take part."""
-        return self._roster.slots
+        """The number of ranks of the present attempt; before the first, of all hosts."""
+        return self._ranks
 
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
         """Return None: hosts need no terms where their number is fixed."""
@@ -79,7 +80,7 @@ class FixedCluster(Cluster):
         self._store_host = None
         address = self._roster.addresses.of_store(peer)
         peers = self._roster.present
-        ranks = sum(len(other.slots) for other in peers)
+        ranks = self._ranks = sum(len(other.slots) for other in peers)
         self._presence = Presence(ranks, f"{address}:{message['port']}")
         first = 0
         for number, other in enumerate(peers):
@@ -107,9 +108,10 @@ class FixedCluster(Cluster):
 
     def _restart(self) -> bool:
         """Have the hosts begin another attempt, at once if no host has begun this one; return False, and do nothing, if
-        no restarts or too few hosts are left, or the job finishes."""
+        no restarts or too few hosts are left, or the job ends anyway."""
         enough = len(self._roster.present) >= self._minimum
-        if self._attempt >= self._spec.job.max_restarts or self._finishing or not enough:
+        ends = self._finishing or self._stopping is not None
+        if self._attempt >= self._spec.job.max_restarts or ends or not enough:
             return False
         self._restarting = True
         self._attempt += 1
