@@ -159,6 +159,20 @@ def test_an_optimizer_saved_alone_is_loaded_alone(tmp_path: Path) -> None:
         zero_ckpt.load(tmp_path, {"optimizer": smaller})
 
 
+def test_a_refused_load_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "old": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    zero_ckpt.save(tmp_path, {"model": model, "optimizer": optimizer})
+    target = nn.ModuleDict({"a": nn.Linear(2, 2), "new": nn.Linear(2, 2)})
+    fresh = torch.optim.AdamW(target.parameters(), lr=0.25)
+    with pytest.raises(MismatchError, match="old.weight"):
+        zero_ckpt.load(tmp_path, {"model": target, "optimizer": fresh})
+    assert not fresh.state and fresh.param_groups[0]["lr"] == 0.25
+
+
 def test_configuration_and_node_are_kept(tmp_path: Path) -> None:
     zero_ckpt.save(tmp_path, {"model": nn.Linear(2, 2)}, config={"lr": 0.5}, node="here")
     assert open_checkpoint(tmp_path).config == {"lr": 0.5}

@@ -41,7 +41,7 @@ def load(
     `coordinator` the ranks are those of the default process group.
 
     Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
-    ignored; then no module or optimizer tensor was written. Raises NotFoundError and DamagedError as `restore` does.
+    ignored; then no module or optimizer has changed. Raises NotFoundError and DamagedError as `restore` does.
     """
     group = coordinator or default_coordinator()
 
@@ -67,13 +67,14 @@ class _Load:
         self._stored = {name for name, _ in checkpoint.tensors}
         self._wanted: set[tuple[str, str]] = set()
         self._report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
+        self._optimizers: list[OptimizerLoader] = []
         client = checkpoint.client_state
         self._client: dict[str, Any] = client if isinstance(client, dict) else {}
 
     def run(self, strict: bool) -> LoadReport:
         """Load everything and return the report; with `strict` raise MismatchError unless everything fits.
 
-        What does not fit in modules and optimizers is found before any tensor is written.
+        What does not fit in modules and optimizers is found before any of them changes.
         """
         for module in self._parts.modules.values():
             self._request_module(module)
@@ -84,6 +85,8 @@ class _Load:
         if strict:
             self._report.require_complete()
         self._filler.run()
+        for loader in self._optimizers:
+            loader.commit()
         for key in self._state:
             self._load_remaining(key)
         if strict:
@@ -137,7 +140,7 @@ class _Load:
         self._wanted.add((entry.name, kind))
 
     def _request_optimizer(self, key: str, optimizer: torch.optim.Optimizer) -> None:
-        """Create an optimizer's state, request its values, to be read later, and set its hyperparameters at once.
+        """Create the state of an optimizer and request its values, to be read, and given to it, later.
 
         `key` is its key in the state. Raises MismatchError when its param groups cannot be matched.
         """
@@ -148,7 +151,8 @@ class _Load:
         names = {identity: self._stored_name(name) for identity, name in self._parts.names.items()}
         loader = OptimizerLoader(optimizer, names, key, self._client.get(key), self._checkpoint)
         found: list[tuple[str, str]] = []
-        unknown = loader.load(self._filler, by_name, found)
+        unknown = loader.request(self._filler, by_name, found)
+        self._optimizers.append(loader)
         if not loader.has_groups:
             self._report.not_requested.append(f"hyperparameters of {key}")
         self._report.defaulted += [f"{name} ({key})" for name in unknown]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,6 +89,8 @@ class OptimizerLoader:
         self._members = named_parameters(optimizer, names, key, stored)
         client = checkpoint.client_state
         self._plain_groups = client.get("param_groups") if isinstance(client, dict) else None
+        self._states: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        self._options: list[tuple[dict[str, Any], str, Any]] = []
 
     @property
     def has_groups(self) -> bool:
@@ -104,14 +106,15 @@ class OptimizerLoader:
             return by_name.get(name, [])
         return self._described["state"].get(name, {}).get("kinds", [])  # type: ignore[no-any-return]
 
-    def load(self, filler: Filler, by_name: dict[str, list[str]], found: list[tuple[str, str]]) -> list[str]:
+    def request(self, filler: Filler, by_name: dict[str, list[str]], found: list[tuple[str, str]]) -> list[str]:
         """Create or reuse state tensors and request their values from `filler`, appending each (name, kind) to `found`.
 
         `by_name` lists the optimizer kinds in the checkpoint by parameter name. Returns the names of parameters that
-        the checkpoint does not know. Raises MismatchError when the param groups cannot be matched.
+        the checkpoint does not know. The optimizer changes in `commit` only, apart from reused tensors, which `filler`
+        fills. Raises MismatchError when the param groups cannot be matched.
         """
         unknown = []
-        self._load_hyperparameters()
+        self._read_hyperparameters()
         for group, members in zip(self._optimizer.param_groups, self._members, strict=True):
             for name, parameter in members:
                 values = {} if self._described is None else self._described["state"].get(name, {}).get("values", {})
@@ -127,8 +130,18 @@ class OptimizerLoader:
                     filler.add(entry, state[key], f"{name} ({kind})")
                     found.append((entry.name, kind))
                 if state or parameter in self._optimizer.state:
-                    self._optimizer.state[parameter] = state
+                    self._states.append((parameter, state))
         return unknown
+
+    def commit(self) -> None:
+        """Give the optimizer the states that `request` has created, and the stored hyperparameters."""
+        for parameter, state in self._states:
+            self._optimizer.state[parameter] = state
+        for options, name, value in self._options:
+            if isinstance(value, _Scalar):
+                options[name].fill_(value.number)
+            else:
+                options[name] = value
 
     def _was_saved(self, name: str, by_name: dict[str, list[str]]) -> bool:
         """Return whether a parameter without state was the saved optimizer's: then it had no gradient yet."""
@@ -136,8 +149,8 @@ class OptimizerLoader:
             return name in self._described["state"]
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
 
-    def _load_hyperparameters(self) -> None:
-        """Set the options of the optimizer's param groups; does nothing where the checkpoint holds none.
+    def _read_hyperparameters(self) -> None:
+        """Read the options of the optimizer's param groups for `commit`; does nothing where the checkpoint holds none.
 
         Raises MismatchError for another number of groups.
         """
@@ -153,10 +166,15 @@ class OptimizerLoader:
             values = stored["options"] if self._described is not None else _matching_options(stored["options"], options)
             for name, value in values.items():
                 scalar = isinstance(value, dict) and "$scalar" in value
-                if scalar and isinstance(options.get(name), torch.Tensor):
-                    options[name].fill_(value["$scalar"])
-                else:
-                    options[name] = value["$scalar"] if scalar else decode(value, _refuse_tensor)
+                read = value["$scalar"] if scalar else decode(value, _refuse_tensor)
+                in_place = scalar and isinstance(options.get(name), torch.Tensor)
+                self._options.append((options, name, _Scalar(read) if in_place else read))
+
+
+class _Scalar(NamedTuple):
+    """A stored number for an option that is a tensor, which keeps its identity."""
+
+    number: float
 
 
 def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
