@@ -152,11 +152,11 @@ def test_a_launcher_that_nodes_come_to_knows_them_by_a_token_and_takes_each_plac
     assert {address for address, _ in listening({job.pid})} == {address}
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
-    with pytest.raises(Refused, match="--node_rank 1 is taken"):
+    with pytest.raises(Refused, match="--node_rank 1 is taken: another node has come with it$"):
         come(address, port, 1)
     with pytest.raises(Refused, match="--node_rank 3: expected 1 to 2"):
         come(address, port, 3)
-    with pytest.raises(Refused, match="does not know the job's token"):
+    with pytest.raises(Refused, match="does not know the job's token; ZERO_LAUNCH_TOKEN, or the file"):
         come(address, port, 2, "a token that somebody guessed")
     for junk in (
         b"{}\n",

@@ -42,7 +42,7 @@ def connect(
         try:
             return _try_once(address, port, token, about)
         except Refused as error:
-            raise Refused(f"{address}:{port}: {error}; {_ADVICE}") from None
+            raise Refused(f"{address}:{port}: {error}") from None
         except (OSError, ValueError) as error:
             waited = time.monotonic() - begin
             if waited > seconds:
@@ -54,9 +54,6 @@ def connect(
                 said = True
                 print(f"zero-launch: waiting for node 0 at {address}:{port} ({error})", file=sys.stderr, flush=True)
             time.sleep(0.5)
-
-
-_ADVICE = "ZERO_LAUNCH_TOKEN, or the file ~/.zero-launch/token, is to be the same on every node"
 
 
 def _try_once(address: str, port: int, token: str, about: Mapping[str, Any]) -> Connection:

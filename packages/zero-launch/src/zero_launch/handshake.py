@@ -24,6 +24,7 @@ from zero_launch.messages import encode, read_object
 TOKEN_VARIABLE = "ZERO_LAUNCH_TOKEN"
 _FIRST_LINE_BYTES = 1 << 14
 _LEAST_TOKEN = 16
+_ADVICE = f"{TOKEN_VARIABLE}, or the file ~/.zero-launch/token, is to be the same on every node"
 
 
 class Refused(ConnectionError):
@@ -80,7 +81,8 @@ def welcome(
         raise ValueError("no answer to the challenge")
     said = f"{ours} {theirs} {about}"
     token = next((t for t in tokens if hmac.compare_digest(_proof(t, "host", said), proof.encode())), None)
-    why = "it does not know the job's token" if token is None else admit(token, read_object(about.encode()))
+    unknown = f"it does not know the job's token; {_ADVICE}"
+    why = unknown if token is None else admit(token, read_object(about.encode()))
     if token is None or why is not None:
         _send(writer, {"kind": "refused", "why": why})
         raise Refused(str(why))
@@ -109,7 +111,7 @@ def present(reader: BinaryIO, writer: BinaryIO, token: str, about: Mapping[str, 
         raise Refused(f"the launcher does not let this host take part: {verdict.get('why')}")
     shown = verdict.get("proof")
     if type(shown) is not str or not hmac.compare_digest(_proof(token, "launcher", said), shown.encode()):
-        raise Refused("what answers there does not know the job's token")
+        raise Refused(f"what answers there does not know the job's token; {_ADVICE}")
     return Seal(_proof(token, "lines", said), launcher=False)
 
 
