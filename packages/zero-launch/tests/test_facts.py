@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_launch.facts import _io_engine
+from zero_launch.facts import _io_engine, versions
+from zero_launch.roster import other_version
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,10 @@ def test_a_probe_of_the_io_engine_that_fails_is_told(
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
     assert _io_engine() == told
+
+
+def test_another_version_is_told_in_words_that_both_ends_understand():
+    here = versions()
+    said = f"torch is 0.1 on that host and {here['torch']} where the launcher runs; install the same"
+    assert other_version({**here, "torch": "0.1"}) == said
+    assert other_version(here) is None

@@ -131,7 +131,7 @@ class Roster:
 
 def other_version(theirs: dict[str, str]) -> str | None:
     """Return a text about the first package, of torch and the zero packages, that a host has in another version than
-    this one; None if all are equal.
+    this one; None if all are equal. The launcher and the host print it.
 
     ``theirs``: package -> version, of the packages that the host has.
     """
@@ -139,5 +139,5 @@ def other_version(theirs: dict[str, str]) -> str | None:
     for package in sorted(here.keys() | theirs.keys()):
         mine, other = here.get(package, "not installed"), theirs.get(package, "not installed")
         if mine != other:
-            return f"{package} is {other} there and {mine} here; install the same"
+            return f"{package} is {other} on that host and {mine} where the launcher runs; install the same"
     return None
