@@ -37,7 +37,9 @@ def gathered(
     ``modifier_rank``: at exit, the values of this data rank, written in place or by assigning ``p.data``, become every
     rank's. Without it a change is kept if every rank has made the same; else the next call of the engine raises
     `EditRefusedError` on every rank. ``read_only``: the block changes nothing, so changes are not looked for.
-    Collective. Raises `PartitionError` inside a forward or backward pass.
+    Passes in the block leave the units gathered. At exit they are released, unless an enclosing block has them too. If
+    the block raises, nothing is broadcast, and with a ``modifier_rank`` the engine may end, as other ranks wait for
+    this one. Collective. Raises `PartitionError` inside a pass, and at exit for a buffer in the gathered memory.
     """
     runtime = partition.runtime
     runtime.reopen("gathered")
@@ -89,10 +91,10 @@ def gathered(
 def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank: int | None = None) -> Iterator[None]:
     """Gather parameters of any engine, and of models built inside `Init` that no engine owns yet, for the block.
 
-    ``parameters``: one or an iterable; None, plain tensors and full parameters in it are left as they are.
-    ``modifier_rank``: the rank whose values become every rank's at exit. Without it, changes to an engine's parameters
-    are kept if every rank has made the same, else refused later, and changes to parameters that no engine owns are
-    dropped. Collective: in the same order on every rank. Raises `PartitionError` inside a forward or backward pass.
+    ``parameters``: one or an iterable, in which other objects are ignored. ``modifier_rank``: the rank whose values
+    become every rank's at exit. Without it, changes to an engine's parameters are kept if every rank has made the same,
+    else refused later, and changes to parameters that no engine owns are dropped if they were sharded before the block.
+    Collective: in the same order on every rank. Raises `PartitionError` inside a forward or backward pass.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
@@ -123,10 +125,11 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 
 
 def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tensor:
-    """Return a full copy of the parameter's weights as the optimizer has them, in its shape. Collective.
+    """Return a full copy of the parameter's weights as the optimizer has them, in its shape. Collective, except for a
+    parameter that no unit holds (`is_whole`).
 
-    It has the master's dtype: of half-precision weights on a tier float32, of frozen ones their own. Raises
-    `PartitionError` for a parameter of another model.
+    It has the master's dtype, float32 for half-precision weights on a tier; without a master the weights' own. Waits
+    for updates that still run. Raises `PartitionError` for a parameter of another model.
     """
     partition.runtime.reopen("full_param")
     if is_whole(partition, parameter):
@@ -148,8 +151,8 @@ def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor
     """Return a full copy of the parameter's averaged gradient, in its shape; None if no rank has one since the last
     step.
 
-    It has the accumulate dtype and contains the loss scale. Collective. Raises `PartitionError` for a parameter that no
-    unit holds.
+    It has the accumulate dtype and contains the loss scale. Late gradients are reduced first. Collective. Raises
+    `PartitionError` for a parameter that no unit holds.
     """
     partition.runtime.reopen("full_grad")
     unit, index = _find(partition, parameter)
@@ -168,8 +171,8 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, in
     its shape.
 
-    Zeros before the first step. Collective. Raises `PartitionError` for a parameter that is not trained, and for a key
-    other than those of its states with a value for each element.
+    Zeros before the first step. Waits for updates that a tier still runs. Collective. Raises `PartitionError` for a
+    parameter that is not trained, and for a key other than those of its states with a value for each element.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
@@ -208,8 +211,8 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's weights, masters included, by rank 0's ``value``. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` for another shape, and for a parameter
-    of another model.
+    Other ranks pass any tensor of the parameter's shape. Waits for updates that still run. Raises `PartitionError` for
+    another shape, and for a parameter of another model.
     """
     partition.runtime.reopen("set_full_param")
     if is_whole(partition, parameter):
@@ -233,7 +236,8 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     """Replace a parameter's averaged gradient by rank 0's ``value``; other ranks pass any tensor of that shape.
     Collective.
 
-    Raises `PartitionError` for another shape, and when its unit has had no gradient since the last step.
+    Late gradients are reduced first; the parameter counts as one that has a gradient from then on. Raises
+    `PartitionError` for another shape, and when no backward has reached its unit since the last step.
     """
     partition.runtime.reopen("set_full_grad")
     unit, index = _find(partition, parameter)
@@ -344,8 +348,8 @@ def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: s
 def _broadcast_value(
     partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor, refusal: str | None = None
 ) -> torch.Tensor:
-    """Return rank 0's ``value`` of parameter ``index`` of ``unit``, flattened, on every rank, in float32 at least.
-    Collective.
+    """Return rank 0's ``value`` of parameter ``index`` of ``unit``, flattened, on every rank, in float32 at least,
+    after updates that still run have finished. Collective.
 
     ``what``: names the value in messages. ``refusal``: why this rank cannot take a value, or None. Raises
     `PartitionError` on every rank if one has a refusal, or a value that has not the parameter's shape.
@@ -376,7 +380,7 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
-    """Return the unit of ``parameter`` and its number there; raises `PartitionError`, saying why, if no unit holds
+    """Return the unit of ``parameter`` and its number there. Raises `PartitionError`, saying why, if no unit holds
     it."""
     found = partition.find(parameter)
     if found is None:
@@ -399,7 +403,7 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
     """Raise `EditRefusedError` on every rank if ``modifier_rank`` has given a parameter another shape, or another's
     memory. Collective.
 
-    Changes to all ``units`` are undone then.
+    Then parameters of all ``units`` are views of the flat buffers again, and nothing counts as changed.
     """
     misfits = find_misfits(units) if partition.data_rank == modifier_rank else []
     misfit = partition.runtime.agree("changes in gathered", "", misfits[:1])[modifier_rank]
@@ -411,8 +415,8 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
 
 
 def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
-    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters.
-    Collective."""
+    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters; parameters
+    whose ``data`` was assigned are views of the flat buffer again. Collective."""
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
         if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
             if parameter.shape == view.shape:

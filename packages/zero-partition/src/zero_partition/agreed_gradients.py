@@ -183,10 +183,8 @@ class GradientAgreement:
         return reports
 
     def _total(self, squares: list[Any], reports: Sequence[StepReport], *, apart: bool) -> float:
-        """Return the global sum of squares; ``squares``: by rank, of its shard, as far as they are known here.
-
-        ``reports``: by rank. ``apart``: each rank's gradients are its own; then the mean of the ranks' sums.
-        """
+        """Return the global sum of squares: at stage 0 of ``squares`` (by rank, of its shard), else of ``reports`` (by
+        rank). ``apart``: each rank's gradients are its own; then the mean of the reported sums. Sends nothing."""
         if self._partition.options.stage == 0 and not apart:
             return self._sums.total([self._sums.pack(square) for square in squares])
         shards = reports[: self._partition.world_size]  # other replicas have the same shards
@@ -211,8 +209,8 @@ class GradientAgreement:
         return AgreedGradients(touched, total, culprit, hooked, square)
 
     def _why_not_finite(self, norm: DeviceNorm, first: Callable[[], str]) -> str:
-        """Return what ``first`` returns on the first rank where it is not "": the name of a parameter or unit with a
-        gradient that is not finite. "" if it is "" everywhere.
+        """Call ``first``, and return its result on the first rank where that is not "": the name of a parameter or unit
+        with a gradient that is not finite. "" if it is "" everywhere.
 
         Collective. Raises `ReleasedParameterError`, on every rank, if code wrote into a released parameter on any.
         """
@@ -261,7 +259,7 @@ class GradientAgreement:
 
     def _refuse_hyperparameters(self) -> NoReturn:
         """Raise `PartitionError` that names the first hyperparameter that differs between ranks, with two of its
-        values. Collective."""
+        values, after the ranks have exchanged all of them. Collective."""
         mine = hyperparameters(self._optimizer.param_groups)
         everyones = self._partition.runtime.agree("hyperparameters", "", mine)
         for (group, key), value in ((tuple(place), value) for place, value in everyones[0]):
@@ -328,7 +326,7 @@ class GradientAgreement:
 
     def _squares(self) -> list[Any]:
         """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's, and
-        zeros for the others; only zeros where the device adds them."""
+        zeros for the others. Waits for the device; where `DeviceNorm` adds them instead, returns only zeros at once."""
         partition = self._partition
         squares = [self._sums.zero()] * partition.world_size
         if self._device is not None:
@@ -346,8 +344,8 @@ class GradientAgreement:
         return squares
 
     def _await_squares(self) -> None:
-        """Wait, once for all, for the sums of squares that an accelerator has added of gradients on their way to a
-        tier, and for these gradients, which the tier's step reads."""
+        """Wait, once for all units, for the sums of squares that an accelerator has added of gradients on their way to
+        a tier, and for these gradients, which the tier's step reads; do nothing where there are no such sums."""
         found = [(g, g.square_on_device) for g in self._partition.runtime.gradients.values()]
         pending = [(gradients, square) for gradients, square in found if square is not None]
         if self._partition.states is None or not pending:

@@ -145,7 +145,7 @@ class Agreement:
     give what was observed, and learn from what all ranks did.
 
     Attributes:
-        synced: inside ``synced()``: some ranks may begin a forward pass while others are done (see `meet_done`).
+        synced: inside `Runtime.synced`: some ranks may begin a forward pass while others are done (see `meet_done`).
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Agreement:
         """Meet the other ranks inside ``synced()`` when this rank has nothing left to do. Collective.
 
         Return the name of the module whose forward pass some rank begins, and which this rank has to join; None when
-        all ranks are done.
+        all ranks are done. Serves requests, and meets ranks that end a pass without returning. Raises as `agree` does.
         """
         while True:
             self._liveness.check()
@@ -260,14 +260,16 @@ class Agreement:
         return [message.payload[0] for message in messages]
 
     def _exchange(self, message: Message) -> list[Message]:
-        """Exchange ``message`` with all ranks, again after every round in which a rank has requested a unit."""
+        """Exchange ``message`` with all ranks, again after every round in which a rank has requested a unit, which is
+        gathered; return every rank's message in rank order. Collective."""
         while True:
             messages = self._control.exchange(message)
             if not self._serve_requests(messages):
                 return messages
 
     def _serve_requests(self, messages: Sequence[Message]) -> bool:
-        """Gather the units that ``messages`` (by rank) request, with all ranks; return whether any was requested."""
+        """Issue the gathers of the units that ``messages`` (by rank) request, with all ranks, in the order of the
+        ranks; return whether any was requested. Collective."""
         wanted = dict.fromkeys(m.payload for m in distinct(messages) if m.kind == _REQUEST)
         mine = messages[self._control.rank]
         for unit in wanted:

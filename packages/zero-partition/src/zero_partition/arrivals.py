@@ -72,7 +72,8 @@ class GradientArrivals:
     def _take(self, index: int, number: int, hook: GradientHook) -> None:
         """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer, and make it None.
 
-        With the last one of a pass that reduces, the unit may be reduced and is released. Nothing more if it was None.
+        With the last one that the unit is expected to get in a pass that reduces, the unit may be reduced and is
+        released. If ``.grad`` was None, does nothing more.
         Raises `PartitionError` if a hook of the user's changed it after an earlier pass of the step, and, ending the
         engine, for ``create_graph=True``.
         """

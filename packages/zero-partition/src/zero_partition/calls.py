@@ -23,7 +23,7 @@ class ModuleCalls:
     Attributes:
         outermost: name of the module whose call is the forward pass, None between forward passes.
         in_backward: a backward pass is running.
-        paused: module calls are ignored.
+        paused: the hooks ignore module calls (`Runtime.pause`).
     """
 
     def __init__(self) -> None:

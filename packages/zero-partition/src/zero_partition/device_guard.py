@@ -57,8 +57,8 @@ class DeviceGuard:
 
     @contextmanager
     def skipping(self, square: DeviceSquare | None) -> Iterator[None]:
-        """Have the optimizer skip its arithmetic inside the block if ``square``, the sum of squares of its gradients,
-        is not finite; None: it never skips."""
+        """Have a step of the optimizer inside the block leave weights and states alone, on the device, if ``square``,
+        the sum of squares of its gradients, is not finite; None: every step updates."""
         if square is None:
             yield
             return

@@ -79,7 +79,8 @@ class DeviceNorm:
         self._memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
 
     def square(self) -> DeviceSquare:
-        """Return the sum of squares of all averaged gradients over all ranks, on its way to the host. Collective."""
+        """Return the sum of squares of all averaged gradients over all ranks, on its way to the host. Collective,
+        except at stage 0, where every rank has all gradients; not finite if code wrote into a released parameter."""
         partition, step = self._partition, self._partition.runtime.step
         reduced = [g for g in partition.runtime.gradients.values() if g.is_reduced and g.reduced is not None]
         names = [gradients.unit.name for gradients in reduced]

@@ -27,8 +27,8 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Undo `register_external_parameter` for engines that are made later; existing ones keep it. Does nothing if it was
-    not registered."""
+    """Undo `register_external_parameter` for engines that are made later; existing ones still gather ``parameter`` for
+    ``module``. Does nothing if it was not registered."""
     registered = module.__dict__.get(_EXTERNAL, [])
     registered[:] = [known for known in registered if known is not parameter]
 

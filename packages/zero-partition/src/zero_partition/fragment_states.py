@@ -33,8 +33,8 @@ class FragmentStates(_Entries):
         self.update(entries)
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` once, before user code next looks at the states, until `unwatch`. Changes this object's
-        class."""
+        """Call ``read`` once, before user code next looks at the states, unless `unwatch` comes first. Changes this
+        object's class."""
         self._read = read
         self.__class__ = WatchedFragmentStates
 

@@ -94,8 +94,8 @@ class OrderedGathers:
         return unit.index in self._fresh and unit.state is not UnitState.RELEASED
 
     def begin(self, key: str, *, like_reversed: str | None = None) -> None:
-        """Start the pass of this ``key`` in its learned order. The first time, the order is the reverse of that of the
-        pass ``like_reversed`` (a key) if that one is learned, else module order."""
+        """Start the pass of this ``key`` in its learned order; issue nothing yet. The first time, the order is the
+        reverse of that of the pass ``like_reversed`` (a key) if that one is learned, else module order."""
         if key not in self._schedules:
             order = self._releasable
             if like_reversed is not None and like_reversed in self._learned:
@@ -153,7 +153,8 @@ class OrderedGathers:
         return unit if unit is not None and unit.holds_storage(address) else None
 
     def note_outside(self, unit: Unit) -> None:
-        """Have the next `release_outside` release ``unit``, which was gathered outside passes."""
+        """Have the next `release_outside`, at the next agreement point outside passes, release ``unit``, which was
+        gathered outside passes."""
         self._outside.append(unit)
 
     def release_outside(self) -> None:
@@ -274,8 +275,9 @@ class Gatherer:
     def gather(self, unit: Unit) -> None:
         """Gather ``unit``, wait until its parameters are full, and prefetch the next units of the pass.
 
-        Does nothing for a unit that is never released or is gathered in this pass already. Outside a pass, or where the
-        pass's order cannot give the unit, all ranks have to join (see [Note: requests] in agreement.py).
+        Does nothing for a unit that is never released; only notes the use of one that is gathered in this pass already.
+        Outside a pass, or where the pass's order cannot give the unit, all ranks have to join (see [Note: requests] in
+        agreement.py).
         """
         if not unit.releasable:
             return
@@ -299,8 +301,8 @@ class Gatherer:
                 self.release(self._units[index])
 
     def end(self, *, joined: bool = False) -> None:
-        """End the pass: issue the gathers that this rank did not need, and release every unit that is not pinned;
-        do nothing outside a pass.
+        """End the pass: issue the gathers that this rank did not need, wait for those in flight, and release every unit
+        that is not pinned; do nothing outside a pass.
 
         ``joined``: this rank took part for the others only, so the order learns nothing from it.
         """

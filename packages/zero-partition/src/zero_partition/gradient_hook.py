@@ -38,7 +38,8 @@ class GradientHook:
             self._enclose_user_hooks(parameter)
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Report the gradient that autograd has added to ``parameter.grad``; move to the end if user hooks follow."""
+        """Report the gradient that autograd has added to ``parameter.grad``, after setting `user_hooks_follow`; if they
+        do, move to the end for the next passes."""
         hooks = self._hooks()
         self.user_hooks_follow = len(hooks) > 1 and next(reversed(hooks)) != self._handle.id
         if self.user_hooks_follow:

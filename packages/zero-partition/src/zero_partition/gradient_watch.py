@@ -71,7 +71,7 @@ class GradientWatch:
         self.pause()
 
     def pause(self) -> None:
-        """Give the parameters their own class again, for a forward pass."""
+        """Give the parameters their own class again, so that nothing is watched until `resume` or `begin`."""
         self._exchange(_plain_class)
         self._watched = []
 
@@ -85,9 +85,10 @@ class GradientWatch:
         """Handle a read of ``parameter.grad``, just before it happens, or with ``cancels`` its setting to None, which
         discards the gradient.
 
-        Raises `PartitionError`, naming the parameter, if a read by user code, or by torch's clipping or optimizers,
-        would continue without a gradient that the engine holds. Nothing where no gradient is held or nothing is
-        watched.
+        Raises `PartitionError`, naming the parameter, for a read by user code or torch's optimizers if the engine holds
+        its gradient, and by torch's clipping also if only other parameters have one. For a parameter that no optimizer
+        has, only clipping is refused. Other code of torch and this project may read; does nothing where no gradient is
+        held or nothing is watched.
         """
         if id(parameter) in self._alone:
             if self._begun and not cancels:
@@ -177,8 +178,8 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 def _torch_function(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Report an access to ``grad`` to the parameter's owner, which may refuse it, then run ``func``:
-    ``__torch_function__`` of the watching classes."""
+    """Report an access to ``grad`` to the parameter's owner (the engine's `Partition`), which may refuse it, then run
+    ``func``: ``__torch_function__`` of the watching classes."""
     report_gradient_access(func, args)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

@@ -32,7 +32,7 @@ class UnitGradients:
     ``wire_dtype``: dtype that is sent. ``keep_flat``: the flat buffer is kept from step to step (stages 0 and 1)
     instead of until it was reduced. ``full_group``: the group in which every rank gets the full averaged gradient
     (stage 0), else None. ``states``: the tier that keeps the averaged gradient; without it the device does. ``leaves``:
-    adds the reductions of a step along a tree; there is an averaged gradient only once all of them are added.
+    adds the reductions of a step along a tree (see leaves.py); there is an averaged gradient only after all of them.
 
     Attributes:
         norm: returns the sum of squares of an averaged shard; used by `square`.
@@ -132,7 +132,7 @@ class UnitGradients:
         """Return the sum of squares of this rank's averaged shard, as `norm` returns it; kept until the gradient
         changes.
 
-        Only when `is_reduced`, not at stage 0.
+        Waits for the device where that has added the squares. Only when `is_reduced`, not at stage 0.
         """
         if self._square is None:
             with self.averaged() as gradient:
@@ -143,7 +143,8 @@ class UnitGradients:
 
     @property
     def square_on_device(self) -> torch.Tensor | None:
-        """Return what `square` would wait for, as a 0-D tensor on the device; None if the host knows it."""
+        """Return the sum of squares that `square` would wait for, as a 0-D tensor on the device; None if there is none
+        to wait for."""
         return self._square if isinstance(self._square, torch.Tensor) else None
 
     def settle_square(self, square: float) -> None:
@@ -153,8 +154,9 @@ class UnitGradients:
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
         """Add ``gradient``, of the unit's parameter number ``index``, to those that wait for a reduction; it is copied.
 
-        ``more_follow``: no reduction follows this backward pass, so a new buffer has the accumulate dtype. Raises
-        `EditRefusedError` for a gradient of another shape than the parameter's at initialize.
+        The parameter counts as touched. ``more_follow``: no reduction follows this backward pass, so a new buffer has
+        the accumulate dtype. Raises `EditRefusedError` for a gradient of another shape than the parameter's at
+        initialize.
         """
         if self._flat is None:
             self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
@@ -182,6 +184,7 @@ class UnitGradients:
     def start_reduce_scatter(self, step: int, device: torch.device) -> Work:
         """Start to average the gradients that have arrived, zeros for the other parameters, into the owners' shards.
 
+        Calls `watches` first. Nothing is sent where an averaging optimizer wants this rank's own gradients.
         `finish_reduce_scatter` follows when the returned work has been waited for. ``step``: number for the tag.
         ``device``: of a buffer of zeros, where no gradient has arrived. Collective: every rank calls it at the same
         point of the order of reductions.
@@ -236,8 +239,8 @@ class UnitGradients:
         self._flat, self._views = None, []
 
     def finish_reduce_scatter(self) -> None:
-        """Hand the shard that a finished reduction has averaged to the tree or the tier, where there is one; else
-        nothing is left to do."""
+        """Hand the shard that a finished reduction has averaged to the tree or the tier, where there is one, and
+        find the sum of squares of what goes to a tier; else nothing is left to do."""
         self._travels = False
         if self.leaves is not None:
             self._add_leaf(self.leaves)
@@ -252,8 +255,8 @@ class UnitGradients:
             self._square = squares_on_device(parts).sum() if self.is_norm_plain else None
 
     def _add_leaf(self, leaves: LeafTree) -> None:
-        """Add the reduced shard to the step's tree ``leaves``; once the tree is complete, its mean is the averaged
-        gradient."""
+        """Add the reduced shard to the step's tree ``leaves``; once the tree is complete, make its mean the averaged
+        gradient: in `reduced` (at stage 0 only this rank's shard of it), or on its way to the tier."""
         leaf, self._leaf = cast(torch.Tensor, self._leaf), None
         mean = leaves.add(leaf)
         if mean is None:
@@ -301,15 +304,16 @@ class UnitGradients:
         return self._full_group.all_gather(self.reduced, self._slice(self.reduced), Tag("reduce", self.unit.name, step))
 
     def drop_reduction(self) -> None:
-        """Drop a reduction that will never complete, if one is in flight; `clear` has to follow when all units have
-        dropped theirs."""
+        """Drop a reduction that will never complete, if one is in flight, as the pass has failed; `clear` has to follow
+        when all units have dropped theirs."""
         self._travels, self._leaf = False, None
         arriving, self._arriving = self._arriving, None
         if self._states is not None and arriving is not None and arriving.device.type == "cpu":
             self._states.give_back_gradient(self.unit.name)
 
     def clear(self) -> None:
-        """Forget all gradients of the unit, averaged or not. Buffers that are kept from step to step stay."""
+        """Forget all gradients of the unit, averaged or not, and those of every unit that the tier keeps. Buffers that
+        are kept from step to step stay."""
         if self.leaves is not None and self._keep_flat and self._full_group is None and self.reduced is not None:
             self._spare_leaf = self.reduced
         self.reduced = None
@@ -322,8 +326,8 @@ class UnitGradients:
         self.touched = [False] * len(self.touched)
 
     def discard(self, numbers: Collection[int], *, keep_zeros: bool = False) -> None:
-        """Forget the gradients of the parameters ``numbers``, averaged or not; ``keep_zeros``: make those that exist
-        zeros instead."""
+        """Forget the gradients of the parameters ``numbers``, whose averages become zeros; ``keep_zeros``: the
+        parameters still count as having gradients, which are zeros."""
         for number in numbers:
             if self._present[number]:
                 self._views[number].zero_()
@@ -382,7 +386,8 @@ class UnitGradients:
     def _reduction_target(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there.
 
-        The shard is a node of the tree, memory of the tier, or a part of `reduced`, which is made here.
+        The shard is a node of the tree, memory of (or on its way to) the tier, or a part of `reduced`, made here at the
+        step's first reduction. Forgets the sum of squares.
         """
         self._square = None
         if self.leaves is not None:

@@ -63,10 +63,8 @@ def guard_of(value: object) -> FragmentReference | None:
 
 
 def check_use(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[FragmentReference]:
-    """Return the references of the guarded tensors among the arguments of torch function ``func``.
-
-    Only those whose guard is on. Raises `PartitionError` if a guard refuses the use.
-    """
+    """Have the guards that are on check torch function ``func``; return the references of their tensors among its
+    arguments, which may be nested. Raises `PartitionError` if a guard refuses the use."""
     leaves = tree_leaves((args, keywords))
     found = [one for leaf in leaves if (one := guard_of(leaf)) is not None and one.guard.is_on]
     for reference in found:
@@ -163,7 +161,7 @@ def _is_alike_at(index: Any, value: Any) -> bool:
 
 def _operands(call: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[list[Any]]:
     """Return the arguments that are combined with each other: one list of all of them, or for a ``_foreach_`` function
-    one list per position in its lists of tensors."""
+    one list per position in its lists, with the tensors that it gets outside lists added to each."""
     if not call.startswith("_foreach_"):
         return [tree_leaves((args, keywords))]
     lists = [one for one in (*args, *keywords.values()) if isinstance(one, (list, tuple))]
@@ -210,7 +208,9 @@ def _torch_function(
     """Check the use of guarded tensors by torch function ``func``, run it on plain values, and guard its result where
     that is a view or computed element by element: ``__torch_function__`` of the guarded classes.
 
-    Facts such as the shape are those of the full parameter. Raises `PartitionError` for a use that a guard refuses.
+    Inside the optimizer's step, where guards are off, ``func`` just runs. Facts such as the shape are those of the full
+    parameter. Where no other rank has a fragment, only ``detach()`` and ``.data`` are guarded again. Returns
+    NotImplemented for tensors that a tier keeps, whose class goes first. Raises `PartitionError` if a guard refuses.
     """
     if not all(kind in _OWN or not issubclass(kind, GuardedTensor) for kind in _types):
         return NotImplemented  # values on a tier have to be brought first

@@ -42,11 +42,8 @@ class HeldGradients:
         self.awaits_step = False
 
     def show(self) -> None:
-        """Gather the full averaged gradients and make them the parameters' ``.grad`` at stage 0, and wait; nothing
-        above it.
-
-        Collective at stage 0.
-        """
+        """At stage 0, gather the full averaged gradients, wait, and make them the parameters' ``.grad``; above it, do
+        nothing. Collective at stage 0."""
         works = [work for g in self._gradients if (work := g.gather_full(self._step.value)) is not None]
         for work in works:
             work.wait()
@@ -78,7 +75,8 @@ class HeldGradients:
         self.awaits_step = False
 
     def flush(self) -> None:
-        """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank.
+        """Reduce gradients that came too late for their unit's reduction, or were written by user code, on any rank,
+        and `show` the averages then.
 
         Collective: all ranks call it at the same point, outside passes.
         """

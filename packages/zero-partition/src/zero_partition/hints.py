@@ -15,7 +15,8 @@ logger = logging.getLogger("zero_partition")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise `PartitionError`, naming it, if ``model`` is or holds a module that averages gradients by itself."""
+    """Raise `PartitionError`, naming it, if ``model`` is or holds a `DataParallel` or `DistributedDataParallel`, which
+    average gradients by themselves."""
     for name, module in model.named_modules():
         if isinstance(module, DataParallel | DistributedDataParallel):
             what = f"'{name}'" if name else "the model"
@@ -32,7 +33,8 @@ class Hints:
         self._given: set[str] = set()
 
     def stepped(self, step: int, touched: Mapping[int, Sequence[bool]]) -> None:
-        """Warn of optimizer step ``step`` if no parameter has a gradient; ``touched``: unit -> whether each has one."""
+        """Warn that optimizer step ``step`` changes nothing if no parameter has a gradient; ``touched``: by unit index,
+        for each parameter, whether any rank has one."""
         if not any(map(any, touched.values())):
             self._warn(
                 "step",
@@ -50,7 +52,7 @@ class Hints:
         )
 
     def _warn(self, key: str, text: str) -> None:
-        """Log ``text`` the first time on rank 0."""
+        """Log ``text`` on rank 0, unless a warning of this ``key`` was given before."""
         if key not in self._given and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning("%s", text)
         self._given.add(key)

@@ -136,7 +136,8 @@ class ModuleHooks:
     def keep_for_caller(self, name: str, unit: Unit) -> None:
         """Keep ``unit`` gathered until the module that calls the one called ``name`` is done.
 
-        The caller is the nearest enclosing module that has a forward; it does not gather the unit itself.
+        The caller is the nearest enclosing module that has a forward; it does not gather the unit itself. It is hooked
+        if it was not.
         """
         around, module = name, self._model()
         while around and module is not None:  # a container that has no forward calls nothing
@@ -157,7 +158,8 @@ class ModuleHooks:
         self._handles.clear()
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
-        """Register the forward and state-dict hooks of one module, which uses ``units``; ``outermost``: the model."""
+        """Register the forward and state-dict hooks of the module called ``name``, which uses ``units``, and keep its
+        watch in `watches`; ``outermost``: it is the model."""
         watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):
@@ -174,8 +176,8 @@ class ModuleHooks:
 
 
 def _report_gradient(hooks: weakref.ref[ModuleHooks], unit: int, number: int, hook: GradientHook) -> None:
-    """Report to the listener that autograd has finished the gradient of parameter ``number`` of the unit with index
-    ``unit``; do nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
+    """Report to the listener, outside dispatch modes, that autograd has finished the gradient of parameter ``number``
+    of the unit with index ``unit``; do nothing once ``hooks``, a weak reference, is gone. ``hook``: the parameter's."""
     owner = hooks()
     if owner is not None and any_modes():
         call_outside_modes(owner.listener.gradient_ready, unit, number, hook)
@@ -189,7 +191,7 @@ class ModuleWatch:
     ``outermost``: the module is the model, so gradients of its outputs are reported whatever units it uses.
 
     Attributes:
-        keeps: units whose parameters the module's submodules return; they stay gathered until the module is done.
+        kept_for_call: units whose parameters submodules return; they stay gathered until this module is done.
         pre_hook, post_hook: `before_forward` and `after_forward` as hooks to register.
     """
 
@@ -211,16 +213,19 @@ class ModuleWatch:
         self._watches_outputs = self._watches_outputs or unit.releasable
 
     def before_forward(self, _module: nn.Module, _args: Any) -> None:
-        """Report that the module's forward begins, so that its units are gathered; a forward pre-hook."""
+        """Report that the module's forward begins, so that its units are gathered, and keep for `after_forward` whether
+        the call is part of a pass; a forward pre-hook."""
         before = sys.exc_info()[1]
         self._entered.append(RunningCall(True, before))
         if not self._listener.enter_module(self.name, self.units):
             self._entered[-1] = RunningCall(False, before)
 
     def after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Hook the gradients of ``output``, and report that the module's forward has ended or raised; a forward hook.
+        """Hook the gradients of ``output``, unless forward raised, and report that the module's forward has ended; a
+        forward hook, which torch calls also after an exception.
 
-        Reports nothing if the call was no part of a pass.
+        Does nothing if the call was no part of a pass. An exception that was being handled before forward is no
+        failure.
         """
         raised = sys.exc_info()[1]
         call = self._entered.pop() if self._entered else RunningCall(True, None)
@@ -237,7 +242,8 @@ class ModuleWatch:
         """Hook the gradients of the tensors in ``output`` (any nesting); yield the units whose flat buffer one of them
         shares.
 
-        A parameter that is returned keeps its unit gathered until the calling module is done.
+        Gradients are not hooked where the module uses no unit and is not the model. A parameter that a submodule
+        returns keeps its unit gathered until the calling module is done.
         """
         for leaf in tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
@@ -374,12 +380,9 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def surroundings(units: Sequence[Unit]) -> str:
-    """Return, in words, what runs around the caller and gives it tensors without the memory that those of ``units``
-    have.
-
-    That is a transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`) around a model that is not
-    fake itself; "" if nothing does.
-    """
+    """Return, in words, what runs around the caller and makes its new tensors differ from parameters of ``units`` in
+    that they have no memory: a transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`) around a
+    model that is not fake itself; "" if nothing does."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     try:

@@ -56,8 +56,8 @@ class InitMeetings:
         return self._control.agree(Message("Init", call, 0, payload))
 
     def _find(self, numbers: Sequence[int], messages: Sequence[Message]) -> list[ShardedParameter]:
-        """Return this rank's records of ``numbers``; raises `DesyncError`, listing ``messages``, on every rank if one
-        lacks any. Collective."""
+        """Return this rank's records of these ``numbers``. Raises `DesyncError`, listing ``messages``, on every rank if
+        one lacks any. Collective."""
         found = records_by_number(numbers)
         if not all(self.exchange("take part", len(found) == len(numbers))):
             raise _desync_error(messages)

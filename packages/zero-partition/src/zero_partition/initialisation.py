@@ -132,10 +132,10 @@ class Init:
             self._shard_all(dict(module.named_parameters()))
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """Wait until all ranks gather ``records``, or stop using them, at this point; do nothing once the context is
-        closed.
+        """Wait until all ranks have come to gather ``records`` for the user, or to end that; do nothing once the
+        context is closed. Gathers nothing itself. Requests of single ranks are served meanwhile.
 
-        Raises `DesyncError` on every rank if they do not. Collective.
+        Raises `DesyncError` on every rank if they come to do different things. Collective.
         """
         if self._open:
             self._meet_all(GATHER, records)
@@ -156,7 +156,8 @@ class Init:
             self._built[id(module)] = weakref.ref(module)
 
     def _shard_all(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Shard ``parameters``, by their names for messages. Collective.
+        """Shard ``parameters``, by their names for messages, and reshard those that were sharded and are full now.
+        Collective.
 
         Those that stay replicated (one element or none, on the meta device, or see `reason_replicated`) are left as
         they are.
@@ -205,14 +206,15 @@ class Init:
                 record.reshard()
 
     def _full(self, records: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-        """Return those of ``records`` that are full and not gathered by the user, in order of creation, the same on all
-        ranks."""
+        """Return those of ``records`` that are full and that the user has not gathered, each once, in order of
+        creation, which is the same on all ranks."""
         full = {record.number: record for record in records if record.is_full and not record.pinned}
         return [full[number] for number in sorted(full)]
 
     def _make_full(self, records: list[ShardedParameter]) -> None:
         """Gather ``records``, and reshard the oldest of the others while more than ``max_full_numel`` elements of
-        touched parameters are full. Needs all ranks, which join when they come to a meeting."""
+        touched parameters are full. Blocks until all ranks join, each at its next meeting; sends nothing where all
+        ``records`` are full and the bound is kept."""
         while True:
             if absent := [record for record in records if not record.is_full]:
                 if self._is_only_rank or self._meetings.meet(USE, absent) is not None:
@@ -331,8 +333,8 @@ def _facts(records: list[ShardedParameter]) -> list[_Facts]:
 
 
 class _TouchMode(TorchFunctionMode):
-    """Calls ``touch`` before a torch function reads or writes the data of sharded parameters, and ``adopt`` before it
-    gets a parameter that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device.
+    """Calls ``touch`` with the records of the sharded parameters among a torch function's arguments before it runs, and
+    ``adopt`` with each that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device.
 
     Functions that only read facts such as the shape call none of them.
     """

@@ -20,8 +20,9 @@ class Interleaving:
     it waits for a gather behind them, it starts that reduction with the gradients that it has; gradients that come
     later are reduced after the pass. Ranks that compute the same units in the same order issue nothing early.
 
-    A reduction of several hops (`zero_comm.Work.advance`) progresses only while each rank calls `advance`. So a rank
-    that starts a reduction because others may wait for it also advances it to its last hop.
+    A reduction may take several hops: collectives one after the other, such as one inside nodes and one between them.
+    The last hop starts only when each rank calls `zero_comm.Work.advance`, or waits for the reduction. So a rank that
+    starts a reduction because others may wait for it also advances it to its last hop.
 
     How many gathers come first is learned in the first passes. These run in lock step: before each wait the ranks meet
     and each says what it needs next, unless the last meeting has shown that all ranks have issued what this one waits
@@ -111,8 +112,9 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Advance all reductions but the newest to their last hop (`zero_comm.Work.advance`), and finish the oldest
-        while more are in flight than `OrderedReductions.over_limit` allows."""
+        """Advance all reductions but the newest to their last hop (see [Note: waits]), and finish the oldest while more
+        are in flight than `OrderedReductions.over_limit` allows. Before it waits for one, issues the gathers that
+        others may wait for."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
@@ -143,7 +145,7 @@ class Interleaving:
 
     def _start_within(self, position: int | None) -> None:
         """Start the reductions that come before a wait for the gather at ``position`` of the order (None: all of the
-        pass), and advance them to their last hop (`zero_comm.Work.advance`)."""
+        pass), and advance them to their last hop (see [Note: waits]), which waits for the hops before."""
         while self._reductions.must_start_before(position):
             self.start_next()
         self._reductions.advance_before(position)

@@ -153,7 +153,7 @@ class Layout:
         return {entry.name: (unit, entry) for unit in self.units for entry in unit.entries}
 
     def find(self, parameter: str) -> tuple[UnitLayout, LayoutEntry]:
-        """Return the unit and the entry of the parameter of this name; raises KeyError for an unknown one."""
+        """Return the unit and the entry of the parameter of this name. Raises KeyError for an unknown one."""
         try:
             return self._by_name[parameter]
         except KeyError:
