@@ -129,7 +129,8 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     parameter that no unit holds (`is_whole`).
 
     It has the master's dtype, float32 for half-precision weights on a tier; without a master the weights' own. Waits
-    for updates that still run. Raises `PartitionError` for a parameter of another model.
+    for updates that still run, and puts weights that code has changed into the masters. Raises `PartitionError` for a
+    parameter of another model.
     """
     partition.runtime.reopen("full_param")
     if is_whole(partition, parameter):
@@ -329,10 +330,8 @@ def _write_to_tier(
 
 
 def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[str]]) -> None:
-    """Raise `PartitionError` if a parameter has states with a value per element, and none of them is ``key``.
-
-    ``everyones``: by rank, the names of those that it knows. Do nothing if no rank has any.
-    """
+    """Raise `PartitionError` if ranks have states with a value per element of a parameter (``everyones``: their names,
+    by rank), and ``key`` is none of them; do nothing if no rank has any."""
     known = sorted({name for names in everyones for name in names})
     if known and key not in known:
         name, have = unit.names[index], ", ".join(known)

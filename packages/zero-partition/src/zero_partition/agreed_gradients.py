@@ -311,7 +311,7 @@ class GradientAgreement:
                 placeholders.verify_values()
 
     def refuse_incomplete(self) -> None:
-        """Raise `PartitionError` if some micro-batches of a step under virtual ranks are missing.
+        """Raise `PartitionError` if some micro-batches of a step under virtual ranks (see leaves.py) are missing.
 
         Every rank raises, as all have had as many.
         """

@@ -22,7 +22,7 @@ END_OF_PASS = "end"
 
 
 class ControlGroup(Protocol):
-    """The process group for messages; `zero_comm.Control` is one."""
+    """The process group for messages; `zero_comm.Control` is one. ``rank``: this rank in it, ``world_size``: its size."""
 
     @property
     def rank(self) -> int: ...
@@ -174,9 +174,10 @@ class Agreement:
     def agree(self, kind: str, name: str, payload: Any = None) -> list[Any]:
         """Exchange a message with all ranks at the agreement point ``kind``/``name``, and learn from the observations.
 
-        Return every rank's ``payload`` (plain data) in rank order. Serves requests of other ranks first. Raises
-        `DesyncError`, listing every rank's call, when they differ; `PartitionError` when user code on the ranks has
-        changed different things; `CommError` when the engine has ended. Collective.
+        Return every rank's ``payload`` (plain data) in rank order. Serves requests of other ranks first, and outside a
+        pass releases the units given to `OrderedGathers.note_outside`. Raises `DesyncError`, listing every rank's call,
+        when they differ; `PartitionError` when user code on the ranks has changed different things; `CommError` when
+        the engine has ended. Collective.
         """
         self._liveness.check()
         if not self._gathers.active:

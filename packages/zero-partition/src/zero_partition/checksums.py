@@ -77,7 +77,7 @@ def digest_of(x: torch.Tensor) -> int:
     """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else almost surely different.
 
     Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
-    tensor's device.
+    tensor's device, for which the host waits.
     """
     bits = x.view(_INTEGERS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -48,14 +48,17 @@ class FragmentStates(_Entries):
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        """Like ``dict.__setitem__``; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
+        """Like ``dict.__delitem__``; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
+        """Like ``dict.__contains__``; raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().__contains__(key)
 
@@ -82,6 +85,7 @@ class FragmentStates(_Entries):
         super().update(given)
 
     def __ior__(self, entries: Any) -> FragmentStates:  # type: ignore[misc]
+        """Update this object by ``entries``, as `update` does."""
         self.update(entries)
         return self
 
@@ -90,9 +94,11 @@ class FragmentStates(_Entries):
         return defaultdict(dict, dict.items(self))
 
     def __copy__(self) -> Any:
+        """Return what `copy` returns."""
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle and deepcopy write: a plain ``defaultdict`` of the same entries."""
         return defaultdict, (dict,), None, None, iter(dict.items(self))
 
     def _check(self, key: object) -> None:
@@ -105,22 +111,27 @@ class WatchedFragmentStates(FragmentStates):
     """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
 
     def __contains__(self, key: object) -> bool:
+        """Like ``dict.__contains__``; raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
+        """Iterate over the fragment tensors that have a state."""
         self._note_read()
         return super().__iter__()
 
     def __len__(self) -> int:
+        """Return the number of fragments that have a state."""
         self._note_read()
         return super().__len__()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle and deepcopy write: a plain ``defaultdict`` of the same entries."""
         self._note_read()
         return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
+        """Return the state of a fragment, adding an empty one if it has none; raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__getitem__(key)
 

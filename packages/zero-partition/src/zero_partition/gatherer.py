@@ -287,9 +287,8 @@ class Gatherer:
         self._gather_absent(unit)
 
     def release(self, unit: Unit) -> None:
-        """Release ``unit``, whose modules have run in this pass, if it is releasable. A pinned unit stays, and until
-        the end of the pass so does one that the order could not give when it was needed, in this pass or an earlier one
-        of this key."""
+        """Release ``unit``, whose modules have run in this pass, if it is releasable. A pinned unit stays; so does,
+        until the end of the pass, one that had to be requested in a pass of this key, as the order lacked it."""
         if unit.releasable and unit.index not in self._kept.get(self._gathers.key, ()):
             self._release(unit)
 

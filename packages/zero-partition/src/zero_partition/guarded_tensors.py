@@ -299,9 +299,11 @@ class FragmentValues(GuardedTensor, torch.Tensor):
     __torch_function__: ClassVar[Any] = classmethod(_torch_function)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle writes: a plain tensor of the same values."""
         return plain(self).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain tensor with a copy of the values."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor).clone()
 

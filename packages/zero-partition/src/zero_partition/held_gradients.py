@@ -56,8 +56,8 @@ class HeldGradients:
     def discard(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
         """Forget the gradients of ``parameters`` (None: of all) since the last step, as ``zero_grad`` does.
 
-        ``set_to_none``: False makes them zeros instead. Every rank calls it at the same point. Raises `PartitionError`
-        inside a backward pass.
+        With None, also what a failed backward pass has left, which `refuse_torn` refuses. ``set_to_none``: False makes
+        them zeros instead. Every rank calls it at the same point. Raises `PartitionError` inside a backward pass.
         """
         if self._calls.in_backward:
             raise PartitionError(

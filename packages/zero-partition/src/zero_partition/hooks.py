@@ -76,7 +76,8 @@ class ModuleHooks:
 
     Every module that owns parameters of a unit, or is one of a unit's members, reports the begin and the end of its
     forward. Outputs that require gradients report before their module's backward; the saved-tensor hooks (`SavedViews`)
-    catch every other way in which backward can reach a unit.
+    catch every other way in which backward can reach a unit. Parameters of trained units report their gradients.
+    State-dict hooks keep released parameters from being saved or loaded as if they had values.
 
     ``listener``: gets the reports. ``calls``: knows which modules run. ``parameters``, ``memory``: find the unit of a
     parameter, and of an output's memory.
@@ -305,9 +306,11 @@ class Hook:
         return self._call(*args, **kwargs)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Hook:
+        """Return a hook that does nothing."""
         return Hook(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: a hook that does nothing."""
         return Hook, (_do_nothing,)
 
 

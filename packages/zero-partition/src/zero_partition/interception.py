@@ -55,6 +55,7 @@ class WatchedParameters(Parameters):
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
+        """Return a plain dict of deep copies, which reports nothing."""
         return copy.deepcopy(dict(self), memo)
 
 
