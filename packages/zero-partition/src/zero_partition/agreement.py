@@ -22,7 +22,7 @@ END_OF_PASS = "end"
 
 
 class ControlGroup(Protocol):
-    """The process group for messages; `zero_comm.Control` is one. ``rank``: this rank in it, ``world_size``: its size."""
+    """The process group for messages; `zero_comm.Control` is one. ``rank``: this rank; ``world_size``: their number."""
 
     @property
     def rank(self) -> int: ...

@@ -64,8 +64,8 @@ class _Region:
         self._compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Report the module's call, run its compiled code, then report the modules inside as run; return the module's
-        output."""
+        """Report that the module's call begins, run its compiled code, report the modules inside as run, and report
+        that the call has ended, also by an exception; return the module's output."""
         self._outer.before_forward(self._module, args)
         output = None
         try:

@@ -48,37 +48,37 @@ class FragmentStates(_Entries):
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Like ``dict.__setitem__``; raises `PartitionError` for a parameter of the model."""
+        """Like ``dict.__setitem__``. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        """Like ``dict.__delitem__``; raises `PartitionError` for a parameter of the model."""
+        """Like ``dict.__delitem__``. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        """Like ``dict.__contains__``; raises `PartitionError` for a parameter of the model."""
+        """Like ``dict.__contains__``. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.get`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.get`. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Like `dict.pop`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.pop`. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.setdefault`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.setdefault`. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().setdefault(key, default)
 
     def update(self, *entries: Any, **named: Any) -> None:
-        """Like `dict.update`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.update`. Raises `PartitionError` for a parameter of the model."""
         given = dict(*entries, **named)
         for key in given:
             self._check(key)
@@ -111,7 +111,7 @@ class WatchedFragmentStates(FragmentStates):
     """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
 
     def __contains__(self, key: object) -> bool:
-        """Like ``dict.__contains__``; raises `PartitionError` for a parameter of the model."""
+        """Like ``dict.__contains__``. Raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__contains__(key)
 
@@ -131,17 +131,18 @@ class WatchedFragmentStates(FragmentStates):
         return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the state of a fragment, adding an empty one if it has none; raises `PartitionError` for a parameter of the model."""
+        """Return the state of a fragment, adding an empty one if it has none. Raises `PartitionError` for a parameter
+        of the model."""
         self._note_read()
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.get`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.get`. Raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Like `dict.pop`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.pop`. Raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().pop(key, *default)
 
@@ -151,7 +152,7 @@ class WatchedFragmentStates(FragmentStates):
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.setdefault`; raises `PartitionError` for a parameter of the model."""
+        """Like `dict.setdefault`. Raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().setdefault(key, default)
 

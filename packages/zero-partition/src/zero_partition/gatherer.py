@@ -361,7 +361,8 @@ class Gatherer:
             unit.release()
 
     def _prefetch(self) -> None:
-        """Issue the next gathers of the pass as far as the bounds allow, and prefetch the shards of those after."""
+        """Issue the next gathers of the pass as far as the bounds allow, and prefetch the shards of those after; do
+        nothing outside a pass."""
         if not self._gathers.active:
             return
         remaining = self._gathers.remaining

@@ -326,8 +326,8 @@ class UnitGradients:
         self.touched = [False] * len(self.touched)
 
     def discard(self, numbers: Collection[int], *, keep_zeros: bool = False) -> None:
-        """Forget the gradients of the parameters ``numbers``, whose averages become zeros; ``keep_zeros``: the
-        parameters still count as having gradients, which are zeros."""
+        """Make the gradients of the parameters ``numbers`` zeros, averaged or not, and have the parameters count as
+        having none; ``keep_zeros``: those that had one still count as having one."""
         for number in numbers:
             if self._present[number]:
                 self._views[number].zero_()

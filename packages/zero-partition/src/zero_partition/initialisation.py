@@ -188,8 +188,9 @@ class Init:
         """Reshard parameters that are ``full``, with rank 0's values where the ranks' ``facts`` (by rank, of each
         parameter) differ.
 
-        A parameter stays full if other code holds a view of it on any rank, through which it may be written. Raises
-        `PartitionError`, naming it, if a parameter's shape or dtype differs. Collective.
+        A parameter stays full if other code holds a view of it on any rank, through which it may be written. Notes it,
+        and those that differ, for the warnings of `__exit__`. Raises `PartitionError`, naming it, if a parameter's
+        shape or dtype differs. Collective.
         """
         for record, *seen in zip(full, *facts, strict=True):
             kinds, digests, held = map(list, zip(*seen, strict=True))
@@ -353,8 +354,9 @@ class _TouchMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run torch function ``func`` after ``touch`` or ``adopt`` was called for the parameters among its
-        arguments."""
+        """Run torch function ``func`` after ``touch`` or ``adopt`` was called for the parameters among its arguments;
+        ``adopt`` neither for ``p.data = value`` nor for parameters on the meta device. ``empty_like`` of one of these
+        for another device returns a ``blank`` instead."""
         keywords = kwargs or {}
         if func in _METADATA:
             return func(*args, **keywords)

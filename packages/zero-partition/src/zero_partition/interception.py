@@ -25,14 +25,15 @@ class ParameterUse(Protocol):
         """Gather ``parameter`` if a pass runs. Called when code reads it from a module."""
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter], /) -> None:
-        """Raise by name if one of the parameters is released. Called before a module that owns them is pickled."""
+        """Raise `ReleasedParameterError`, naming it, if one of the parameters is released. Called before a module that
+        owns them is pickled."""
 
 
 class WatchedParameters(Parameters):
     """A module's ``_parameters`` that reports look-ups by name to ``use``, as ``module.weight`` makes one.
 
     Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts; a pickle is
-    refused by name while a parameter is released.
+    refused, naming it, while a parameter is released.
     """
 
     def __init__(self, parameters: Parameters, use: ParameterUse) -> None:
