@@ -53,7 +53,7 @@ def copy_fragments(
 
 
 class TierMasters:
-    """The masters of one unit's shard on the tier that keeps and updates them.
+    """The masters of one unit's shard on the tier that keeps and updates them; the weights themselves are elsewhere.
 
     ``name``: the unit's. ``rank``: number of the shard in ``layout``. ``states``: the tier.
     """
@@ -87,8 +87,8 @@ class TierMasters:
         self._states.write(masters)
 
     def note_weights_changed(self) -> None:
-        """Tell the tier that the weights were changed, so that it updates its masters before it uses them, and be
-        `stale`."""
+        """Tell the tier that the weights were changed, so that its next step updates masters before it uses them; they
+        are `stale` until `follow_now`."""
         self._states.weights_changed(self._name)
         self._stale = True
 

@@ -194,8 +194,8 @@ class StepReport:
     may fail. ``hyperparameters``: a digest of the param groups' hyperparameters. ``defers``: this rank can take the
     step before its host knows the norm. ``earlier``: the sum of squares over all ranks of the step before, if that was
     taken so and the sum has arrived here; else None. ``added``: a digest of the parameters that came into the model
-    after it was sharded; 0 for none. ``frozen``: a digest of the names of the trained ones that require no
-    gradient now; 0 for none.
+    after it was sharded; 0 for none. ``frozen``: a digest of the names of the trained parameters that
+    require no gradient now; 0 for none.
     """
 
     late: Sequence[int]

@@ -140,7 +140,8 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
     """Raise `PartitionError` for an optimizer whose results, bit by bit, depend on how its parameters are sharded.
 
     An elementwise one is tested on a vector that torch spreads over several threads, once in one piece and once split
-    at multiples of `GRID`; those that need full parameters pass. ``need``: the result of `need_of` for ``device``.
+    at multiples of `GRID`; those that need full parameters pass. A `NormOptimizer` and an `AveragingOptimizer` always
+    raise. ``need``: the result of `need_of` for ``device``.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):

@@ -114,7 +114,7 @@ class ShardedOptimizer:
 
     @property
     def state(self) -> Any:
-        """The wrapped optimizer's state, by tensor of its param groups."""
+        """The wrapped optimizer's state, by tensor of its param groups; a `TierStates` if a tier keeps it."""
         return self.inner.state
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
@@ -123,7 +123,8 @@ class ShardedOptimizer:
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it."""
+        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it. The next step
+        then waits for its norm."""
         self._states.replace_state(owned, state)
         self._guard.forget()
 
@@ -196,8 +197,10 @@ class ShardedOptimizer:
         with contextlib.ExitStack() as writing:
 
             def step(begin: Callable[[], None] | None = None) -> None:
+                """Run the optimizer's step with its hooks, and ``begin``, if given, before its arithmetic."""
+
                 def written() -> None:
-                    """Begin the part of the step that writes weights; called before the first write."""
+                    """Begin the part of the step that writes weights, once all ranks' pre-hooks have run."""
                     if agreed.hooked:
                         runtime.agree("step hooks", "", None)
                     writing.enter_context(runtime.writing("the step"))
@@ -224,15 +227,15 @@ class ShardedOptimizer:
             return self.inner.synchronise()
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the unscaled gradients since the last step; inf or NaN if it is not finite.
-        Collective. If ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of
-        the norm of their average."""
+        """Return the global norm of the unscaled gradients since the last step; inf or NaN if it is not finite. If
+        ranks keep their own gradients, it is the root mean square of the ranks' norms, an upper bound of the norm of
+        their average. Collective; first takes gradients that user code wrote and reduces late ones."""
         square = self._gradients.agree().square
         return math.nan if square is None else norm_of(square, self.loss_scale.scale)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply the reduced gradients by ``factor`` in place, for clipping outside the step; the same on every
-        rank."""
+        """Multiply the reduced gradients, and those that ``.grad`` shows, by ``factor``, the same on every rank, for
+        clipping outside the step; unreduced gradients are left alone."""
         for gradients in self._partition.runtime.gradients.values():
             if gradients.is_reduced:
                 with gradients.averaged(dirty=True) as averaged:
@@ -312,7 +315,7 @@ class ShardedOptimizer:
 
     def _exchange_parameters(self, optimizer: Optimizer) -> None:
         """Replace the model's parameters in the param groups by this rank's fragments, with their share of states that
-        the optimizer has already; an empty tensor stands for a parameter without a fragment here."""
+        the optimizer has already, and fill `fragments`; an empty tensor stands for a parameter without one here."""
         old_state = dict(optimizer.state)
         optimizer.state.clear()
         seen: set[int] = set()
@@ -339,9 +342,9 @@ class ShardedOptimizer:
     def _make_fragment(
         self, parameter: nn.Parameter, group: int, position: int, seen: set[int]
     ) -> tuple[str, OwnedFragment | None]:
-        """Return the name of a parameter of the param groups, and this rank's fragment of it; None for no fragment.
-        ``group``, ``position``: its place. ``seen``: ids of the parameters before it, to which it is added. Raises
-        `PartitionError` for duplicate and foreign parameters."""
+        """Return the name of a parameter of the param groups, and this rank's fragment of it; None for no fragment. A
+        frozen or empty parameter of no unit is named by its place, ``group`` and ``position``. ``seen``: ids of those
+        before it, to which it is added. Raises `PartitionError` for duplicate and foreign parameters."""
         where = f"param_groups[{group}]['params'][{position}]"
         if id(parameter) in seen:
             raise PartitionError(
@@ -367,9 +370,9 @@ class ShardedOptimizer:
 
 
 def _needs_full_parameters(optimizer: Optimizer, partition: Partition, parts: ModelParts) -> bool:
-    """Return whether ``optimizer`` needs full parameters; True at stage 0, where it gets them. Raises `PartitionError`
-    for one that would compute something else on a part of the model than on all of it. ``parts``: under tensor
-    parallelism."""
+    """Return whether ``optimizer`` needs full parameters; True without a look at it at stage 0, where it gets them, if
+    there are no virtual ranks and ``parts`` (tensor parallelism) splits none. Raises `PartitionError` for one that
+    would compute something else on a part of the model than on all of it."""
     split = [
         n
         for unit in partition.units

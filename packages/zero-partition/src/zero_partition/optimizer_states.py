@@ -148,10 +148,8 @@ class OptimizerStates:
             self._held.unwatch()
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add an entry for every trained parameter, if any has one, in the order of the param groups; return `entries`.
-
-        Parameters that other ranks update get a `StateElsewhere`, so that all ranks see the same keys.
-        """
+        """Add a `StateElsewhere` for every trained parameter without a fragment here, so that all ranks see the same
+        keys, sort the entries as the param groups are, and return `entries`; add nothing if there are none yet."""
         held = self._held
         if held:
             known = dict(dict.items(held))
@@ -182,7 +180,7 @@ class OptimizerStates:
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
         """Replace the tier's states by those in ``entries`` (by tensor, a state by kind); fragments without an entry
-        start again from nothing."""
+        start again from nothing. Waits for readers of the states if any changes."""
         fresh: dict[str, dict[str, Any]] = {}
         again: list[str] = []
         for owned in self._fragments():
@@ -207,7 +205,8 @@ class OptimizerStates:
         return [listed.owned for group in self._listed for listed in group if listed.owned is not None]
 
     def _complete_state_dict(self, _optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """Return ``state_dict`` with the ranges of its fragments and the tier's moments: a post-hook of `state_dict`.
+        """Return ``state_dict`` with the ranges of its fragments and the tier's moments, and watch reads again: a
+        post-hook of `state_dict`.
 
         Entries of parameters that other ranks update are removed, as torch's optimizers would miss ``step`` in them.
         8-bit moments are left out, as torch's format has no room for their scales.
@@ -300,7 +299,8 @@ def sharded_state(state: Mapping[str, Any], name: str, shape: torch.Size, owned:
     whole = owned.fragment.length == shape.numel()
 
     def part_of(key: str, value: Any) -> Any:
-        """Return this rank's fragment of a full-shape tensor, in lists and tuples too; other values as they are."""
+        """Return a copy of this rank's fragment of a full-shape tensor, in lists and tuples too, and of other values as
+        they are; ``key``: of the value, for the error."""
         if isinstance(value, (list, tuple)):
             return type(value)(part_of(f"{key}[{number}]", one) for number, one in enumerate(value))
         if isinstance(value, torch.Tensor) and value.dim() and value.shape == shape:
@@ -353,10 +353,9 @@ def _described(elements: list[int] | None) -> str:
 
 
 def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
-    """Return whether the tensors in ``state`` have the shape of this rank's fragment.
+    """Return whether the tensors in ``state``, except 0-D ones, have the shape of this rank's fragment.
 
-    States of a full parameter may have other shapes, of the optimizer's choice, but not as many elements in another
-    shape.
+    If the fragment is the full parameter, tensors of any other number of elements fit too, as optimizers may keep such.
     """
     shape = parameter.held_shape
     return not any(
@@ -369,5 +368,5 @@ def _fits(parameter: ListedParameter, state: Mapping[str, Any]) -> bool:
 
 
 def _group_sizes(groups: Sequence[Sequence[Any]]) -> list[int]:
-    """Return the number of parameters of each group."""
+    """Return the number of parameters in each of ``groups``."""
     return [len(group) for group in groups]

@@ -68,8 +68,8 @@ class WatchedStates(Protocol):
         """Stop calling the function that `watch` was given."""
 
     def list_all(self) -> Iterable[tuple[Any, Any]]:
-        """Add entries for parameters whose states other ranks hold, so that all ranks have the same keys; return
-        `entries`."""
+        """Add entries for parameters whose states other ranks hold, so that all ranks have the same keys, unless this
+        rank has no state at all; return `entries`."""
 
     def entries(self) -> Iterable[tuple[Any, Any]]:
         """Return (tensor, state by kind) for each tensor whose state the optimizer itself holds."""
@@ -140,7 +140,8 @@ class OptimizerTensors:
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
-        """A context in which tensors that hold values are plain parameters, for the engine's own work."""
+        """A context in which tensors that hold values, and states, are plain, for the engine's own work; after it all
+        are guarded as between steps."""
         self._unguard()
         try:
             yield
@@ -195,8 +196,8 @@ class OptimizerTensors:
             self._forget_empty()
 
     def _step_inner(self) -> Exception | None:
-        """Call the optimizer's step; return an exception that it raised after its arithmetic, else None; raise one from
-        before."""
+        """Call the optimizer's step; return an exception that it raised after its arithmetic, else None. One from
+        before is raised."""
         try:
             self._optimizer.step()
         except Exception as error:
@@ -217,8 +218,8 @@ class OptimizerTensors:
         self._depth += 1
 
     def _note_updated(self, *_: Any) -> None:
-        """Record that the arithmetic is done, and guard the tensors for the user's post-hooks, if any; the first
-        post-hook."""
+        """Record that the arithmetic is done; in the outermost ``step`` guard the tensors for the user's post-hooks, if
+        any. The first post-hook."""
         self._updated = True
         self._depth -= 1
         if self._depth == 0 and self._phase is Phase.STEP and self.is_hooked_after:
@@ -336,8 +337,8 @@ class OptimizerTensors:
         return any(reference is not None and reference.is_updated for reference in references)
 
     def _unguard(self, *_: Any) -> None:
-        """Make tensors with values, and states, plain tensors, for the optimizer's arithmetic. Arguments are
-        ignored."""
+        """Make tensors with values, and states, plain, for the optimizer's arithmetic, and stop guarding the model's
+        parameters and watching reads of states. Arguments are ignored."""
         self._phase = Phase.STEP
         self._model.end()
         if self._values_here:
@@ -350,7 +351,8 @@ class OptimizerTensors:
             exchange_classes(values, _unguarded)
 
     def _guard(self, phase: Phase) -> None:
-        """Guard the tensors and states in ``phase`` (IDLE or HOOKS); for hooks guard the model's parameters too."""
+        """Guard the tensors in ``phase`` (IDLE or HOOKS), and states once code has read them; in HOOKS guard the
+        model's parameters too, else stop guarding those."""
         self._phase = phase
         if phase is Phase.HOOKS:
             self._model.begin(updated=self._updated)
@@ -362,8 +364,8 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """Guard states of the same size as their tensor, from the first time that code reads states; do nothing unless
-        other ranks may hold other parts of the parameters."""
+        """Guard states of their tensor's size, from the first time that code reads states; do nothing unless other
+        ranks may hold other parts of the parameters."""
         if not self.split:
             return
         self._states_seen = True

@@ -37,11 +37,12 @@ class StartedReduction(NamedTuple):
 class OrderedReductions:
     """The reductions of one engine, started in the order that the ranks have agreed.
 
-    Starting a reduction never waits for another rank. At most two reductions should be in flight at a time, and only
-    one if two have more than ``bucket_numel`` elements: see `over_limit`. ``gradients``: of the trained units.
-    ``gathers``: the engine's gathers, whose order the reductions are related to. ``step``: number for tags. ``device``:
-    where units without any gradient reduce zeros. ``complete``: every pass reduces every unit, each when it has all its
-    gradients.
+    Starting a reduction never waits for another rank. One of several hops (inside the node, then across nodes) starts
+    its last hop only once the others are complete (`zero_comm.Work.advance`). At most two reductions should be in
+    flight at a time, and only one if two have more than ``bucket_numel`` elements: see `over_limit`. ``gradients``: of
+    the trained units. ``gathers``: the engine's gathers, whose order the reductions are related to. ``step``: number
+    for tags. ``device``: where units without any gradient reduce zeros. ``complete``: every pass reduces every unit,
+    each when it has all its gradients.
 
     Attributes:
         started: number of reductions that the running pass, or the last one, has started.
@@ -105,7 +106,7 @@ class OrderedReductions:
         return self._travelling[0] if self._travelling else None
 
     def begin(self, units: Iterable[int]) -> None:
-        """Begin a reducing pass over ``units`` (by index), the same set on every rank."""
+        """Begin a reducing pass over ``units`` (by index), the same set on every rank; starts no reduction."""
         chosen = set(units)
         self._queue = deque(index for index in self._order if index in chosen)
         self._completions = {}
@@ -140,18 +141,20 @@ class OrderedReductions:
         return [index for index in self._order if index in chosen]
 
     def older_in_hops(self) -> Iterator[StartedReduction]:
-        """Yield the reductions in flight that take several hops (`zero_comm.Work.advance`), except the newest."""
+        """Yield the reductions in flight whose last hop of several has not started, oldest first, except the newest
+        reduction."""
         yield from [one for one in list(self._travelling)[:-1] if one.work.has_hops]
 
     def advance_before(self, position: int | None) -> None:
         """Advance to their last hop the reductions that every rank starts before it waits for the gather at
-        ``position`` (see `must_start_before`)."""
+        ``position`` (see `must_start_before`). Blocks until their earlier hops are complete."""
         for one in self._travelling:
             if position is None or one.gathers_first <= position:
                 one.work.advance()
 
     def advance_first(self, count: int) -> None:
-        """Advance the pass's first ``count`` reductions, which every rank has started, to their last hop."""
+        """Advance those in flight of the pass's first ``count`` reductions, which every rank has started, to their last
+        hop. Blocks until their earlier hops are complete."""
         for one in self._travelling:
             if one.number < count:
                 one.work.advance()
@@ -185,7 +188,7 @@ class OrderedReductions:
         return index in self._completions
 
     def note_end(self) -> None:
-        """Record the units that this rank has gathered by the end of autograd's run."""
+        """Record which units this rank has used by the end of autograd's run, for `observed`."""
         self._gathered = list(self._gathers.used)
 
     def forget_observed(self) -> None:
@@ -193,7 +196,8 @@ class OrderedReductions:
         self._completions = {}
 
     def observed(self) -> ReductionsSeen | None:
-        """Return this rank's observations of the last pass; None inside a pass, without any, and once `settled`."""
+        """Return this rank's observations of the last reducing pass, to be sent to the other ranks; None inside a pass,
+        without any, and once `settled`."""
         if self.settled or self.active or not self._completions:
             return None
         return ReductionsSeen([Completion(*c) for c in self._completions.items()], self._gathered, self._steady)

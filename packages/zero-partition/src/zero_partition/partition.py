@@ -187,9 +187,9 @@ class Partition:
     def gradient_accessed(self, parameter: nn.Parameter, access: GradientAccess, /) -> None:
         """Record an access of user code to ``parameter.grad``, just before it happens, or refuse it.
 
-        `PartitionError` is raised for a read of a gradient that the engine holds, and for an access in the optimizer's
-        step hooks that would miss it. "cancelled" discards the gradient; for "written" nothing is done outside step
-        hooks.
+        ``access``: "read"; "cancelled" (set to None), which discards the gradient; or "written", for which nothing is
+        done outside the optimizer's step hooks. Raises `PartitionError` for a read of a gradient that the engine holds,
+        and in step hooks for any access to one that the optimizer's own tensor has.
         """
         if self.runtime.step_hook_watch.is_on:
             self.runtime.step_hook_watch.gradient_used(parameter)
@@ -221,8 +221,8 @@ class Partition:
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
-        """A context, outside passes, in which ``parameter``, of this partition, is gathered for reading. Collective:
-        every rank opens it at the same point, or `DesyncError` is raised."""
+        """A context, outside passes, in which ``parameter``, of this partition, is gathered for reading, after updates
+        that still run. Collective: every rank opens it at the same point, or `DesyncError` is raised."""
         unit, _ = self._by_parameter[id(parameter)]
         self.runtime.agree("gathered", str(unit.index), None)
         self.finish_updates()
@@ -234,8 +234,8 @@ class Partition:
             unit.release()
 
     def publish(self) -> None:
-        """Write the weights that the optimizer updated back to where forward reads them, in all units, and wait.
-        Collective."""
+        """Write the weights that the optimizer updated back to where forward reads them, in all units, wait, and count
+        the step in ``runtime.edits``. Collective."""
         step = self.runtime.step
         works = [work for unit in self.units if (work := unit.publish(step)) is not None]
         for work in works:
@@ -288,11 +288,11 @@ class Partition:
         }
 
     def close(self, *, unshard: bool = True) -> None:
-        """Gather all parameters for good, remove every hook, and close the tiers. Collective.
+        """Finish updates, gather all parameters for good, remove every hook, and close the tiers. Collective.
 
-        After an earlier failure (`Runtime.failed`) nothing is gathered, and nothing is collective. With ``unshard``
-        false released parameters stay placeholders, for models that do not fit into memory unsharded. Gathered
-        parameters keep their memory.
+        After an earlier failure (`Runtime.failed`) nothing is finished or gathered, and nothing is collective. With
+        ``unshard`` false released parameters stay placeholders, for models that do not fit into memory unsharded.
+        Gathered parameters keep their memory.
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
@@ -315,7 +315,7 @@ class Partition:
 
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         """Return the unit of ``plan``, number ``index``, with rank 0's values or those that `Init` has sharded. Frees
-        the memory that its parameters had. Collective."""
+        the memory that its parameters had, and detaches them from `Init`. Collective."""
         elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
         releasable = self.options.stage >= 3 and not plan.persistent and elsewhere
         unit = Unit(

@@ -92,12 +92,13 @@ class Passes:
     # -- the forward pass --------------------------------------------------------------------------------------------
 
     def enter_module(self, name: str, units: Sequence[Unit]) -> bool:
-        """Gather ``units`` for the forward of module ``name``; for the outermost module, begin a pass first.
+        """Gather the releasable ones of ``units`` for the forward of module ``name``; first begin a pass if it is the
+        outermost module, unless backward recomputes it. Outside backward tell the `UnitWatch`.
 
         Return whether the call is part of a pass. It is not while hooks are paused, inside torch.func's transforms
         (`grad`, `jvp`, …) or where it is only traced (`surroundings`): such calls concern no parameter's ``.grad``, and
-        their tensors have no memory to send. Raises `PartitionError` if their parameters are not gathered, or for a
-        module called in a thread other than the pass's.
+        their tensors have no memory to send. Raises `PartitionError` if the user has not gathered their parameters, for
+        a module called in a thread other than the pass's, and for a frozen parameter that requires gradients now.
         """
         if self._calls.paused:
             return False
@@ -135,9 +136,9 @@ class Passes:
     def exit_module(
         self, name: str, units: Sequence[Unit], aliased: Sequence[Unit], failure: BaseException | None
     ) -> None:
-        """Release the ``units`` whose modules have all run; after the outermost module, end the pass. ``name``: of the
-        module. ``aliased``: units whose memory the module's output shares. ``failure``: exception that the forward
-        raised, or None."""
+        """Release the ``units`` whose modules have all run; after the outermost module, end the pass. In a forward that
+        backward recomputes neither is done. ``name``: of the module. ``aliased``: units whose memory its output shares,
+        which release leaves to the output. ``failure``: exception that the forward raised, or None."""
         if self._calls.paused:
             return
         watch = self._watched_units.watch
@@ -157,8 +158,8 @@ class Passes:
                 self._end_forward(name, failure)
 
     def caller_done(self, name: str, units: Sequence[Unit]) -> None:
-        """Count module ``name``, whose submodules return parameters of ``units``, as run in this pass, and release
-        those units all of whose modules have run."""
+        """Count module ``name``, whose submodules return parameters of ``units``, as run in this pass, and outside
+        backward release those units all of whose modules have run."""
         for unit in units:
             self._calls.note_run(unit, name)
             self._release_when_done(unit)
@@ -188,8 +189,8 @@ class Passes:
             self._gatherer.release(unit)
 
     def _end_forward(self, name: str, failure: BaseException | None) -> None:
-        """Do step 5 of [Note: the order of events] for the pass of module ``name``; ``failure``: what its forward
-        raised, or None."""
+        """Note what user code did in the pass of module ``name``, and where parameters are sharded do step 5 of [Note:
+        the order of events]. ``failure``: what its forward raised, or None. Collective at stage 3."""
         self._edits.forward_ends()
         self._gradient_watch.resume(hidden=self._unannounced.trains)
         if failure is not None:
@@ -255,8 +256,8 @@ class Passes:
         return pending, sorted(late)
 
     def before_backward(self, units: Sequence[Unit]) -> None:
-        """Gather ``units``, whose parameters autograd is about to read, and release frozen ones that it has finished;
-        begin a backward pass if none is running."""
+        """Gather the releasable ones of ``units``, whose parameters autograd is about to read, and release frozen units
+        that it has finished; begin a backward pass if none is running. A new graph (create_graph) keeps the memory."""
         if not self._calls.in_backward:
             self._begin_plain_backward()
         for unit in units:

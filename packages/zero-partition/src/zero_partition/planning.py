@@ -25,20 +25,20 @@ from .units import UnitLimits, UnitPlan, plan_units
 class PartitionOptions:
     """How to shard a model, and when to gather and reduce it; sizes in elements.
 
-    ``stage``: optimizer state is sharded when >= 1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the
-    backward passes of one step add up locally before they are reduced; with ``reduce_each_micro_batch`` they are
-    reduced one by one as at stages 2 and 3, which makes all stages bitwise equal. ``prefetch_numel``: elements in
-    flight ahead of their use at most; ``max_live_numel``: gathered elements at most; ``bucket_numel``: elements of
-    gradients in flight at most. Whatever these bounds, the unit after the one in use is gathered ahead (not if
-    ``prefetch_numel`` is 0), and one reduction is in flight. ``compute_dtypes``: by parameter name, exceptions from the
-    policy's dtype at stage 3. ``alignment``: shard boundaries are multiples of it in units with enough elements;
-    ``entry_alignment``: shard boundaries and the offsets of parameters are always multiples of it, as block-wise states
-    need. ``is_leaf``: whether a module (by name) is gathered together with its children whatever its size.
-    ``weight_codec``, ``frozen_codec``: quantize the gathers of trained and of frozen units at stage 3; units that are
-    never released are not quantized. ``virtual_ranks``: number of micro-batches in a step, a power of two, for the same
-    bits at any number of ranks that divides it (leaves.py); 0 for off. It needs a reduction that sums along a tree, and
-    an ``entry_alignment`` that is a multiple of `GRID`. ``keeps_float64``: parameters that the model holds in float64
-    stay so, whatever the policy says.
+    ``policy``: the dtypes. ``limits``: bounds of its units. ``stage``: optimizer state is sharded when >=
+    1, gradients when >= 2, parameters when >= 3. At stages 0 and 1 the backward passes of one step add up locally
+    before they are reduced; with ``reduce_each_micro_batch`` they are reduced one by one as at stages 2 and 3, which
+    makes all stages bitwise equal. ``prefetch_numel``: elements in flight ahead of their use at most;
+    ``max_live_numel``: gathered elements at most; ``bucket_numel``: elements of gradients in flight at most. Whatever
+    these bounds, the unit after the one in use is gathered ahead (not if ``prefetch_numel`` is 0), and one reduction is
+    in flight. ``compute_dtypes``: by parameter name, exceptions from the policy's dtype at stage 3. ``alignment``:
+    shard boundaries are multiples of it in units with enough elements; ``entry_alignment``: shard boundaries and the
+    offsets of parameters are always multiples of it, as block-wise states need. ``is_leaf``: whether a module (by name)
+    is gathered together with its children whatever its size. ``weight_codec``, ``frozen_codec``: quantize the gathers
+    of trained and of frozen units at stage 3; units that are never released are not quantized. ``virtual_ranks``:
+    number of micro-batches in a step, a power of two, for the same bits at any number of ranks that divides it
+    (leaves.py); 0 for off. It needs a reduction that sums along a tree, and an ``entry_alignment`` that is a multiple
+    of `GRID`. ``keeps_float64``: parameters that the model holds in float64 stay so, whatever the policy says.
     """
 
     stage: int

@@ -50,9 +50,9 @@ class Recovery:
     def abandon_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
         """End the open pass, if there is one, after ``failure`` in ``call``; return whether the engine can continue.
 
-        False, and the pass is left as it is, where other ranks may wait for this one, and after a failure of
-        communication. ``awaited``: other ranks wait for this one even if no pass is open. Waits a few seconds for the
-        other ranks.
+        False, and the pass is left as it is, after a failure of communication, and where other ranks may wait for this
+        one: they did not fail alike in a few seconds, or ``failure`` is no `Exception`. ``awaited``: other ranks wait
+        for this one even if no pass is open.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
@@ -71,7 +71,9 @@ class Recovery:
         self._groups.control.record_failed_call(failure, f"in {call} of step {self._step.value}")
 
     def _is_shared(self, call: str, failure: BaseException) -> bool:
-        """Return whether all ranks failed in ``call``, after making them issue the same collectives."""
+        """Meet the other ranks; return whether all failed in ``call`` and then have issued the same collectives, for
+        which this rank issues the gathers and reductions that it lacks. Waits `PATIENCE` seconds at most for each of
+        two messages."""
         answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
         if answers is None:
             return False

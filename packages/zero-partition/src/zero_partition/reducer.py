@@ -55,7 +55,7 @@ class Reducer:
         self.torn: str | None = None
 
     def reset(self) -> None:
-        """Forget everything learned from passes: expected gradients, modules that ran, late gradients."""
+        """Forget everything learned from passes: expected gradients, modules that ran, which gradients were late."""
         self._expected = ExpectedGradients(self._by_unit)
         self._ran: set[int] = set()
         self._late: list[int] = []
@@ -99,7 +99,8 @@ class Reducer:
         return [index for index, g in self._by_unit.items() if g.has_unreduced]
 
     def begin(self, units: Iterable[int]) -> None:
-        """Begin a reducing pass over ``units`` (all that are `pending` on any rank); the same set on every rank."""
+        """Begin a reducing pass over ``units`` (all that are `pending` on any rank), the same set on every rank, and
+        start the reductions that are due already."""
         self._expected.begin()
         self._reductions.begin(units)
         self._start_due()

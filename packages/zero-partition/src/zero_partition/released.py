@@ -64,7 +64,8 @@ class ReleasedValues(torch.Tensor):
 
 
 def mark_released(parameters: Sequence[nn.Parameter]) -> None:
-    """Give ``parameters`` the class of released parameters, so that torch functions gather them before use."""
+    """Give ``parameters`` the class of released parameters, so that torch functions gather them before use; their
+    values stay as they are."""
     exchange_classes(parameters, _released_class)
 
 
@@ -136,10 +137,10 @@ def _call(
     _class: type, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
     """Call torch function ``func`` with gathered parameters in place of released ones, or with placeholders if it needs
-    no values: ``__torch_function__`` of released parameters.
+    no values: ``__torch_function__`` of released parameters. Uses of ``grad`` are reported to the owner.
 
-    ``data`` and ``detach()`` become `ReleasedValues`. Raises `ReleasedParameterError` for a parameter that cannot be
-    gathered.
+    ``data`` and ``detach()`` become `ReleasedValues`; a parameter whose ``data`` is set has its own class again. Raises
+    `ReleasedParameterError` for a parameter that cannot be gathered.
     """
     keywords = kwargs or {}
     if func is torch.autograd.grad:
@@ -161,7 +162,7 @@ def _call(
     written = [keywords.get("out"), target if writes(name) else None]
 
     def with_values(value: Any) -> Any:
-        """Return the gathered value of a released parameter; other values as they are."""
+        """Return the gathered value of a released parameter or `ReleasedValues`; other values as they are."""
         if not _is_released_value(value):
             return value
         return _gathered_value(value, name, writes=any(value is target for target in written))
@@ -217,7 +218,7 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
 
 def _changes_nothing(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Return whether the cast called ``name`` returns the tensor itself (``module.to`` of the present dtype and
-    device), or no tensor.
+    device), or no tensor; True if the first argument is no released parameter. It is tried on an empty stand-in.
 
     A memory format changes nothing, as a unit's parameters are contiguous. Raises what torch raises for such a cast.
     """
@@ -249,7 +250,8 @@ def _by_gradient_edge(arguments: Any) -> list[Any]:
 
 
 def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a deep copy of a released parameter: gathered, of the user's class; sharded too if no engine owns it yet.
+    """Return a deep copy of a released parameter: gathered, of the user's class; or, for one that `Init` has sharded
+    and no engine owns yet, released like itself.
 
     ``__deepcopy__`` of released parameters; ``memo`` is deepcopy's. Collective outside passes of an engine.
     """
@@ -268,7 +270,8 @@ def _copy_with_values(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Param
 
 
 def _pickle_with_values(parameter: nn.Parameter, protocol: Any) -> Any:
-    """Return what pickle writes of a released parameter, gathered. Raises `ReleasedParameterError` if it cannot be."""
+    """Gather a released parameter, or raise `ReleasedParameterError` if that is not possible, and return what pickle
+    writes of it. Its ``__reduce_ex__``."""
     _gathered_value(parameter, "pickle", writes=False)
     return unwatched(type(parameter)).__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]
 
@@ -290,9 +293,10 @@ def _without_engine(parameter: nn.Parameter, call: str) -> ReleasedParameterErro
 
 @outside_modes  # whether a use meets a released parameter may differ between forward and its recomputation
 def _gathered_value(value: Any, call: str, *, writes: bool) -> torch.Tensor:
-    """Gather the parameter of ``value`` for torch function ``call``, and return the tensor to compute with instead.
+    """Gather the parameter of ``value`` for torch function ``call`` (its name), and return the tensor to compute with.
 
-    ``value``: a released parameter or a `ReleasedValues`. ``writes``: the call writes it. Raises
+    It is a view of the parameter, detached for `ReleasedValues`, or the parameter itself once that has its own class
+    again. ``value``: a released parameter or a `ReleasedValues`. ``writes``: the call writes it. Raises
     `ReleasedParameterError` if it cannot be gathered.
     """
     parameter: Any = _parameter_of(value)

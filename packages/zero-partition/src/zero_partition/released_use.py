@@ -83,7 +83,8 @@ class ReleasedUse:
 
 
 def _answer_with_views(unit: Unit) -> None:
-    """Have torch functions compute with views of a gathered unit's parameters instead of the parameters themselves.
+    """Have torch functions compute with views of a gathered unit's parameters instead of the parameters themselves,
+    by giving these the class of released parameters.
 
     Autograd saves a leaf as the parameter, which is a placeholder again in backward, but a view as its memory.
     """

@@ -98,7 +98,8 @@ class Readers:
         self._waits: list[Callable[[], None]] = []
 
     def add(self, wait: Callable[[], None]) -> None:
-        """Register a reader: ``wait`` blocks until it has finished, returns at once if it is idle, and never raises."""
+        """Register a reader for good: ``wait`` blocks until it has finished, returns at once if it is idle, and never
+        raises."""
         self._waits.append(wait)
 
     def wait(self) -> None:

@@ -163,7 +163,7 @@ class Runtime:
 
     @property
     def step(self) -> int:
-        """Set the number of the running step, for tags of collectives and messages."""
+        """The number of the running step, for tags of collectives and messages; set by the training loop."""
         return self._step.value
 
     @step.setter
@@ -275,7 +275,8 @@ class Runtime:
         self._agreement.note_changed(unit)
 
     def _serve_others(self) -> None:
-        """Join the gathers of other ranks' forward passes, without computing, until all ranks leave `synced`."""
+        """Join the gathers of other ranks' forward passes, without computing, and block until all ranks leave
+        `synced`."""
         while (running := self._agreement.meet_done()) is not None:
             self.gatherer.begin(forward_key(running))
             self.gatherer.end(joined=True)
@@ -322,8 +323,8 @@ class Runtime:
         self.held_gradients.refuse_torn(call)
 
     def _never_reduced(self) -> dict[str, nn.Parameter]:
-        """Return, by name, the parameters that get gradients which no reduction averages, as no optimizer has them;
-        empty with a single rank."""
+        """Return, by name, the parameters that require gradients but are not trained, as no optimizer has them, so that
+        no reduction averages their gradients; empty with a single rank."""
         if self.groups.control.world_size == 1:
             return {}
         untrained = [u for u in self.units if not u.plan.trainable]

@@ -58,5 +58,5 @@ class GatherSchedule:
         return self.order[self.issued :]
 
     def advance(self, count: int) -> None:
-        """Count ``count`` more gathers as issued."""
+        """Count the next ``count`` gathers of the order as issued."""
         self.issued += count

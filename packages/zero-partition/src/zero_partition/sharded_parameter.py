@@ -29,7 +29,7 @@ class _Context(Protocol):
     """The open `Init` context in which a parameter was sharded."""
 
     def meet(self, records: list[ShardedParameter]) -> None:
-        """Raise `DesyncError` on every rank where not all are about to gather ``records``. Collective."""
+        """Raise `DesyncError` on every rank unless all are about to gather the same ``records``. Collective."""
 
 
 class _Numbers:
@@ -153,8 +153,8 @@ class ShardedParameter:
         self._parameter = _do_nothing
 
     def released_copy(self, kind: type[nn.Parameter]) -> nn.Parameter:
-        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's; this one is
-        released too."""
+        """Return a new released parameter of the class ``kind`` whose shard is a copy of this one's, with a record of
+        its own. Only while this one is released and its parameter exists."""
         original = self._parameter()
         assert original is not None
         with torch._C.DisableTorchFunction():
@@ -166,7 +166,8 @@ class ShardedParameter:
         return made
 
     def _release(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
-        """Keep ``shard`` and make ``parameter`` a placeholder of the shard's dtype."""
+        """Keep ``shard`` and make ``parameter`` a placeholder of the shard's dtype; its memory is freed unless other
+        tensors share it."""
         self._shard = shard
         self._placeholder = Placeholders([(self.name, parameter)], shard.dtype, shard.device)
         self._placeholder.install()
@@ -196,8 +197,8 @@ class ShardedParameter:
             self.is_full = True
 
     def broadcast_from(self, rank: int) -> None:
-        """Replace the values of the full parameter by those of ``rank`` on every rank; do nothing for a released one.
-        Collective."""
+        """Replace the values of the full parameter by those of ``rank`` on every rank: in place, but in new memory if
+        it is expanded from fewer elements. Does nothing for a released one. Collective."""
         parameter = self._parameter()
         if parameter is not None and self.is_full:
             with torch._C.DisableTorchFunction():

@@ -110,8 +110,9 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def warn_of_aliases(model: nn.Module) -> None:
     """Log a warning, naming the first, if tensors or arrays that are none of the model's are in parameters' memory.
 
-    What only uncollected garbage holds does not count. Memory of which a parameter was made without torch knowing its
-    other users (`torch.from_numpy`) is not seen, and memory that a closed engine has left is passed over.
+    What only uncollected garbage holds does not count: it is collected first. Memory of which a parameter was made
+    without torch knowing its other users (`torch.from_numpy`) is not seen, and memory that a closed engine has left is
+    passed over.
     """
     names = _aliased(model)
     if names and gc.collect():

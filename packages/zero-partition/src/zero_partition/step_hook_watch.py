@@ -102,7 +102,7 @@ def _outside_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 @functools.cache
 def _hooked_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return a subclass of ``kind`` whose torch functions are checked by `StepHookWatch`; ``kind`` itself if it has a
-    ``__torch_function__`` already, as that of released parameters, which makes these checks too."""
+    ``__torch_function__`` already. That of released parameters makes these checks too."""
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
         return kind
     body = {

@@ -23,8 +23,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _publishes_refusal(method: _Method) -> _Method:
-    """Decorate a method of `TierState` to publish a `PartitionError` that it raises to the other ranks, which may have
-    no part of the parameter and so no error of their own."""
+    """Decorate a method of `TierState` to publish a `PartitionError` that it raises by ``tell``, for other ranks, which
+    may have no part of the parameter and so no error of their own."""
 
     @functools.wraps(method)
     def wrapped(self: TierState, *args: Any) -> Any:
@@ -80,7 +80,7 @@ class TierState(MutableMapping[str, Any]):
         return self._shown(kind, self.read)
 
     def items(self) -> ItemsView[str, Any]:
-        """Return all kinds with their values, windows on the tier, from one read of it."""
+        """Return pairs of a kind and its value, a window on the tier, for all kinds, from one read of it."""
         kept = self._kept() if len(self) else {}
         return {kind: self._shown(kind, kept.__getitem__) for kind in self}.items()
 
@@ -150,7 +150,8 @@ class TierState(MutableMapping[str, Any]):
         return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:
-        """Disconnect tensors taken from here, which keep their last values, and stop watching assigned ones."""
+        """Disconnect tensors taken from here, which keep their last values, and stop watching assigned ones; the tier
+        keeps its values."""
         self._windows.clear()
         self._assigned.clear()
 
@@ -177,11 +178,12 @@ class TierState(MutableMapping[str, Any]):
         return self._windows.get(window.kind) is window and window.kind in self
 
     def version(self) -> tuple[int, int]:
-        """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
+        """Return (writes to the tier, steps of the fragment): a pair that differs from an earlier one if the tier may
+        have other values since."""
         return self._tier.writes, self._tier.held(self.name)[0]
 
     def read(self, kind: str) -> torch.Tensor:
-        """Return a 1-D copy of the tier's present value of ``kind``."""
+        """Return a 1-D copy of the tier's present value of ``kind``, ``step`` as a 0-D tensor."""
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
@@ -261,7 +263,8 @@ class TierState(MutableMapping[str, Any]):
         return packed
 
     def _check_own(self, kind: str, value: Any) -> None:
-        """Raise `PartitionError` if ``value`` is, or was computed from, another state or another parameter's."""
+        """Raise `PartitionError` if ``value``, given for ``kind``, is (a view of) another window than this state's of
+        ``kind``, or was computed from another parameter's tensor."""
         window = value.window if isinstance(value, TierValue) else None
         if window is not None and (window.state is not self or window.kind != kind):
             raise PartitionError(

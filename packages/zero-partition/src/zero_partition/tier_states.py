@@ -81,7 +81,8 @@ class TierStates(MutableMapping[Any, Any]):
             self._others[key] = value
 
     def __delitem__(self, key: Any) -> None:
-        """Drop the moments and step count of a tensor; raises KeyError if it has none."""
+        """Drop the moments and step count of a tensor, or the value at any other key. Raises KeyError if there are
+        none."""
         if not self._on_tier(key):
             del self._others[key]
         elif key not in self:
@@ -112,8 +113,8 @@ class TierStates(MutableMapping[Any, Any]):
         return self[key] if key in self else default
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove the state at ``key`` and return it as a plain dict of copies; ``default``, if given, where there is
-        none."""
+        """Remove the state at ``key`` and return it as a plain dict of copies; ``default`` where there is none. Raises
+        KeyError if that is not given."""
         if key not in self and default:
             return default[0]
         value = self[key]
@@ -122,7 +123,7 @@ class TierStates(MutableMapping[Any, Any]):
         return value
 
     def copy(self) -> defaultdict[Any, Any]:
-        """Return the present states as plain dicts of copies, read from the tier."""
+        """Return a plain ``defaultdict`` of the present states as plain dicts of copies, read from the tier."""
         return defaultdict(dict, {k: v.copy() if isinstance(v, TierState) else v for k, v in self.items()})
 
     __copy__ = copy
@@ -133,8 +134,8 @@ class TierStates(MutableMapping[Any, Any]):
         return copy.deepcopy(next(counted, torch.zeros(())))
 
     def store_assigned(self) -> None:
-        """Copy tensors that user code has assigned to the tier again if they were written since; called before each
-        step."""
+        """Copy tensors that user code has assigned to the tier again if they were written since, and forget which
+        states it has deleted; called before each step."""
         self._deleted.clear()
         for state in self._assigned.values():
             state.store_assigned()

@@ -45,8 +45,8 @@ class ShownState(Protocol):
 
 
 class TierWindow:
-    """Memory that mirrors the value of one ``kind`` of the `TierState` ``state``; ``values``: that memory, in the
-    fragment's shape, with the tier's present values."""
+    """Host memory that mirrors the value of one ``kind`` ("step" or a moment) of the `TierState` ``state``; ``values``:
+    that memory, in the fragment's shape, with the tier's present values."""
 
     def __init__(self, state: ShownState, kind: str, values: torch.Tensor) -> None:
         self.state, self.kind, self.values = state, kind, values

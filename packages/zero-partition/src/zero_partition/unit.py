@@ -122,7 +122,8 @@ class Unit:
             self.release()
 
     def issue_gather(self, step: int, *, exact: bool = False) -> None:
-        """Start the gather of the parameters, which `wait_gather` ends; a gathered unit is gathered again.
+        """Start the gather of the parameters, which `wait_gather` ends. A gather in flight is finished first; a
+        gathered unit is gathered again, and what user code wrote there is kept as edits.
 
         ``exact``: gather without the codec that passes may use; always so for a pinned unit. ``step``: number for the
         collective's tag. Collective: every rank issues gathers in the same order. Raises `ReleasedParameterError` if
@@ -240,10 +241,10 @@ class Unit:
         self._install_views()
 
     def publish(self, step: int) -> Work | None:
-        """Write the weights that the optimizer updated back to where forward reads them; ``step``: number for the tag.
-        Return the all-gather in flight, which the caller waits for, if parameters stay gathered but have sharded
-        masters; else None. Does nothing for frozen units; weights that a tier has updated are in the shard already.
-        Collective."""
+        """Write the weights that the optimizer updated back to where forward reads them, and mark secondary shards as
+        out of date; ``step``: number for the tag. Return the all-gather in flight, which the caller waits for, if
+        parameters stay gathered but have sharded masters; else None. Does nothing for frozen units; weights that a tier
+        has updated are in the shard already. Collective."""
         if self.plan.trainable:
             self.route.weights_changed()
         if self.master is not None and self.master.numel() == self.layout.numel:
@@ -321,13 +322,14 @@ class Unit:
 
     def collect_placeholder_edits(self) -> None:
         """For a released unit, keep the tensors that user code put in place of placeholders as edits, and reinstall the
-        placeholders."""
+        placeholders; do nothing if all are in place. Writes into a placeholder are left for `issue_gather`."""
         if not self._placeholders.installed():
             self.edits.note_replaced(self._placeholders.views)
             self._placeholders.install()
 
     def collect_gathered_edits(self) -> None:
-        """Keep values that user code wrote into the gathered parameters as edits; they stay gathered."""
+        """Keep values that user code wrote into the gathered parameters as edits (refused where a codec rounded the
+        others); the parameters stay gathered."""
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:
@@ -376,7 +378,7 @@ class Unit:
         return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
-        """Return this rank's slice of the flat buffer, into which its shard has been copied."""
+        """Copy this rank's shard into its slice of the flat buffer, unless it is that slice, and return the slice."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
         shard = self._residency.acquire(self.name)

@@ -89,7 +89,8 @@ class UnitEdits:
         """Return an alias of ``data`` for user code that reads ``p.data`` of parameter ``number``; writes through it
         are found.
 
-        Valid until `forget_lent`. An inference tensor, which has no version counter, is returned itself.
+        Valid until `forget_lent`. ``data``: what ``p.data`` is; an inference tensor, which has no version counter, is
+        returned itself.
         """
         if data.is_inference():
             return data
@@ -119,7 +120,7 @@ class UnitEdits:
         """Keep the new values of gathered parameters that user code has written, as `pending` or `refused`.
 
         ``views``: the parameters' views of the flat buffer. ``exact``: they were gathered without a codec; else such
-        writes are refused. A mere cast to another dtype is no new value.
+        writes are refused. A mere cast to another dtype is no new value. Pending values are copies.
         """
         if not self.needs_full_check and untouched(self._parameters, views, self._dtypes, self._versions):
             return
@@ -208,7 +209,7 @@ class UnitEdits:
         self._versions = list(map(operator.add, self._versions, are_updated))
 
     def forget_checksums(self) -> None:
-        """Drop the checksums: the engine itself is changing the values."""
+        """Drop the checksums, as the engine itself changes the values, or no writes without a trace are looked for."""
         self._checksums = self._compared = None
 
     def forget_lent(self) -> None:

@@ -60,7 +60,7 @@ class UnitPlan:
 class _Group:
     """Neighbouring modules of the tree that will become one unit for each dtype, trainability and persistence.
 
-    ``mergeable``: it may be merged with a neighbour.
+    ``members``, ``parameters``: by name in the model. ``mergeable``: it may be merged with a neighbour.
     """
 
     name: str
@@ -159,8 +159,12 @@ def _owners(model: nn.Module) -> dict[int, dict[str, nn.Module]]:
 def _walk(
     name: str, module: nn.Module, limits: UnitLimits, is_leaf: Callable[[str, nn.Module], bool]
 ) -> Iterator[_Group]:
-    """Yield groups in module order: the own parameters of ``module``, called ``name``, first, then its children,
-    divided if too large for ``limits`` and not ``is_leaf`` (by name and module)."""
+    """Yield groups in module order: the own parameters of ``module``, called ``name``, first, then its children.
+
+    A child is one group if ``is_leaf`` (by name and module), or if ``module`` is a ModuleList, Sequential or
+    ModuleDict, the child is none, and it fits ``limits``. Others are divided in turn; those without parameters are left
+    out.
+    """
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:
         yield _Group(name or "root", {name: module}, own)

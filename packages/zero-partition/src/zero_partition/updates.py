@@ -52,7 +52,8 @@ class OwnedFragment:
 
 
 class OptimizerStep(Protocol):
-    """Runs the optimizer's `step`: the user's pre-hooks, ``begin``, the arithmetic, the user's post-hooks."""
+    """Runs the optimizer's `step`: the user's pre-hooks, ``begin`` (None: nothing), the arithmetic, the user's
+    post-hooks."""
 
     def __call__(self, begin: Callable[[], None] | None = None, /) -> None: ...
 
@@ -116,8 +117,8 @@ class FragmentUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Give the tensors views of the reduced gradients, scaled by ``factor``, and call ``step``, which updates the
-        masters in place."""
+        """Give the tensors views of the reduced gradients (copies where the dtype differs), scaled by ``factor`` in
+        place, and call ``step``, which updates the masters in place. Does not communicate."""
         gradients = self._partition.runtime.gradients
         if sum(len(fragments) for fragments, _ in self._of_unit.values()) != len(self.fragments):
             self._of_unit = dict(self._by_unit())
@@ -260,7 +261,8 @@ class TierUpdate:
         return owned
 
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Step on the tier, which writes the new weights into the shards; the optimizer's hooks run around it."""
+        """Step on the tier, which writes the new weights into the shards and leaves out parameters that no rank
+        ``touched``; it may return before it is done. The optimizer's hooks run around it, without gradients."""
         absent = {
             owned.fragment.entry.name
             for owned in self.fragments

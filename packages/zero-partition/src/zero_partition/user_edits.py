@@ -93,10 +93,11 @@ class UserEdits:
 
     @without_torch_function
     def report(self, kind: str, *, in_pass: bool) -> Found:
-        """Return the edits that this rank has found and that await the other ranks; empty inside a pass.
+        """Return the edits that this rank has found and that await the other ranks; empty inside a pass, and with a
+        message of the kind "changes in gathered".
 
-        ``kind``: of the message that carries the report; most kinds have the parameters looked at first. ``in_pass``: a
-        pass that gathers is running.
+        ``kind``: of the message that carries the report. Parameters are looked at first, except for kinds in
+        `_LOOKS_AWAY`, which report what was found before. ``in_pass``: a pass that gathers is running.
         """
         if in_pass or kind == "changes in gathered":
             return {}
@@ -139,16 +140,16 @@ class UserEdits:
         self._record_before_step()
 
     def settle_masters(self, units: Sequence[Unit] | None = None) -> None:
-        """Update the masters of ``units`` (default: all) from their weights now, where these were changed, as the next
-        step would."""
+        """Update the masters of ``units`` (default: all), here or on a tier, from their weights now, where these were
+        changed, as the next step would. Waits for readers of the masters."""
         for unit in self._units if units is None else units:
             if not unit.releasable and unit.keeps_masters and unit.states is None:
                 unit.write_back()
             unit.settle_masters()
 
     def note_ties(self) -> None:
-        """Refuse (`UnitEdits.refused`) a parameter that user code has put over the memory of another one; do nothing if
-        there is none."""
+        """Refuse (`UnitEdits.refused`) the first parameter that user code has put over the memory of another one; do
+        nothing if there is none."""
         if (tied := find_tied(self._units)) is not None:
             unit, number, problem = tied
             unit.edits.refused[number] = f"{problem}. It was"
@@ -242,15 +243,15 @@ class UserEdits:
         return {(unit.index, number) for parameter, dtype, unit, number in self._kept if parameter.dtype is not dtype}
 
     def _note_versions(self) -> None:
-        """Copy the version counters of parameters that stay gathered from their units into one list, for one comparison
-        of all."""
+        """Copy the version counters that the units keep of parameters that stay gathered into one list, which
+        `_are_as_left` compares with the present ones at once."""
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
         """Find edits in all units and keep them there (`UnitEdits.pending`, `refused`).
 
-        ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered. Without an
-        edit this is one loop in C over the parameters.
+        ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered, "close" the
+        search for swapped parameters. Without an edit this is one loop in C over the parameters.
         """
         if self._references and kind != "close":
             self._refuse_swapped()

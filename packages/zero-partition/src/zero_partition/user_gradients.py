@@ -50,7 +50,8 @@ class UserGradients:
     def show(self) -> None:
         """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``.
 
-        A parameter gets None if this rank had no gradient of it and the average is zero. Does not communicate.
+        A parameter gets None if this rank had no gradient of it and the average is zero; one whose shape has changed
+        keeps what it has. Does not communicate.
         """
         self._casts.clear()
         for index, gradients in self._gradients.items():
@@ -172,7 +173,8 @@ class UserGradients:
     def discard(self, parameters: Iterable[nn.Parameter] | None, *, set_to_none: bool) -> None:
         """Discard the gradients of ``parameters`` (None: of all), or with ``set_to_none`` false make them zeros.
 
-        Parameters that are not trained are ignored.
+        Parameters that are not trained are ignored. Unless all become None, gradients that user code wrote are taken
+        first. Changes `discards` if a unit of them has averages.
         """
         numbers = self._numbers(parameters)
         if not numbers:
@@ -206,7 +208,7 @@ class UserGradients:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
-        """Forget all gradients, and set every ``.grad`` to None."""
+        """Forget all gradients, and which of them user code has written, and set every ``.grad`` to None."""
         with torch._C.DisableTorchFunctionSubclass():
             if any_gradient(self._parameters):
                 for parameter in self._parameters:
@@ -266,7 +268,7 @@ class UserGradients:
 
     def _replace(self, gradients: UnitGradients, number: int, gradient: torch.Tensor | None) -> None:
         """Make ``gradient`` (None: no gradient) this rank's gradient of parameter ``number`` instead of all from
-        backward.
+        backward, to be reduced, and record that user code has written it.
 
         Sets the parameter's ``.grad`` to None.
         """
@@ -282,7 +284,7 @@ class UserGradients:
 
     def _resend(self, units: Iterable[int]) -> None:
         """Make the shown averages of ``units`` (indices), with the user's changes, this rank's own gradients, to be
-        reduced again."""
+        reduced again; they are no longer shown. Nothing for units that show none."""
         for index in sorted(units):
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):
