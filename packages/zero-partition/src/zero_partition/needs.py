@@ -166,7 +166,9 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Need:
     """Return the need of ``optimizer``, found by steps on small matrices with the hyperparameters of ``group``.
 
-    A copy of the optimizer steps, on ``device``. Raises `PartitionError` if it fails.
+    It is MODEL if two matrices together get other values than apart, ELEMENTS if the class declares itself elementwise
+    and two fragments get the values of the whole, else PARAMETERS. A copy of the optimizer steps, on ``device``. Raises
+    `PartitionError` if it fails.
     """
     first, second = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).to(device)
     try:
@@ -230,8 +232,8 @@ def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
 def _two_steps(optimizer: Optimizer, group: dict[str, Any], values: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return each of ``values``, flattened, after two steps with the hyperparameters of the param group ``group``.
 
-    Steps a copy of ``optimizer`` without its hooks, on copies of ``values``; the gradients of a value depend on that
-    value alone.
+    Steps a copy of ``optimizer`` without its hooks and states, on copies of ``values``; the made-up gradients of a
+    value depend on that value alone.
     """
     probe = copy.copy(optimizer)
     for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes

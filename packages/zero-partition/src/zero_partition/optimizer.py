@@ -123,8 +123,7 @@ class ShardedOptimizer:
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it. The next step
-        then waits for its norm."""
+        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it."""
         self._states.replace_state(owned, state)
         self._guard.forget()
 
@@ -135,14 +134,14 @@ class ShardedOptimizer:
         return {p.name: number_device(group, p.owned) for group, all_ in listed for p in all_ if p.owned is not None}
 
     def step(self) -> StepResult:
-        """Agree with all ranks on the gradients and their norm, clip, update the weights and publish them; return the
-        norm and whether the step was taken. Collective.
+        """End a running backward pass, agree with all ranks on the gradients and their norm, clip, update the weights
+        and publish them; return the norm and whether the step was taken. Collective.
 
         The step is skipped if the norm is not finite and there is a loss scale or ``skip_non_finite``. Else raises
         `NonFiniteGradientError` on every rank then, naming the first parameter; on an accelerator the next step may be
-        the one that raises (see [Note: norms on accelerators]). Raises `PartitionError` for what ranks or user code
-        have changed in ways that cannot be stepped with, before any weight changes. The gradients are forgotten
-        afterwards.
+        the one that raises ([Note: norms on accelerators] in agreed_gradients.py). The gradients are forgotten in each
+        of these cases. Raises `PartitionError` for what ranks or user code have changed in ways that cannot be stepped
+        with, before any weight changes.
         """
         runtime = self._partition.runtime
         runtime.held_gradients.refuse_torn("step")
@@ -189,8 +188,9 @@ class ShardedOptimizer:
         self._gradients.learn_deferred()
 
     def _update_weights(self, agreed: AgreedGradients, factor: Factor) -> Exception | None:
-        """Update the weights with gradients times ``factor`` and publish them; return an exception of a post-hook, else
-        None. A pre-hook that raises on any rank ends the step on all ranks, before anything is written. Collective."""
+        """Wait for readers of the weights, update these with gradients times ``factor``, and publish them; return an
+        exception of a post-hook, else None. A pre-hook that raises on any rank ends the step on all, before anything
+        is written. Version counters of the updated parameters grow. Collective."""
         runtime = self._partition.runtime
         raised: list[Exception | None] = []
         self._partition.readers.wait()
@@ -243,8 +243,7 @@ class ShardedOptimizer:
         self._partition.runtime.user_gradients.refresh()
 
     def _step_inner(self, begin: Callable[[], None], touched: Touched) -> Exception | None:
-        """Run the wrapped optimizer's step, calling ``begin`` before its arithmetic; return an exception of a post-hook
-        or None."""
+        """Run the wrapped optimizer's step, ``begin`` before its arithmetic; return a post-hook's exception or None."""
         self._stepping = True
         try:
             return self._tensors.step(begin, [] if self._partition.states else list(self._updated_elsewhere(touched)))
@@ -309,7 +308,7 @@ class ShardedOptimizer:
         return tensors
 
     def _name_in_model(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter of the partitioned model; "" for any other tensor."""
+        """Return the name of a parameter that a unit of the partition holds; "" for any other tensor."""
         found = self._partition.find(parameter)
         return "" if found is None else found[0].names[found[1]]
 

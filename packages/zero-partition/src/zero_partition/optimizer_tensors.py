@@ -228,8 +228,7 @@ class OptimizerTensors:
             self._guard(Phase.HOOKS)
 
     def remove(self) -> None:
-        """Make the tensors plain parameters for good, remembering their names for `left_by_an_engine`, and remove the
-        hooks."""
+        """Make the tensors plain for good, remembering their names for `left_by_an_engine`, and remove the hooks."""
         self._unguard()
         for hook in self._own_hooks:
             hook.remove()
@@ -315,8 +314,7 @@ class OptimizerTensors:
         )
 
     def _refuse_write(self, name: str, how: str) -> NoReturn:
-        """Raise `PartitionError` for a write to the tensor of parameter ``name``; ``how``: the torch function's
-        name."""
+        """Raise `PartitionError` for a write to the tensor of parameter ``name`` by the torch function ``how``."""
         hooks = ", or do it in optimizer.register_step_post_hook" if self._values_here else ""
         raise PartitionError(
             f"{how} would write a tensor of optimizer.param_groups that belongs to parameter '{name}': this rank's "
@@ -364,8 +362,8 @@ class OptimizerTensors:
             self._guard_states()
 
     def _guard_states(self) -> None:
-        """Guard states of their tensor's size, from the first time that code reads states; do nothing unless other
-        ranks may hold other parts of the parameters."""
+        """List all states (`WatchedStates.list_all`) and guard those of their tensor's size, from the first time that
+        code reads states; do nothing unless other ranks may hold other parts of the parameters."""
         if not self.split:
             return
         self._states_seen = True

@@ -207,7 +207,8 @@ class OrderedReductions:
         gathers come before each.
 
         The order is that of the first rank with observations, then units that it did not observe. A reduction comes
-        after every gather that any rank needed before the unit was complete. The result is the same on every rank.
+        after every gather that any rank needed before the unit was complete. The order is `settled` once a pass was
+        steady on all ranks, or after three passes. The result is the same on every rank.
         """
         seen = [one for one in observed if one is not None]
         first = [completion.unit for completion in seen[0].completions]

@@ -67,9 +67,11 @@ class _Reference:
         self.owner = weakref.ref(owner)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> None:
+        """Return None, as a copied parameter has no owner."""
         return None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Return what pickle writes: None, as an unpickled parameter has no owner."""
         return type(None), ()
 
 

@@ -112,12 +112,15 @@ class TierState(MutableMapping[str, Any]):
         )
 
     def __iter__(self) -> Iterator[str]:
+        """Yield ``step`` and the kinds of moments; nothing before the fragment's first step."""
         return iter(self._kinds())
 
     def __contains__(self, kind: object) -> bool:
+        """Return whether the tier has a value of ``kind``; False for masters and scales."""
         return kind in self._kinds()
 
     def __len__(self) -> int:
+        """Return the number of kinds, ``step`` included; 0 before the fragment's first step."""
         return len(self._kinds())
 
     def clear(self) -> None:
@@ -128,8 +131,8 @@ class TierState(MutableMapping[str, Any]):
         self._tier.restart([self.name])
 
     def replace(self, state: Any) -> None:
-        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped. Raises
-        `PartitionError`, changing nothing, for values that the tier cannot keep."""
+        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped, but
+        ``step`` becomes 1. Raises `PartitionError`, changing nothing, for values that the tier cannot keep."""
         given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
         packed = self._packed(given)
         self.clear()
@@ -194,12 +197,15 @@ class TierState(MutableMapping[str, Any]):
         self._tier.write({self.name: packed})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
+        """Return a plain dict of plain copies of the values, as `copy` does."""
         return self.copy()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: a plain dict of copies of the values."""
         return dict, (self.copy(),)
 
     def __repr__(self) -> str:
+        """Return the values as a dict's text; reads the tier."""
         return repr(dict(self.items()))
 
     def _kinds(self) -> list[str]:

@@ -102,10 +102,12 @@ class TierStates(MutableMapping[Any, Any]):
         return key not in self._deleted and (bool(self._deleted) or any(self._by_name.values()))
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield the tensors that have a state, in the order of the param groups, then the other keys."""
         yield from [tensor for tensor in self._states if tensor in self]
         yield from self._others
 
     def __len__(self) -> int:
+        """Return the number of keys that iteration yields."""
         return sum(1 for _ in self)
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -154,9 +156,11 @@ class TierStates(MutableMapping[Any, Any]):
         return copy.deepcopy(self.copy(), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle writes: a plain ``defaultdict`` of copies, read from the tier."""
         return defaultdict, (dict,), None, None, iter(self.copy().items())
 
     def __repr__(self) -> str:
+        """Return the number of states as text, without a read of the tier."""
         return f"{type(self).__name__}(of {len(self)} fragments)"
 
     def _on_tier(self, key: object) -> bool:

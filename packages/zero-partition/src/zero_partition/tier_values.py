@@ -142,10 +142,12 @@ class TierValue(GuardedTensor, torch.Tensor):
     __torch_function__: ClassVar[Any] = classmethod(_call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a plain copy of the tier's present values."""
         self.window.refresh()
         return plain_value(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickle writes: a plain tensor of the tier's present values."""
         self.window.refresh()
         return plain_value(self).clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 

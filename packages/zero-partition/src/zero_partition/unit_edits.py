@@ -209,7 +209,7 @@ class UnitEdits:
         self._versions = list(map(operator.add, self._versions, are_updated))
 
     def forget_checksums(self) -> None:
-        """Drop the checksums, as the engine itself changes the values, or no writes without a trace are looked for."""
+        """Drop the checksums, so that writes without a trace are not looked for until `record_checksums`."""
         self._checksums = self._compared = None
 
     def forget_lent(self) -> None:
