@@ -141,7 +141,7 @@ class GridNorm:
 
 
 class NormSums(Protocol):
-    """Adds the ranks' sums of squares."""
+    """Adds the ranks' sums of squares: each rank sends `pack` of its own, and all compute the same `total`."""
 
     def zero(self) -> Any:
         """Return an empty sum."""

@@ -123,7 +123,8 @@ class ShardedOptimizer:
         return self._states.state_of(owned)
 
     def replace_state(self, owned: OwnedFragment, state: dict[str, Any] | None) -> None:
-        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it."""
+        """Set the state of a fragment that the wrapped optimizer, not a tier, holds; None removes it. The next step
+        waits for its norm."""
         self._states.replace_state(owned, state)
         self._guard.forget()
 
@@ -260,8 +261,7 @@ class ShardedOptimizer:
                     yield parameter.tensor
 
     def _refuse_direct_step(self, *_: Any) -> None:
-        """Raise `PartitionError` for a step that the engine did not start, else nothing; a step pre-hook of the wrapped
-        optimizer."""
+        """Raise `PartitionError` for a step that the engine did not start; the wrapped optimizer's step pre-hook."""
         if self._stepping:
             return
         tensors = (owned.tensor for owned in self.fragments)

@@ -170,8 +170,8 @@ class OrderedReductions:
         self._queue = None
 
     def note_complete(self, index: int) -> None:
-        """Record that this rank has all gradients of the unit ``index`` that the running pass gives it; only the first
-        call in a pass counts."""
+        """Record that this rank has all gradients of the unit ``index`` that the running pass gives it, and how many
+        units it has used by now; only the first call in a pass counts."""
         self._completions.setdefault(index, len(self._gathers.used))
 
     def note_late(self, index: int) -> None:

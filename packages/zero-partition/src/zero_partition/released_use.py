@@ -24,7 +24,7 @@ class ReleasedUse:
     belongs to the graph of the loss. Anywhere else another rank may never make an engine call, so the use is refused;
     only a single rank gathers at once. Reading facts about a parameter, such as its dtype, is not a use.
 
-    ``alone``: there is a single rank.
+    ``alone``: there is a single rank. The other arguments are parts of the same engine.
     """
 
     def __init__(self, unannounced: UnannouncedUse, gathers: OrderedGathers, *, alone: bool) -> None:

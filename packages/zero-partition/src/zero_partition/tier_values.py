@@ -32,7 +32,8 @@ class ShownState(Protocol):
         cleared. Its memory may be out of date; see `version`."""
 
     def version(self) -> tuple[int, int]:
-        """Return a pair of counts that differs from an earlier one if the tier may have other values since."""
+        """Return (writes to the tier, steps of the fragment): a pair that differs from an earlier one if the tier may
+        have other values since."""
 
     def read(self, kind: str) -> torch.Tensor:
         """Return a 1-D copy of the tier's present value of ``kind``."""
@@ -129,8 +130,8 @@ def _call(
 
 
 class TierValue(GuardedTensor, torch.Tensor):
-    """A value of a `TierState`, or a view of one; see [Note: states on a tier]. Copies and pickles are plain
-    tensors."""
+    """A value of a `TierState`, or a view of one; see [Note: states on a tier] in tier_states.py. Copies and pickles
+    are plain tensors. ``window``: the memory that it lies in. ``is_guarded``: the optimizer's guard checks its uses."""
 
     window: TierWindow
     is_guarded: bool

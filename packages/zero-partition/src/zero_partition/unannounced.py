@@ -19,8 +19,8 @@ from .unit import Unit
 class UnannouncedUse:
     """Gathers the unit of a parameter that code reads although no module hook has gathered it.
 
-    ``units``: all units. ``reducer``: is told that a unit was used, as gradients may follow. ``liveness``: tells
-    whether the engine works.
+    ``units``: all units. ``gathers``, ``gatherer``: gather them in the agreed order. ``reducer``: is told that a unit
+    was used, as gradients may follow. ``liveness``: tells whether the engine works.
 
     Attributes:
         trains: gradients are enabled in the running forward pass, or were in the last one.
@@ -73,7 +73,7 @@ class UnannouncedUse:
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Gather ``parameter``, which code has read from a module, if a pass runs and has not used its unit yet.
 
-        After a failure nothing is gathered, and the code gets the placeholder.
+        After a failure nothing is gathered, and the code gets the placeholder. Raises as `gather` does.
         """
         unit = self.unit_of(parameter)
         runs = self._gathers.active and not self._liveness.failed

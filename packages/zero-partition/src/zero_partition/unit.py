@@ -179,8 +179,8 @@ class Unit:
     def release(self) -> None:
         """Free the flat buffer and make the parameters placeholders; do nothing for a released or unreleasable unit.
 
-        A gather in flight is finished first. Memory of which code still holds a view is left to that view; see
-        [Note: views that code keeps].
+        A gather in flight is finished first, and what user code wrote is kept as edits. Memory of which code still
+        holds a view is left to that view; see [Note: views that code keeps] in flat_memory.py.
         """
         if not self.releasable or self.state is UnitState.RELEASED:
             return
@@ -191,10 +191,8 @@ class Unit:
         self._free_flat()
 
     def release_keeping_views(self) -> None:
-        """Like `release`, but leave the present storage, with its values, to the views that the user or autograd holds.
-
-        The unit gets a new flat buffer.
-        """
+        """Like `release`, but leave the present storage, with its values, to the views that the user or autograd holds;
+        the unit gets a new flat buffer."""
         self.lent = self.state is not UnitState.RELEASED
         self.release()
 
@@ -236,7 +234,7 @@ class Unit:
             )
 
     def show(self) -> None:
-        """Make the parameters views of the flat buffer again after `hide`, which has its memory again."""
+        """Make the parameters views of the flat buffer again, after `hide`; the caller has restored its memory."""
         self.hidden = False
         self._install_views()
 
@@ -298,7 +296,8 @@ class Unit:
             follow_weights(self.master.data, weights)  # .data: leaves the version counter alone, which readers compare
 
     def adopt_values(self, values: Mapping[int, torch.Tensor | None]) -> None:
-        """Make full ``values`` the weights in the flat buffer, the shard and the master, and restore the views.
+        """Make full ``values`` the weights in the flat buffer (unless released), the shard and the master, and restore
+        the views, or placeholders. Waits for `readers`.
 
         ``values``: by parameter number; None if the parameter's view already holds them. Every rank calls it with the
         same values at the same point.
@@ -346,7 +345,8 @@ class Unit:
             self._tier_masters.note_weights_changed()
 
     def _take_into_shard(self, values: Mapping[int, torch.Tensor]) -> None:
-        """Copy this rank's fragments of full ``values`` (by parameter number) into the shard and the master."""
+        """Copy this rank's fragments of full ``values`` (by parameter number) into the shard and the master, after
+        waiting for `readers`; secondary shards, and masters on a tier, count as out of date then."""
         self.readers.wait()
         self.route.weights_changed()
         shard = self._residency.acquire(self.name)

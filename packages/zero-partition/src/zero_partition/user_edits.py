@@ -37,7 +37,7 @@ class UserEdits:
     and `settle` with the reports of all; `published` after a step; `settle_masters` before a save. Reports travel with
     messages that the ranks send anyway. See [Note: edits wait for all ranks] in unit_edits.py.
 
-    ``units``: all units, by index. ``world_size``: number of ranks that report.
+    ``units``: all units, by index. ``world_size``: number of ranks that report. ``broadcast``: sends a refused value.
     """
 
     def __init__(self, units: Sequence[Unit], world_size: int, broadcast: Broadcast) -> None:
@@ -96,8 +96,8 @@ class UserEdits:
         """Return the edits that this rank has found and that await the other ranks; empty inside a pass, and with a
         message of the kind "changes in gathered".
 
-        ``kind``: of the message that carries the report. Parameters are looked at first, except for kinds in
-        `_LOOKS_AWAY`, which report what was found before. ``in_pass``: a pass that gathers is running.
+        ``kind``: of the message that carries the report. Parameters are looked at first, except for "end", "backward",
+        "norms", "flush" and "learning", which report what was found before. ``in_pass``: a pass that gathers runs.
         """
         if in_pass or kind == "changes in gathered":
             return {}

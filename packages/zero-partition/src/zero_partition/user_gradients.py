@@ -77,7 +77,8 @@ class UserGradients:
 
     @without_torch_function
     def hide(self) -> None:
-        """Set every ``.grad`` that `show` has set to None, as autograd would add to the averages in place."""
+        """Set every ``.grad`` in the units that `show` has set to None, as autograd would add to the averages in place;
+        do nothing if none are shown. Call `take` before, or what user code wrote there is lost."""
         for index in self._shown:
             for parameter in self._gradients[index].unit.parameters:
                 parameter.grad = None

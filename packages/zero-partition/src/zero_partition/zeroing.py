@@ -58,9 +58,9 @@ class ZeroGrad:
 
 def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGrad]:
     """Make `zero_grad` of every module of ``model`` that has parameters call ``discard(parameters, set_to_none=…)``
-    first.
+    first; return the replacements, to be removed later.
 
-    ``parameters``: the module's, None for all of the model's. Return the replacements, to be removed later.
+    ``parameters``: the module's, None for all of the model's.
     """
 
     def discard_for(module: nn.Module) -> Discard:
