@@ -71,7 +71,8 @@ class TierMasters:
         return any("master" in self._states.kinds(f.entry.name) for f in self._fragments)
 
     def store_masters(self, full: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write this rank's slice of ``full``, the unit's values (1-D, ``layout.numel`` elements), as masters.
+        """Write this rank's slice of ``full``, the unit's values (1-D, ``layout.numel`` elements), as masters of those
+        fragments of which the tier keeps some.
 
         Nothing is written if ``dtype``, the weights' own, represents the slice exactly.
         """
@@ -100,7 +101,7 @@ class TierMasters:
 
     def follow_now(self, shard: torch.Tensor) -> None:
         """Update masters that are out of date from the weights in ``shard`` (1-D, this rank's), as a step of the tier
-        would do."""
+        would do; those of fragments that have stepped since are left alone. Nothing is `stale` then."""
         for fragment in self._fragments:
             if "master" in self._states.held(fragment.entry.name)[1]:
                 continue  # a step has done it

@@ -276,8 +276,8 @@ class ShardedOptimizer:
         )
 
     def _guard_tensors(self, own_hook: RemovableHandle) -> OptimizerTensors:
-        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused; return
-        the guard. ``own_hook``: handle of this class's own step pre-hook."""
+        """Guard the tensors of the param groups, so that what user code does to them takes effect or is refused, until
+        the engine closes; return the guard. ``own_hook``: handle of this class's own step pre-hook."""
         partition, runtime = self._partition, self._partition.runtime
         listed = list(chain.from_iterable(self._listed))
 

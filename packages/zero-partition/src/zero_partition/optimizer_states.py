@@ -180,7 +180,7 @@ class OptimizerStates:
 
     def _move_to_tier(self, entries: Mapping[Any, Any], tier: StateTier) -> None:
         """Replace the tier's states by those in ``entries`` (by tensor, a state by kind); fragments without an entry
-        start again from nothing. Waits for readers of the states if any changes."""
+        start again from nothing, and a state without ``step`` gets 1. Waits for readers if any state changes."""
         fresh: dict[str, dict[str, Any]] = {}
         again: list[str] = []
         for owned in self._fragments():

@@ -165,7 +165,8 @@ class Passes:
             self._release_when_done(unit)
 
     def _begin_forward(self, name: str) -> None:
-        """Do steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module. Collective at stage 3."""
+        """Do steps 1 and 2 of [Note: the order of events]; ``name``: of the outermost module. Collective at stage 3,
+        where a pass without gradients first runs the check that `before_evaluation` was given."""
         self._gradient_watch.pause()
         self._user_gradients.take()
         if self._unannounced.trains:

@@ -230,8 +230,8 @@ class Runtime:
         self._calls.paused = False
 
     def close(self) -> None:
-        """Remove all hooks from the model, and call what `on_close` was given; parameters stay as they are, sharded or
-        gathered."""
+        """Remove all hooks from the model, stop watching gradients and `zero_grad`, and call what `on_close` was given;
+        parameters stay as they are, sharded or gathered. Does not communicate."""
         if self._compiled is not None:
             self._compiled.remove()
         self._hooks.remove()

@@ -64,7 +64,8 @@ class SavedViews:
     def _make_pack(self, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> Callable[[torch.Tensor], Any]:
         """Return the pack hook: saves a view of a unit as a `_SavedView`, and leaves other tensors to ``outer``.
 
-        ``outer``: the (pack, unpack) hooks that were active before, None for none.
+        ``outer``: the (pack, unpack) hooks that were active before, None for none. Those of activation checkpointing
+        get views of units too, as they count what is saved.
         """
         find = self._unit_of_storage
         # checkpointing around the engine counts what is saved, and sees these views when it runs forward again

@@ -124,7 +124,8 @@ class TierState(MutableMapping[str, Any]):
         return len(self._kinds())
 
     def clear(self) -> None:
-        """Drop the moments and the step count; tensors that code has taken from this state keep their last values."""
+        """Drop the moments and the step count, once nothing reads the tier; tensors that code has taken from this state
+        keep their last values."""
         self._step_given = False
         self.detach()
         self._await_readers()
@@ -190,8 +191,9 @@ class TierState(MutableMapping[str, Any]):
         return self._kept()[kind]
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the values in ``state`` (by kind) to the tier; kinds that are not given stay. Raises `PartitionError`,
-        writing nothing, for kinds, sizes and other parameters' states that the tier cannot keep."""
+        """Write the values in ``state`` (by kind) to the tier, once nothing reads it; kinds that are not given stay.
+        Raises `PartitionError`, writing nothing, for kinds, sizes and other parameters' states that the tier cannot
+        keep."""
         packed = self._packed(state)
         self._await_readers()
         self._tier.write({self.name: packed})
@@ -216,7 +218,8 @@ class TierState(MutableMapping[str, Any]):
 
     @_publishes_refusal
     def _kept(self) -> dict[str, torch.Tensor]:
-        """Return copies of all values on the tier, by kind. Raises `PartitionError` for 8-bit moments."""
+        """Return copies of all values on the tier, by kind, after `store_assigned` and a wait for its other readers.
+        Raises `PartitionError` for 8-bit moments."""
         self.store_assigned()
         held = self._tier.held(self.name)[1]
         if any(kind.endswith(_SCALE) for kind in held):

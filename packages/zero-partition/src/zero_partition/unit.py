@@ -146,8 +146,8 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait_gather(self) -> None:
-        """Wait for the gather in flight, make the parameters views of the filled flat buffer, and apply pending edits
-        of user code to them; do nothing if no gather is in flight."""
+        """Wait for the gather in flight, keep the secondary shard (`Route.arrived`), make the parameters views of the
+        flat buffer, and apply pending edits of user code to them; do nothing if no gather is in flight."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -183,8 +183,8 @@ class ParameterUpdate:
 
     @torch.no_grad()
     def run(self, touched: Touched, factor: Factor, step: OptimizerStep) -> None:
-        """Gather the masters and gradients of units with ``touched`` parameters, step, and broadcast the new
-        parameters. Collective."""
+        """Gather the masters and gradients of units with ``touched`` parameters, step, broadcast the new parameters
+        into the masters, and make the tensors placeholders again, also if it raises. Collective."""
         units = [self._partition.units[index] for index in sorted(self._listed) if index in touched]
         placeholders = [(owned.tensor, owned.tensor.data) for owned in self.fragments]
         try:
