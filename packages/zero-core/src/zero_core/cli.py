@@ -24,8 +24,7 @@ _PACKAGE_OF_COMMAND = {"verify": "zero-verify"}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 for success, 1 if a check failed, 2 for a usage error.
-    ``arguments``: the words after the program's name, by default this process's. Those after ``--`` are passed to the
-    script that the command runs."""
+    ``arguments``: the words after the program's name, by default this process's; after ``--`` they are the script's."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     split = words.index("--") if "--" in words else len(words)
     package = _PACKAGE_OF_COMMAND.get(words[0]) if words else None
@@ -54,7 +53,7 @@ def _command_entry_points() -> EntryPoints:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests the known word that is spelt most like an unknown one. Named as the parsers of other commands."""
+    """A parser, also of each command, that suggests the known word that is spelt most like an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the ``message``, with the nearest known word, and exit with status 2."""

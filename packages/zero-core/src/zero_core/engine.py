@@ -106,15 +106,15 @@ class Engine(nn.Module):
     # -- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output. If it fails where others may wait for this rank, every rank raises."""
+        """Run the module and return its output, under the configured autocast and casts of inputs. Collective at stage
+        3. If it fails while other ranks may wait for this one, every rank raises."""
         return self._parts.training.forward(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Backpropagate ``loss`` (a scalar), divided by the accumulation steps unless ``scale_wrt_gas`` is false;
-        return the loss so divided, detached, in float32 at least, without the loss scale.
-
-        Gradients are reduced on the way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3.
-        Raises `UsageError` for a loss that is no scalar or requires no gradient. Collective when it reduces."""
+        return the loss so divided, detached, in float32 at least, without the loss scale. Gradients are reduced on the
+        way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3. Raises `UsageError` for a loss
+        that is no scalar or requires no gradient. Collective when it reduces."""
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ class Engine(nn.Module):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch. At the accumulation boundary also clip the gradients, update and publish the weights,
-        step the scheduler (with ``lr_kwargs``), and save if ``checkpoint.interval`` is due. Raises
+        step the scheduler (with ``lr_kwargs``), and save if ``checkpoint.interval`` is due; collective then. Raises
         `NonFiniteGradientError` on every rank, weights unchanged, for a non-finite gradient without a loss scale."""
         self._parts.training.step(stepping_with(lr_kwargs))
 
@@ -176,14 +176,13 @@ class Engine(nn.Module):
         compiled_autograd_enabled: bool = False,
     ) -> None:
         """Apply torch.compile to the module from its next call on: as one graph at stages 0 to 2, by unit at stage 3.
-
         ``compile_kwargs``: for `torch.compile`. Raises `UsageError` for DeepCompile's ``schedule``, for compiled
         autograd, and at stage 3 for modes that use CUDA graphs."""
         compile_module(self.training_state, backend, compile_kwargs, schedule, compiled_autograd_enabled)
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether `compile` was called."""
+        """Return whether `compile` has compiled a module."""
         return bool(self.compiled_modules)
 
     def data_loader(
@@ -197,17 +196,16 @@ class Engine(nn.Module):
         num_local_io_workers: int = 0,
     ) -> RankLoader[Any]:
         """Return a loader of this rank's samples of ``dataset``, shuffled for ``route="train"`` (see `RankLoader`).
-
-        ``batch_size``: samples per batch and rank, by default the micro-batch. ``num_local_io_workers``: processes that
-        prepare batches ahead. Raises `UsageError` for a data set that is not map-style."""
+        ``batch_size``: samples per batch and rank, by default the micro-batch. ``data_sampler``: replaces the
+        `RankSampler`. ``collate_fn``: by default `initialize`'s. ``num_local_io_workers``: processes that prepare
+        batches ahead. Raises `UsageError` for a data set that is not map-style."""
         workers = num_local_io_workers
         return self._parts.loaders.make(dataset, batch_size, route, pin_memory, data_sampler, collate_fn, workers)
 
     def destroy(self, unshard: bool = True) -> None:
-        """Unshard the parameters, remove all hooks and leave the process groups, once. Collective.
-
-        ``unshard``: false leaves sharded parameters released, for models that do not fit on one rank. Waits for
-        checkpoints that are written in the background. Raises `zero_ckpt.CheckpointError` if one failed."""
+        """Unshard the parameters, remove all hooks and leave the process groups, once. Collective. Waits for
+        checkpoints that are written in the background. ``unshard``: false leaves sharded parameters released, for
+        models that do not fit on one rank. Raises `zero_ckpt.CheckpointError` if such a checkpoint failed."""
         if not self.training_state.lifetime.destroyed:
             self.training_state.lifetime.destroyed = True
             self._parts.close(self.training_state, unshard)
@@ -243,8 +241,8 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
     ) -> tuple[str, dict[str, Any]]:
-        """Load ``load_dir/tag`` (default: the newest complete one), of any world size and stage; return (path, client).
-
+        """Load ``load_dir/tag`` (default: the newest complete one), of any world size and stage; return (path, client
+        state). ``load_module_strict``: false loads what fits by name. ``load_module_only``: load only weights.
         ``custom_load_fn(src=tensors by name, dst=module)`` loads the weights instead of the match by name: it runs on
         every rank with the module unsharded, and every rank gets rank 0's result. `load_report` says what was loaded,
         converted, defaulted and ignored. Collective. Raises `zero_ckpt.CheckpointError` on every rank."""
@@ -269,11 +267,10 @@ class Engine(nn.Module):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Move this rank's model states to ``device`` ("cpu" or "nvme"). Until `reload_states` most calls of the engine
-        raise `UsageError`. Collective.
-
-        ``include``: among `zero_core.parking.KINDS`, by default all. "nvme" means the configuration's first
-        `nvme_path`. ``non_blocking`` is ignored. Raises `UsageError` for other names, and without an `nvme_path`."""
+        """Move this rank's model states to ``device``: "cpu" or "nvme", which is the configuration's first `nvme_path`.
+        Until `reload_states` most calls of the engine raise `UsageError`. ``include``: among `zero_core.parking.KINDS`,
+        by default all. ``non_blocking`` is ignored. Raises `UsageError` for other names, without an `nvme_path`, and if
+        states are offloaded already. Collective."""
         self._parts.parking.offload(include, str(getattr(device, "value", device)), pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -343,7 +340,8 @@ class Engine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Accumulate as many micro-batches per step as ``train_batch_size`` samples over all ranks need. Call it
-        between steps, on every rank. Raises `UsageError` for a size that is no multiple of a micro-batch per rank."""
+        between steps, on every rank. Raises `UsageError` for a size that is no multiple of a micro-batch per rank, and
+        for any change under virtual ranks."""
         self.training_state.sizes.set_train(train_batch_size)
 
     def get_lr(self) -> list[float]:
@@ -355,7 +353,7 @@ class Engine(nn.Module):
         return self.training_state.loss_scale()
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the global norm of the last step's gradients before clipping (it may wait for the device), or None."""
+        """Return the last step's global gradient norm before clipping; None before a step. May wait for the device."""
         return self.training_state.counters.norm
 
     def was_step_applied(self) -> bool:

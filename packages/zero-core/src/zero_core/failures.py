@@ -25,7 +25,7 @@ class Failures:
     @contextmanager
     def may_be_caught(self, call: str) -> Iterator[None]:
         """If the block fails, abort all ranks, unless none can be waiting for this one: then the user may catch the
-        exception and continue; half a backward pass restarts the accumulation. ``call``: for messages."""
+        exception and continue; a backward pass that was cut short restarts the accumulation. ``call``: for messages."""
         try:
             yield
         except BaseException as failure:

@@ -30,10 +30,10 @@ _OTHER_AXES = {
 
 @dataclass(frozen=True)
 class ModelParallel:
-    """The part of the model that this rank trains: part ``rank`` of ``size``. ``data_rows``, ``model_rows``: the global
-    ranks of every data-parallel and of every model-parallel group; each rank is in one row of each. A data-parallel row
-    holds the ranks of all sequences. ``group``: the mpu's own model-parallel group; None without an mpu.
-    ``sequence_size``: the consecutive ranks of a data-parallel row that share a sequence, as this rank's mpu says."""
+    """The part of the model that this rank trains, ``rank`` of ``size``: its tensor-parallel slice of the layers.
+    ``data_rows``, ``model_rows``: the global ranks of every data-parallel (with all sequences) and of every
+    model-parallel group; each rank is in one row of each. ``group``: the mpu's own model-parallel group; None without
+    an mpu. ``sequence_size``: the consecutive ranks of a data-parallel row that share a sequence."""
 
     rank: int
     size: int
@@ -67,6 +67,7 @@ class ModelParallel:
 
 class ModelPart:
     """This rank's part of the model in one engine: its gradient norm, its files, its agreement with other parts.
+    ``everybody``: messages among the ranks of all parts; None if there is one part.
 
     Attributes:
         place: the part's number and its ranks.
@@ -103,8 +104,7 @@ class ModelPart:
 
     @contextmanager
     def share_failure(self, call: str) -> Iterator[None]:
-        """If the block raises `CheckpointError` on the ranks of one part, raise it on the ranks of all parts.
-        ``call``: its name in the message. Collective."""
+        """If the block raises `CheckpointError` in one part, raise one that names ``call`` in all parts. Collective."""
         failure: CheckpointError | None = None
         try:
             yield
@@ -135,9 +135,8 @@ class ModelPart:
 
 
 def model_parallel(mpu: Any) -> ModelParallel:
-    """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective.
-
-    Reads ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
+    """Return this rank's part of the model, as ``mpu`` describes it; the full model if it is None. Collective. Reads
+    ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists; if ``get_sequence_parallel_world_size()`` is above
     1, ``get_sequence_parallel_group()`` and ``get_sequence_data_parallel_group()`` instead of the data-parallel group.
     Raises `UsageError` on every rank if they are missing, for groups that form no grid, and for other axes."""

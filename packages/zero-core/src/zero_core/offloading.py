@@ -44,10 +44,10 @@ _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 class Offloading:
-    """Makes the tiers of one engine, as `zero_optimization.offload_*` and `offload` say.
+    """Makes the tiers of one engine, as `zero_optimization.offload_*` and `offload` say. The constructor checks or
+    creates their folders, removes swap files of ranks that the job no longer has, and sets the allocator.
 
     ``budget``: returns a memory budget for one of a number of processes on this host. ``sink``: receives transfers.
-
     Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
     `after_step` after every step, `close`.
 
@@ -86,7 +86,8 @@ class Offloading:
         self._keeps_freed_memory = self._set_freed_memory()
 
     def _set_freed_memory(self) -> bool:
-        """Apply `keep_freed_memory`, by default where the CPU computes and nothing is offloaded; return its value."""
+        """Have the process keep freed memory, or not, as `keep_freed_memory` says; unset, it does where the CPU
+        computes and nothing is offloaded. Return whether it does; false also if the allocator was left alone."""
         keep, zero = self._config.keep_freed_memory, self._config.zero_optimization
         tiers = zero.offload_param, zero.offload_optimizer, self._config.offload.activations
         stays = self._device.type == "cpu" and all(tier.device == "none" for tier in tiers)
@@ -103,8 +104,8 @@ class Offloading:
     # -- before the model is sharded -----------------------------------------------------------------------------
 
     def parameter_store(self, dtype: torch.dtype) -> Residency | None:
-        """Make and return the store that `offload_param` asks for, for shards of ``dtype``; None for the device. Raises
-        `BudgetError` if they do not fit."""
+        """Make the store that `offload_param` asks for, for shards of ``dtype``; keep it as `store` and return it, None
+        where `_open_store` makes none. Raises `BudgetError` if the shards do not fit."""
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
@@ -184,8 +185,8 @@ class Offloading:
     # -- while training ----------------------------------------------------------------------------------------------
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return a context that moves the tensors saved by autograd to the tier of `offload.activations`, apart from
-        the model's parameters."""
+        """Return a context that moves the tensors saved by autograd, apart from the model's parameters, to the tier of
+        `offload.activations`; a null context without one."""
         return nullcontext() if self._activations is None else self._activations
 
     def _activation_tier(self, model: nn.Module) -> offload_activations | None:
@@ -226,7 +227,8 @@ class Offloading:
         return NvmeStore(path, device=self._device, prefix=f"parked.rank{self._rank}", engine=_io_engine(self._config))
 
     def after_step(self, step: int) -> None:
-        """Print the transfers if a report is due after ``step`` steps; write the trace file after its last step."""
+        """Write the trace file after `offload.trace_steps` calls; print the transfers, on rank 0, if a report is due
+        after optimizer step ``step`` (`offload.report`, every `steps_per_print`)."""
         if self.trace is None:
             return
         section, every = self._config.offload, self._config.steps_per_print
@@ -241,8 +243,8 @@ class Offloading:
                 self.trace.clear()
 
     def table(self) -> str:
-        """Return the transfers since the last report as a table, per hop: bytes, bandwidth, overlapped fraction; then
-        the bytes written to drives."""
+        """Return a table of the transfers per hop (kind of transfer) since the last report, or all until the trace file
+        is written: bytes, bandwidth, overlapped fraction; then the bytes written to drives."""
         lines = [] if self.trace is None else [self.trace.table()]
         for name, tier in (("optimizer", self.update), ("parameters", self.store)):
             if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)) and tier.bytes_written():
@@ -257,7 +259,7 @@ class Offloading:
         return {} if self._activations is None else self._activations.memory()
 
     def close(self) -> None:
-        """Write the trace if it was not written yet, remove the files of activations and return free memory."""
+        """Write an unwritten trace, remove files of activations, and return kept free memory to the system."""
         if self._keeps_freed_memory:
             malloc.return_free_memory()
         if self._activations is not None:
@@ -303,8 +305,8 @@ def _open_store(
     dtype: torch.dtype,
     trace: Trace | None,
 ) -> HostStore | NvmeStore | None:
-    """Return an empty store of the kind that `zero_optimization.offload_param` asks for; None for the device. The
-    configuration's sizes count elements of ``dtype``. A single rank on the CPU needs no store in host memory."""
+    """Return an empty store of the kind that `zero_optimization.offload_param` asks for; None for the device, below
+    stage 3, and for a single rank on the CPU with "cpu". The configuration's sizes count elements of ``dtype``."""
     zero = config.zero_optimization
     section = zero.offload_param
     if section.device == "none" or zero.stage < 3:
@@ -332,7 +334,8 @@ def _group_of_parameter(optimizer: Optimizer) -> dict[int, int]:
 
 
 def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: bool) -> list[ShardPlan]:
-    """Return one plan per trained unit. ``groups``: `_group_of_parameter`; ``in_host``: shards are in host memory."""
+    """Return one plan per trained unit. ``groups``: `_group_of_parameter`; ``in_host``: shards are in host memory, so
+    that weights of 32 or 64 bits are updated in place."""
     plans, positions = [], element_positions((shard.layout for shard in shards), _BLOCK)
     for shard in shards:
         fragments = tuple(
@@ -361,8 +364,7 @@ def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: 
 
 
 def _io_engine(config: Config) -> Any:
-    """Return an I/O engine with the settings of the `aio` section, None (the store's own choice) if all are defaults.
-    Raises `MissingExtraError`."""
+    """Return an I/O engine with the settings of `aio`; None if all are defaults. Raises `MissingExtraError`."""
     defaults = type(config.aio)().model_dump()
     given = {key: value for key, value in config.aio.model_dump().items() if value != defaults[key]}
     if not given:

@@ -78,7 +78,7 @@ class ParkedStates:
         self.nbytes = park(self._held, store)
 
     def bring_back(self) -> None:
-        """Move all states back to where they were, and close the store; idempotent."""
+        """Move all states back to where they were, show hidden weights and close the store; idempotent."""
         unpark(self._held, self._store)
         self._held.clear()
         self._store.close()

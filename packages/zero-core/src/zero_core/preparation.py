@@ -30,8 +30,8 @@ class Loaders:
         workers: int = 0,
     ) -> RankLoader[Any]:
         """Return a loader of this rank's samples of ``dataset``, shuffled for the route "train". ``batch_size``,
-        ``collate_fn``: by default the engine's. ``sampler``: the user's. Raises `UsageError` for another route or data
-        set."""
+        ``collate_fn``: by default the engine's. ``sampler``: the user's. Raises `UsageError` for other routes and
+        data."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state

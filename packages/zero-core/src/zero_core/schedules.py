@@ -81,7 +81,8 @@ def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
 
 
 def _checked(made: Any, optimizer: Optimizer, what: str) -> Scheduler:
-    """Return ``made`` if it is a scheduler over ``optimizer``'s param groups, else raise `UsageError` on ``what``."""
+    """Return ``made``. Raises `UsageError`, naming it ``what``, if it lacks methods of a scheduler, its ``step`` needs
+    an argument, or it drives none of ``optimizer``'s param groups."""
     missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
     if missing:
         raise UsageError(f"{what} is no schedule: {type(made).__name__} has no {', '.join(missing)}()")

@@ -45,10 +45,8 @@ logger = logging.getLogger("zero_core")
 
 
 class Training:
-    """The passes and steps of one engine.
-
-    Call order of a micro-batch: `forward`, `backward`, `step`. Instruments, auditor, observer, tiers and checkpoints
-    are called from here and nowhere else.
+    """The passes and steps of one engine. Call order of a micro-batch: `forward`, `backward`, `step`. Instruments,
+    auditor, observer, tiers and checkpoints are called from here and nowhere else.
 
     Attributes:
         observer: called with each loss and step result; may be assigned."""
@@ -75,7 +73,7 @@ class Training:
         self._checkpoints = checkpoints
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output; float arguments are cast first with ``fp16.auto_cast``."""
+        """Run the module and return its output; float arguments are cast to float16 first with ``fp16.auto_cast``."""
         state = self._state
         state.check_open("forward")
         if state.config.fp16.enabled and state.config.fp16.auto_cast:
@@ -171,7 +169,8 @@ def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) ->
 
 
 def _float32_at_least(call: str, loss: torch.Tensor) -> torch.Tensor:
-    """Return ``loss`` in fp32 at least, as 2**16 times a loss is infinite in fp16. ``call``: named in `UsageError`."""
+    """Return ``loss`` in fp32 at least, as 2**16 times a loss is infinite in fp16. Raises `UsageError`, naming
+    ``call``, unless it is a scalar tensor that requires gradients."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         raise UsageError(f"engine.{call}: expected a scalar loss that requires gradients, got {_describe(loss)}")
     return loss.float() if loss.dtype.itemsize < 4 else loss

@@ -24,8 +24,8 @@ _KEY = "deterministic.across_world_sizes"
 
 
 class MicroBatches(Protocol):
-    """Rules for the micro-batches of a step. ``micro``: the index of this rank's micro-batch in the step, from 0. The
-    methods ``check_…`` refuse by `UsageError`."""
+    """Rules for the micro-batches of a step. ``step``: the number of steps before; ``steps``: this rank's micro-batches
+    in it; ``micro``: the index of one of these, from 0. The methods ``check_…`` refuse by `UsageError`."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
         """Return the tensor on which to call backward; ``divide``: the gradient is the mean over the ``steps``."""
@@ -71,7 +71,7 @@ class OrdinaryMicroBatches:
     def check_between_steps(self, call: str, micro: int) -> None: ...
 
     def refuse_plain_backward(self) -> str | None:
-        """Return None: it is allowed."""
+        """Return None: plain backward is allowed."""
         return None
 
     def state_dict(self) -> dict[str, int] | None:
@@ -79,7 +79,7 @@ class OrdinaryMicroBatches:
         return None
 
     def mismatch(self, saved: Mapping[str, int] | None) -> str | None:
-        """Return None: it can."""
+        """Return None: no run is refused."""
         return None
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None: ...
@@ -101,11 +101,9 @@ class _Buffer:
 
 class VirtualRanks:
     """A `MicroBatches` for which every micro-batch of a step is a virtual rank ([Note: virtual ranks] in
-    `zero_partition.leaves`).
-
-    Refuses all that would make bits depend on the number of ranks: losses divided by it, several backward passes for
-    one micro-batch, buffers that forward writes, different numbers of threads. Seeds the generators of Python, NumPy
-    and torch for each virtual rank and step, before its forward pass. The constructor is collective.
+    `zero_partition.leaves`). Refuses all that would make bits depend on the number of ranks: losses divided by it,
+    several backward passes for one micro-batch, buffers that forward writes, different numbers of threads. Seeds the
+    generators of Python, NumPy and torch for each virtual rank and step. The constructor is collective.
 
     ``count``: virtual ranks. ``seed``: of the generators; None takes rank 0's `torch.initial_seed`."""
 
@@ -135,7 +133,8 @@ class VirtualRanks:
 
     @contextmanager
     def around_forward(self, step: int, micro: int) -> Iterator[None]:
-        """Seed the generators before this virtual rank's first forward pass; refuse buffers that the pass writes."""
+        """Seed the generators before this virtual rank's first forward pass with gradients. Raises `UsageError` after a
+        pass that wrote a persistent buffer."""
         if torch.is_grad_enabled() and self._seeded != (step, micro):
             self._seeded = (step, micro)
             self._seed_generators(step, micro * self._partition.data_world_size + self._partition.data_rank)
@@ -204,7 +203,7 @@ class VirtualRanks:
         return None
 
     def load_state_dict(self, saved: Mapping[str, int] | None) -> None:
-        """Continue with the random numbers of the run that saved."""
+        """Take over the seed of the run that saved, and so its random numbers; None changes nothing."""
         if saved is not None:
             self._seed = saved["seed"]
 

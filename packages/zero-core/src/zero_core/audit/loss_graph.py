@@ -67,7 +67,7 @@ def _edges_from(roots: Iterable[Node], stops: Iterable[Node]) -> list[Edge]:
 
 
 def _leading_to(leaves: Iterable[Node], edges: Iterable[Edge]) -> set[Node]:
-    """Return the nodes from which one of ``leaves`` can be reached along ``edges``."""
+    """Return the nodes, without ``leaves`` themselves, from which one of ``leaves`` can be reached along ``edges``."""
     sources: dict[Node, list[Node]] = {}
     for edge in edges:
         sources.setdefault(edge.target, []).append(edge.source)

@@ -156,7 +156,7 @@ class Attributes:
 
     @property
     def has_generator(self) -> bool:
-        """Return whether one of them is a generator of random numbers."""
+        """Return whether an attribute is a generator of random numbers."""
         return any(_is_generator(value) for value, _ in self._kept.values())
 
 

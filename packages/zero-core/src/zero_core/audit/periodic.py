@@ -51,9 +51,8 @@ class PeriodicAuditor:
         return None if self._chosen is None or self._chosen.obstacle is not None else self._chosen.unit.name
 
     def forward(self) -> AbstractContextManager[None]:
-        """Record calls of modules inside the block, for `backward` to repeat one. Records only before the first
-        backward pass of an audited step, and never when the engine is compiled, gradients are disabled or no unit can
-        be audited."""
+        """Record calls of modules inside the block, for `backward` to repeat one. Only before the first backward pass
+        of an audited step, and never when the engine is compiled, gradients are disabled or no unit can be audited."""
         records = self._is_due() and not self._seen and self._candidates and not self._state.compiled
         if not records or not torch.is_grad_enabled():
             return nullcontext()
@@ -150,7 +149,8 @@ class PeriodicAuditor:
 
     def _choose(self, loss: torch.Tensor) -> Recomputation | None:
         """Return the recomputation of the first unit in `_order` whose recorded call every rank can repeat, for the
-        backward pass of ``loss``; None without one. Collective if there are candidates, as on all ranks or none."""
+        backward pass of ``loss``; None without one. Also remembers the refused units. Collective if there are
+        candidates, as on all ranks or none."""
         if not self._candidates:
             return None
         calls, found = self._calls, {} if self._calls is None else repeatable(self._calls, loss, self._state)
@@ -161,7 +161,8 @@ class PeriodicAuditor:
         return None if chosen is None else found[chosen]
 
     def _warn_if_none_repeated(self) -> None:
-        """Warn, once, on rank 0, that no gradient can be computed again, and why, when all candidates were tried."""
+        """Count the audits in a row that repeated no gradient. Once no untried unit is left, or there were more such
+        audits than candidates, warn, once, on rank 0, with the reasons."""
         self._fruitless = 0 if self.repeated is not None else self._fruitless + 1
         if self._warned or not self._fruitless:
             return

@@ -22,8 +22,7 @@ from .module_calls import AuditedUnit, CallRecorder, ModuleCall
 class RepeatedReductions:
     """Repeats one unit's reductions after each backward pass of a step and compares the averages. Between a rank's own
     gradient and the shard that the optimizer reads are the network and a sum. Both are repeated from a copy of the
-    gradient that was taken before the first reduction. The attribute ``differences`` lists the names of the parameters
-    whose averages differed so far."""
+    gradient taken before the first reduction. Attribute ``differences``: the parameters whose averages differed."""
 
     def __init__(self, gradients: UnitGradients, partition: Partition) -> None:
         self.differences: list[str] = []
@@ -34,13 +33,14 @@ class RepeatedReductions:
 
     @contextmanager
     def backward(self, step: int) -> Iterator[None]:
-        """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards reduce the copies and
-        compare. Collective if the pass reduced the unit."""
+        """Copy the unit's gradients during the block, a backward pass of ``step``; afterwards, unless the block raised,
+        reduce the copies and compare. Collective if the pass reduced the unit."""
         gradients = self._gradients
         average = self._present_average() if self._tree is None and gradients.is_reduced else None
         sent: list[torch.Tensor] = []
 
         def keep(flat: torch.Tensor, _present: Sequence[bool]) -> None:
+            """The gradients' watch, called before a reduction: copy the buffer."""
             sent.append(flat.clone())
 
         gradients.watches.append(keep)
@@ -59,7 +59,7 @@ class RepeatedReductions:
             self._compare(average)
 
     def _present_average(self) -> torch.Tensor:
-        """Return a copy of the unit's averaged gradient."""
+        """Return a copy of the unit's averaged gradient: this rank's shard, or at stage 0 the full one."""
         with self._gradients.averaged() as averaged:
             return averaged.clone()
 
@@ -83,7 +83,7 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units whose parameters are exactly the trained parameters of one submodule, each with it."""
+    """Return the trained units with exactly the trained parameters of a submodule, each with the innermost such one."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():
@@ -125,11 +125,10 @@ def repeatable(recorder: CallRecorder, loss: torch.Tensor, state: TrainingState)
 class Recomputation:
     """Keeps one unit's gradient in one backward pass, and computes it again afterwards.
 
-    [Note: repeated gradients] A unit's gradient is compared only if it comes from one call of its module alone
-    (`LossGraph.leaves`). Kept are the gradients of the call's outputs, after the user's hooks on them, and the unit's
-    gradient buffer, which must have been empty. The repeated call gets the arguments and settings of the first. If it
-    differs, it is repeated further: a module whose repetitions differ from one another is refused, and so is a module
-    that raises.
+    [Note: repeated gradients] A unit's gradient is compared only if it comes from one call of its module alone, through
+    ``leaves`` (`LossGraph.leaves`). Kept are the gradients of the call's outputs, after the user's hooks on them, and
+    the unit's gradient buffer, which must have been empty. The repeated call gets the arguments and settings of the
+    first. If it differs, it is repeated further. A module that raises, or whose repetitions differ too, is refused.
 
     Attributes:
         obstacle: why nothing was compared; None if it was."""
@@ -148,7 +147,7 @@ class Recomputation:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Keep the gradients of the call's outputs and of the unit during the block, before they are reduced."""
+        """Keep the outputs' gradients during the block, and the unit's before its reduction, else after the block."""
         hooks = [*self._hook_outputs(), *self._hook_leaves()]
         self._gradients.watches.append(self._keep_gradient)
         try:

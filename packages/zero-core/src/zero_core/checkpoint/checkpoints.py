@@ -23,10 +23,10 @@ from .saving import Saver
 
 
 class Checkpoints:
-    """Saves, loads and resumes one engine's state. Every call is collective.
-
-    Call order around each optimizer step: `check_folder`, `before_step`, the step, `step_taken`, `after_step`; all
-    others between steps, and `close` last. ``before_load``: called before tensors are overwritten.
+    """Saves, loads and resumes one engine's state. Every call is collective. Call order around each optimizer step:
+    `check_folder`, `before_step`, the step, `step_taken`, `after_step`; all others between steps, and `close` last.
+    Writes to states wait, by `Partition.readers`, until running saves have copied them. ``before_load``: called before
+    tensors are overwritten.
 
     Attributes:
         report: what the last `load` or `resume` did to each name; None before."""
@@ -122,8 +122,8 @@ class Checkpoints:
         self._notices.after_step()
 
     def after_step(self) -> None:
-        """Raise errors of background saves; copy and save if due; save and leave if the ranks have agreed to.
-        Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
+        """Raise errors of background saves; copy into node memory and save if due; save and leave if the ranks have
+        agreed to. Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
         self._notices.check()
         if self._in_memory.after_step(self._orders.root):
             self._orders.after_checkpoint(self._in_memory.wait)
@@ -150,7 +150,8 @@ class Checkpoints:
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
     def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:
-        """Load ``root/tag``; return its path and client state. ``choice``: the call in words, equal on all ranks."""
+        """Load ``root/tag``, also into an engine that a failure has ended; return its path and client state.
+        ``choice``: the call in words, which must be equal on all ranks."""
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()

@@ -22,13 +22,12 @@ class ChosenInterval:
 def choose_interval(
     step: float, held: float, written: float, *, overhead: float, between_failures: float | None = None
 ) -> ChosenInterval:
-    """Return the number of steps between two saves, at least 1; all times are in seconds.
-
-    ``step``: an ordinary step. ``held``: the time for which a save blocks training. ``written``: from the beginning of
-    a save until it is complete on disk. The interval is the shortest in which saves block training for at most the
-    fraction ``overhead``, and a save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section
-    4.2). With ``between_failures``, the mean time between failures, it is at least sqrt(2 * held * between_failures),
-    which minimises the time for saving and repeating lost steps (Young, 1974; Daly, 2006)."""
+    """Return the number of steps between two saves, at least 1; all times are in seconds. ``step``: an ordinary step.
+    ``held``: the time for which a save blocks training. ``written``: from the beginning of a save until it is complete
+    on disk. The interval is the shortest in which saves block training for at most the fraction ``overhead``, and a
+    save is written before the next begins (CheckFreq, Mohan et al., FAST 2021, section 4.2). With ``between_failures``,
+    the mean time between failures, it is at least sqrt(2 * held * between_failures), which minimises the time for
+    saving and repeating lost steps (Young, 1974; Daly, 2006)."""
     bounds = [
         (held / overhead, f"saving takes at most {overhead:.3g} of the time (checkpoint.overhead)"),
         (written, "a save is written before the next begins"),

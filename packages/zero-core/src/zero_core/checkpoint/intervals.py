@@ -1,4 +1,4 @@
-"""`StateIntervals`: the named intervals of an engine's state that one rank writes to a checkpoint."""
+"""`StateIntervals`: what one rank writes to a checkpoint, as intervals (contiguous elements) of named full tensors."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ class StateIntervals:
     """The intervals of an engine's state that one rank writes; ``named``: the model's `named_parameters`.
 
     ``replicated``: also write buffers and replicated parameters, which are equal on all ranks. ``every_replica``: every
-    replica writes its own copy, for nodes that cannot read one another's files; else the first replica writes for all.
-    ``follow``: `later` updates masters from the copied weights (see [Note: masters follow later]).
+    replica (copy of the sharded model) writes its own, for nodes that cannot read one another's files; else the first
+    writes for all. ``follow``: `later` updates masters from the copied weights ([Note: masters follow later]).
 
     Call order: `everything` for a save before which training does not continue. For a background save: `memory` and
     `present` before the call returns, then `later` on any thread, before anything writes shards, masters or states.
 
     [Note: present and later] User code can write gathered weights and buffers at any time, so they are copied before
-    the save returns. Only the engine writes shards, masters and states, in a step, so they are copied later.
-    Writes to tensors that the user took from ``optimizer.state`` earlier are detected by their version counters.
+    the save returns. Only the engine writes shards, masters and states, in a step, so they are copied later. Writes to
+    tensors that the user took from ``optimizer.state`` earlier are detected by their version counters.
 
     [Note: masters follow later] A write to weights that changes no version counter (NumPy, DLPack) reaches a master
     only when all weights are compared with it. A save compares them, since it stores both. Comparing takes ten times as
-    long as copying, so a background save copies only the weights before `save` returns, and the thread that copies
-    masters compares."""
+    long as copying, so a background save copies only the weights at first; the thread that copies masters compares."""
 
     def __init__(
         self,
@@ -96,7 +95,8 @@ class StateIntervals:
         return [tensor_buffer(weights.detach()) for _, weights in self._copied]
 
     def _remember_versions(self) -> None:
-        """Keep references to the states that `later` reads, and the version counters of all tensors that it reads."""
+        """Keep references to the states that `later` reads, and the version counters of all tensors that it reads; have
+        `later` wait for the work that devices have been given so far, and for nothing after that."""
         self._kept = self._states_now()
         read = [self._shard(unit) for unit in self._units if self._on_device and unit.releasable]
         read += [unit.master for unit in self._units if unit.master is not None and has_own_master(unit)]

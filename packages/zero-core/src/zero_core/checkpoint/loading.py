@@ -108,7 +108,8 @@ def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: LoadChoice) -> d
 
 
 def _fill_units(state: TrainingState, reading: BatchedRead, wanted: LoadChoice) -> None:
-    """Read this rank's masters, its weights unless a custom function loads them and, on tiers, its optimizer states."""
+    """Add this rank's masters and, unless a custom function loads them, its weights to ``reading``; write tiers' states
+    now. Waits until running saves have copied them, and resets the tiers first."""
     parts, tensors = state.partition, reading.checkpoint.tensors
     parts.readers.wait()
     if parts.states is not None:
@@ -149,7 +150,7 @@ def _fill_shard(state: TrainingState, reading: BatchedRead, unit: Unit) -> None:
 
 
 def _fill_states(state: TrainingState, reading: BatchedRead) -> None:
-    """Replace the states of the optimizer's fragments that are on no tier; ``reading`` fills their tensors."""
+    """Replace optimizer states on no tier, of fragments that the checkpoint has; ``reading`` fills their tensors."""
     if state.optimizer is None:
         return
     numbers_on = state.optimizer.number_devices()

@@ -1,8 +1,7 @@
 """Checkpoints that `engine.step` writes by itself, after a fixed number of steps or at an interval it chooses.
 
 [Note: automatic interval] With ``checkpoint.interval: "auto"`` rank 0 measures steps and saves, and decides. Its
-decision travels with the messages that the ranks exchange in a step anyway (see notices.py), so that all ranks save
-after the same step."""
+decision travels with the messages that ranks exchange in a step anyway (notices.py): all save after the same step."""
 
 from __future__ import annotations
 
@@ -151,8 +150,7 @@ def periodic_of(state: TrainingState, saver: Saver) -> Periodic:
 
 
 def check_interval(config: Config, *, is_whole: bool) -> None:
-    """Raise `UsageError` for the interval "auto" under an mpu (``is_whole`` is false), as rank 0 exchanges a step's
-    messages with its own part of the model only."""
+    """Raise `UsageError` for interval "auto" under an mpu (not ``is_whole``): rank 0 decides for its own part only."""
     if config.checkpoint.interval == "auto" and not is_whole:
         raise UsageError(
             'checkpoint.interval is "auto", which rank 0 decides for all ranks that train the same parameters; under '

@@ -22,8 +22,7 @@ Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
 
 @dataclass(frozen=True)
 class Resumed:
-    """The state that was resumed: optimizer step ``step``, from the folder ``path``, with the ``client_state`` it was
-    saved with. ``source``: node memory or disk."""
+    """The resumed state: optimizer step ``step``, from the folder ``path`` in ``source``, with its ``client_state``."""
 
     step: int
     source: Literal["memory", "disk"]

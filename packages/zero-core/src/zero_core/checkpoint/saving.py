@@ -134,7 +134,7 @@ class Saver:
         self._states.unblock()
 
     def _await_copies(self) -> None:
-        """Do what `wait_for_copies` does, but leave `optimizer.state` replaced; count the seconds."""
+        """Do what `wait_for_copies` does, but leave `optimizer.state` replaced; count the seconds for `take_waited`."""
         if self._background_saver is not None:
             began = time.perf_counter()
             self._background_saver.copied()

@@ -25,7 +25,7 @@ def load_plain_state(scheduler: Scheduler, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return ``value`` as plain data. ``path``: its place in the state, for `UsageError`."""
+    """Return ``value`` as plain data, as `plain_state` says. ``path``: its place in the state, for `UsageError`."""
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -14,13 +14,11 @@ from ..state import TrainingState
 
 class TierFiles:
     """The files of this rank's optimizer states and parameter shards, for a checkpoint below ``root`` to link to.
-
     ``durable``: sealing syncs the files, else `make_durable` does. Call order: `flush_weights` while the checkpoint's
     intervals are listed, so that its errors reach every rank; `seal_weights` and `seal_states` then or later, on any
-    thread, before weights and states are written; `make_durable` on any thread.
-
-    `seal_weights` and `seal_states` return None if there are no such files or they are on another file system than
-    ``root``. They raise `BudgetError` if the disk has no room for new files: sealed files are never written again."""
+    thread, before weights and states are written; `make_durable` on any thread. `seal_weights` and `seal_states` return
+    None if there are no such files or they are on another file system than ``root``. They raise `BudgetError` if the
+    disk has no room for new files: sealed files are never written again."""
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
         self._tiers, self._root, self._durable = tiers, root, durable

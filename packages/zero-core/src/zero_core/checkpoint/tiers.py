@@ -67,7 +67,7 @@ def tier_intervals(
     tier: StateTier, unit: Unit, rank: int, sealed: Sealed | None, *, every_replica: bool = False
 ) -> Iterator[Interval]:
     """Yield the intervals of a unit's states on a tier: linked to ``sealed`` files, else read when they are written,
-    one parameter in memory at a time; and the step counts. ``every_replica``: also those that another rank writes."""
+    one parameter in memory at a time; and step counts; with ``every_replica`` also step counts that others write."""
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:

@@ -96,7 +96,7 @@ class Checkpointing:
 
     @contextmanager
     def _storing_inputs(self) -> Iterator[None]:
-        """Store the tensors that autograd saves inside the block: torch's checkpoint saves a segment's inputs only."""
+        """Put what autograd saves inside the block (under torch's checkpoint a segment's inputs) into the store."""
         if isinstance(self._store, PlainStore) and self._offload is None:
             yield
             return

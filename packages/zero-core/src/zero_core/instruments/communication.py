@@ -76,7 +76,8 @@ class PrintingLedger(Ledger):
 
 
 def ledger_for(config: Config, rank: int) -> Ledger:
-    """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives."""
+    """Return the ledger that ``comms_logger`` asks for on ``rank``; only rank 0 prints collectives. It times those on
+    devices if it is enabled or ``wall_clock_breakdown`` is."""
     phases = chosen_phases(config)
     section = config.comms_logger
     ledger = PrintingLedger(phases) if section.enabled and section.verbose and rank == 0 else Ledger()

@@ -50,7 +50,8 @@ class FlopsProfile:
 
     @contextmanager
     def during(self, part: str, step: int) -> Iterator[None]:
-        """Count the block as ``part`` (forward, backward or step) if it is the first in step ``profile_step``."""
+        """In step ``profile_step`` count the first forward pass in train mode with gradients, and the first backward
+        pass after it, and time the "step"; else only run the block. ``step``: the present one."""
         first = step == self._section.profile_step and part not in self._parts
         if self._done or not first or not self._expects(part):
             yield
@@ -100,10 +101,12 @@ class FlopsProfile:
         handles = []
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
+            """The forward pre-hook: push the time at which the call begins."""
             open_calls.append(self._now())
 
         def leave(name: str) -> Any:
             def record(_module: nn.Module, _inputs: Any, _output: Any) -> None:
+                """Add the seconds of the call that ends."""
                 seconds[name] = seconds.get(name, 0.0) + self._now() - open_calls.pop()
 
             return record
@@ -163,6 +166,7 @@ class FlopsProfile:
             yield (name.count(".") + 1 if name else 0), name, flops(name, module)
 
     def _named(self) -> list[tuple[str, nn.Module]]:
+        """Return (name, module) of every module, parents first."""
         return list(self._module.named_modules())
 
     def _cell(self, row: tuple[int, str, int]) -> str:

@@ -80,8 +80,7 @@ PARTS = ("forward", "backward", "backward_inner", "backward_allreduce", "step")
 
 
 class Instruments(Protocol):
-    """Measures an engine's work. Call order per micro-batch: `during` around each part, and `loss`; then `after_step`
-    at the accumulation boundary."""
+    """Measures an engine. Call order: per micro-batch `during` around each part, `loss`; at a boundary `after_step`."""
 
     def during(self, part: str) -> AbstractContextManager[None]:
         """Return a context that measures one of `PARTS`, or "save", in which a checkpoint blocks training."""
@@ -164,7 +163,7 @@ class PrintingInstruments:
             self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the step's events to the monitor, and print the reports that are due."""
+        """Write the step's events to the monitor, and print the reports that are due. May wait for the device."""
         state = self._state
         self._steps += 1
         if self._monitor.enabled or self._due():
@@ -237,7 +236,7 @@ class PrintingInstruments:
         return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
     def _progress_line(self) -> str:
-        """Return the line on the last step, with the samples per second since the last such line."""
+        """Return the line on the last step; with `timers.throughput` also the samples per second since the last one."""
         state = self._state
         rates = ", ".join(f"{rate:.3g}" for rate in state.learning_rates())
         line = f"step {state.counters.global_steps}: gradient norm {state.counters.norm:.4g}, lr {rates}"
@@ -254,7 +253,7 @@ def prints_progress(config: Config) -> bool:
 
 
 def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
-    """Return the instruments that the configuration enables, on this rank. Raises as `chosen_phases`."""
+    """Return the instruments that are enabled, `NoInstruments` on ranks other than 0. Raises as `chosen_phases`."""
     config = state.config
     chosen_phases(config)
     asked = (

@@ -30,7 +30,7 @@ _KINDS = {"forward": SpanKind.FORWARD, "backward": SpanKind.BACKWARD, "step": Sp
 
 
 class RecordingInstruments:
-    """An `Instruments` that writes times, losses, memory, checkpoints and failures to a record, and forwards to
+    """An `Instruments` that writes times, losses, tokens, memory, checkpoints and failures to a record, and forwards to
     ``inner``. ``close``: called by `close` to close the record. ``plan``: the plan to compare the run with."""
 
     def __init__(
@@ -73,7 +73,7 @@ class RecordingInstruments:
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the step's row: loss, learning rate, gradient norm and so on."""
+        """Write the step's row (loss, learning rate, gradient norm and so on); warn of a skip or a non-finite loss."""
         self._inner.after_step()
         state, writer = self._state, self._writer
         counters = state.counters
@@ -115,8 +115,8 @@ class RecordingInstruments:
         self._close()
 
     def begin(self, part: str, kind: SpanKind) -> float:
-        """Begin ``part`` and return the time (`time.perf_counter`). Before a forward pass, record the time outside the
-        engine as a wait for data, and continue at the step of a checkpoint that was loaded."""
+        """Begin ``part`` and return the time (`time.perf_counter`). Before a forward pass with gradients, record the
+        time outside the engine as a wait for data, and continue at the step of a checkpoint that was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -134,7 +134,8 @@ class RecordingInstruments:
         return now
 
     def end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
-        """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it."""
+        """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it; sample
+        memory, but not after a save."""
         now = time.perf_counter()
         self._open.pop()
         self._writer.span(kind, part, begin, now)

@@ -79,7 +79,7 @@ class MemorySampler:
             self._samples, self._sample_seconds, self._peaks, self._device = 0, 0.0, {}, None
 
     def _take_sample(self, *, first: bool = False) -> None:
-        """Record the bytes by owner; ``first``: before a pass. Activations are what is allocated beyond that."""
+        """Record the bytes by owner; ``first``: before a pass. What is allocated since then counts as activations."""
         begin = time.perf_counter()
         state = self._state
         owners: dict[str, int] = {}

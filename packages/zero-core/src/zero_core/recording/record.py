@@ -31,8 +31,8 @@ _UPDATE = "compute"  # the hop under which a tier's optimizer reports its kernel
 
 
 class RunRecord:
-    """Writes the record of one engine on this rank. Call order: `ledger` and `sink` before the model is sharded,
-    `instruments`, `close`."""
+    """Writes the record of one engine on this rank, from the constructor on also warnings. ``attempt``: the number of
+    the run's start, from 0. Call order: `ledger` and `sink` before the model is sharded, `instruments`, `close`."""
 
     def __init__(self, folder: Path, config: Config, device: torch.device, attempt: int) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class RunRecord:
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
-            """Record a transfer of ``nbytes`` over ``hop``; ``waited``: or only the wait for one."""
+            """Record a transfer of ``nbytes``, or with ``waited`` the wait for one; ``hop``: the kind of transfer."""
             if hop == _UPDATE:
                 writer.span(SpanKind.COMPUTE, name, begin, end)
                 return
