@@ -64,8 +64,9 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _verify(options: argparse.Namespace) -> int:
-    """Run the script in all variants and compare them; return the exit status, as `_ABOUT` lists it. Raises
-    `UsageError` for a missing script, an unreadable configuration, and a folder of ``--keep`` that exists."""
+    """Run the script in all variants and compare them; return the exit status, as `_ABOUT` lists it. Recordings go to
+    ``--keep`` or a temporary folder. Raises `UsageError` for a missing script, an unreadable configuration, and a
+    folder of ``--keep`` that exists."""
     from zero_core.errors import UsageError
 
     from .running import ScriptRun
@@ -238,7 +239,7 @@ def _default_nproc() -> int:
 
 
 def _count(text: str) -> int:
-    """Return ``text`` as an integer >= 1, for argparse."""
+    """Return ``text`` as an integer >= 1, for argparse. Raises `argparse.ArgumentTypeError` for other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
     return int(text)

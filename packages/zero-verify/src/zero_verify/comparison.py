@@ -87,7 +87,7 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
 
 
 def _first(number: int, expected: Step, got: Step, judge: Judge) -> tuple[str, str, str, tuple[str, ...]] | None:
-    """Return (what, name, detail, others) of the first difference in a step; None if there is none."""
+    """Return (what, name, detail, others) of the first difference in a step, as in `Difference`; None without one."""
     found = list(judge.reads(expected, got))
     if found:
         return _named("the weight that forward reads", found)
@@ -198,12 +198,12 @@ class Within:
                 yield name, f"it deviates by {ratio:.3g} (root mean square), allowed are {limit:.3g}"
 
     def should_continue(self, expected: Step, got: Step) -> bool:
-        """Return true until a loss scale makes one run skip a step that the other takes."""
+        """Return whether both runs took this step or both skipped it: after a skip in one, their weights may differ."""
         return expected.taken == got.taken
 
 
 def _pairs(kind: str, expected: Step, got: Step) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (parameter, expected, got) for the tensors of ``kind``; a tensor that one run lacks is zeros."""
+    """Yield (parameter, expected, got) for tensors of ``kind``, in the model's order; one that a run lacks is zeros."""
     ours, theirs = expected.names(kind), got.names(kind)
     for name in dict.fromkeys([*ours, *theirs]):
         left = expected.tensor(kind, name) if name in ours else None
@@ -230,8 +230,8 @@ def _scalars(expected: object, got: object) -> str:
 
 
 def _elements(expected: torch.Tensor, got: torch.Tensor) -> str:
-    """Return as text how many elements of two tensors differ in a bit (at least one must), the first one, and the
-    largest difference."""
+    """Return as text how many elements of two tensors of one shape differ in a bit (at least one must), the first one,
+    and the largest difference."""
     width = expected.element_size()
     unequal = (_bits(expected) != _bits(got)).view(-1, width).any(1)
     first = int(unequal.nonzero()[0, 0])

@@ -45,7 +45,8 @@ class Recorder(Unsupervised):
         self._recorders: list[EngineRecorder] = []
 
     def config(self, given: Any, world_size: int) -> Any:
-        """Return the configuration of the variant, made from the user's or from ``given``. Raises `ConfigError`."""
+        """Return the configuration of the variant, made from the user's or from ``given``; remember the user's
+        persistence threshold for `limits`. Raises `ConfigError`."""
         source = given if self._config is None else self._config
         zero = Config.load(source, world_size=world_size).zero_optimization
         self._threshold = zero.stage3_param_persistence_threshold if zero.stage >= 3 else 0
@@ -57,7 +58,7 @@ class Recorder(Unsupervised):
 
     def observer(self, engine: Engine) -> Observer:
         """Return a recorder for ``engine`` if it trains, else the observer that does nothing. In the variant in float32
-        floating-point inputs of ``engine`` are cast."""
+        floating-point inputs of ``engine`` are cast. `close` will destroy ``engine``."""
         if self._variant is Variant.FLOAT32:
             engine.register_forward_pre_hook(_inputs_in_float32, with_kwargs=True)
         self._engines.append(engine)
@@ -104,7 +105,7 @@ class EngineRecorder:
                 module.register_forward_pre_hook(self._on_read)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep the loss of a micro-batch."""
+        """Keep the loss of a micro-batch, as a number; waits for the device."""
         self._losses.append(float(loss.detach()))
 
     def before_step(self) -> None:
@@ -112,7 +113,8 @@ class EngineRecorder:
         self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:
-        """Write the checkpoint of the step. Collective."""
+        """Write the step's checkpoint, forget its values, and call ``on_step``, which may end the script.
+        Collective."""
         weights = list(self._full_values(WEIGHT, self._engine.full_param))
         group = self._engine.partition.groups.control.process_group
         save_sharded(
@@ -148,7 +150,7 @@ class EngineRecorder:
                 yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
-        """Keep digests of the weights that ``module`` is about to read: a forward pre-hook. Reads in compiled regions
+        """A forward pre-hook: keep digests of the weights that ``module`` is about to read. Reads in compiled regions
         and without gradients are not kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -165,5 +167,5 @@ def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
 
 
 def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return the arguments of forward with floating-point tensors in float32: a forward pre-hook."""
+    """A forward pre-hook: return the arguments with floating-point tensors in float32."""
     return cast_floating((args, kwargs), torch.float32)

@@ -86,7 +86,7 @@ class Recording:
         self.engines = sorted(folder.glob("engine *"))
 
     def count(self, engine: int) -> int:
-        """Return the number of recorded steps of one engine, by its index in `engines`."""
+        """Return the number of recorded steps, up to a gap, of one engine, by its index in `engines`."""
         return sum(1 for _ in self._step_folders(engine))
 
     def steps(self, engine: int) -> Iterator[Step]:

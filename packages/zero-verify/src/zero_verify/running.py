@@ -35,12 +35,12 @@ class ScriptRun:
     seed: int = 0
 
     def write(self, path: Path) -> None:
-        """Write the plan to ``path`` for the ranks, as JSON."""
+        """Write the run to ``path`` for the ranks, as JSON."""
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> ScriptRun:
-        """Return the plan that `write` stored in ``path``."""
+        """Return the run that `write` stored in ``path``."""
         values = json.loads(path.read_text(encoding="utf-8"))
         return cls(**{**values, "arguments": tuple(values["arguments"])})
 
