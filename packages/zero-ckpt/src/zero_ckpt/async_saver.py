@@ -167,7 +167,7 @@ class AsyncSaver:
             raise self._failures.get()
 
     def wait(self) -> None:
-        """Wait until every save that was started has ended; raises as `check` does."""
+        """Wait until every save that was started has ended. Raises as `check` does."""
         self._require_own_process()
         arenas = [self._arenas.get() for _ in range(self._pending)]
         for arena in arenas:
@@ -175,7 +175,7 @@ class AsyncSaver:
         self.check()
 
     def close(self) -> None:
-        """Finish the saves that were started, end the threads and free the memory; raises as `check` does.
+        """Finish the saves that were started, end the threads and free the memory. Raises as `check` does.
 
         Further calls only do the latter. In a forked process it does nothing.
         """

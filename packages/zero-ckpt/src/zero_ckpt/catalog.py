@@ -28,7 +28,7 @@ class Candidate:
 
 
 def load_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of a checkpoint directory; raises DamagedError unless every data file has the size that it
+    """Return the manifest of a checkpoint directory. Raises DamagedError unless every data file has the size that it
     says.
 
     With `per_node` files may be absent. The files' bytes are not read. Raises CheckpointError for an unknown version.

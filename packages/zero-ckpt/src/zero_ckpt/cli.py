@@ -100,7 +100,7 @@ def _add_convert_parser(commands: Any) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    """Print what the checkpoint in the parsed `options` holds, as text or JSON; returns the exit status 0.
+    """Print what the checkpoint in the parsed `options` holds, as text or JSON, and return the exit status 0.
 
     Raises CheckpointError if there is none.
     """
@@ -147,7 +147,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
-    """Verify checkpoint directories and print the findings; returns 0 when all are good, otherwise 1.
+    """Verify checkpoint directories and print the findings, and return 0 when all are good, otherwise 1.
 
     `in_root`: they lie in a root, where a checkpoint of another tag is damage, and one that is removed meanwhile is
     none.
@@ -212,7 +212,7 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Print the differences of the two checkpoints in the parsed `options`, by name; returns the exit status, 0 when
+    """Print the differences of the two checkpoints in the parsed `options`, by name, and return the exit status, 0 when
     there are none, otherwise 1."""
     from .comparing import diff
     from .locating import open_spec

@@ -136,7 +136,7 @@ def staging_path(root: Path, tag: str, token: str) -> Path:
 
 
 def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
-    """Put back or remove what interrupted saves and prunes left in `root`; returns those paths, as they were named.
+    """Put back or remove what interrupted saves and prunes left in `root`, and return those paths, as they were named.
 
     A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
     save holds is left. Failures are logged, as is every path. `dry_run`: change nothing, only return them.
@@ -255,7 +255,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def set_for_removal(path: Path) -> Path:
-    """Rename a directory to a hidden name, so that no reader finds half of it; returns the new path, for
+    """Rename a directory to a hidden name, so that no reader finds half of it, and return the new path, for
     `remove_tree`."""
     to_remove = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
     path.rename(to_remove)

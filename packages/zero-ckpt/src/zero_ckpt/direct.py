@@ -121,7 +121,7 @@ class DirectSink:
         self._engine.close()
 
     def _submit(self) -> None:
-        """Start writing the bytes taken so far, and wait while more than 256 MiB are in flight; raises OSError of a
+        """Start writing the bytes taken so far, and wait while more than 256 MiB are in flight. Raises OSError of a
         transfer."""
         if not self._batched:
             return
@@ -134,7 +134,7 @@ class DirectSink:
             self._wait_one()
 
     def _wait_one(self) -> None:
-        """Wait for the oldest transfer; raises OSError if it failed."""
+        """Wait for the oldest transfer. Raises OSError if it failed."""
         request, nbytes = self._requests.popleft()
         self._pending -= nbytes
         request.wait()

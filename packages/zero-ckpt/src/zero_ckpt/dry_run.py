@@ -97,7 +97,7 @@ class DryRunSink:
         """Return at once: nothing is under way."""
 
     def finish(self) -> None:
-        """Give the file its length; raises CheckpointError when another number of bytes came than was announced."""
+        """Give the file its length. Raises CheckpointError when another number of bytes came than was announced."""
         if self._position != self._nbytes:
             raise CheckpointError(f"{self._path}: expected {self._nbytes} bytes, got {self._position}")
         os.truncate(self._path, self._nbytes)

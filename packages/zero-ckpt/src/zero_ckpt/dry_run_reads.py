@@ -47,7 +47,7 @@ class DryRunCheckpoint(Checkpoint):
         self._dry_run.scratch_nbytes = max(self._dry_run.scratch_nbytes, most)
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
-        """Return the copies as for a real read; raises NotFoundError when the manifest has no slice for some of the
+        """Return the copies as for a real read. Raises NotFoundError when the manifest has no slice for some of the
         elements."""
         found = super()._slice_copies(request)
         if sum(job.view.nbytes for job in found) != memoryview(request.out).nbytes:

@@ -64,7 +64,7 @@ def load(
 
 
 def _adapter() -> ModuleType:
-    """Return the module `zero_ckpt.torch`; raises CheckpointError when torch is not installed."""
+    """Return the module `zero_ckpt.torch`. Raises CheckpointError when torch is not installed."""
     try:
         from . import torch
     except ModuleNotFoundError as error:

@@ -17,7 +17,7 @@ _NO_CLONE = (errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EN
 
 
 def read_at(path: Path, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`, when it
+    """Fill `out` with the bytes of a file from `position` on. Raises DamagedError, beginning with `where`, when it
     cannot be read or is too short."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -64,7 +64,7 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Make a read-only file `target` that shares the blocks of `source`; returns False, with nothing made, where the
+    """Make a read-only file `target` that shares the blocks of `source`, and return False, with nothing made, where the
     file system cannot.
 
     Raises OSError for anything else.

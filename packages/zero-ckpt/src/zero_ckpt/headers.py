@@ -10,7 +10,7 @@ from .safetensors_file import MAX_HEADER_BYTES, HeaderEntry, parse_header
 
 
 def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
-    """Return the bytes of a data file's header; raises DamagedError when it is too large, cannot be read, or its
+    """Return the bytes of a data file's header. Raises DamagedError when it is too large, cannot be read, or its
     checksum does not hold."""
     where = str(folder.path / entry.path)
     if entry.header_nbytes > MAX_HEADER_BYTES:
@@ -26,6 +26,6 @@ def read_raw_header(folder: Folder, entry: FileEntry) -> bytes:
 
 
 def read_entries(folder: Folder, entry: FileEntry) -> dict[str, HeaderEntry]:
-    """Return the header's entries of a safetensors file of a checkpoint, by key; raises DamagedError when the header is
+    """Return the header's entries of a safetensors file of a checkpoint, by key. Raises DamagedError when the header is
     damaged or not valid."""
     return parse_header(read_raw_header(folder, entry), entry.nbytes, str(folder.path / entry.path))[0]

@@ -39,7 +39,7 @@ def is_tag(text: str) -> bool:
 
 
 def check_tag(tag: str) -> str:
-    """Return `tag` if it can name a checkpoint directory; raises CheckpointError if it cannot."""
+    """Return `tag` if it can name a checkpoint directory. Raises CheckpointError if it cannot."""
     if not is_tag(tag):
         raise CheckpointError(
             f"{tag!r} cannot be a tag: expected one path component of at most 200 bytes that does not start with a "
@@ -73,7 +73,7 @@ def _checksum_line(tag: str) -> str:
 
 
 def decode_latest(raw: bytes, where: str) -> str:
-    """Return the tag in the first line of the file, stripped; raises DamagedError when its checksum does not hold.
+    """Return the tag in the first line of the file, stripped. Raises DamagedError when its checksum does not hold.
 
     `where` begins the message. Without a second line the tag is believed.
     """
@@ -107,7 +107,7 @@ def read_latest(root: Path) -> str | None:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point `<root>/latest` at `tag`, atomically and durably; raises CheckpointError when `latest` is a directory."""
+    """Point `<root>/latest` at `tag`, atomically and durably. Raises CheckpointError when `latest` is a directory."""
     temporary = root / f".saving-{LATEST_NAME}.{os.urandom(6).hex()}"
     with root_lock(root):
         require_replaceable(root)

@@ -145,8 +145,8 @@ def _file_entry(path: Path, members: Sequence[FileSlice], number: int) -> tuple[
 def _checksummed_slices(file_slice: FileSlice) -> Iterable[FileSlice]:
     """Return the slice itself if it is a whole extent with a checksum, else its runs of `MAX_SLICE_BYTES`, without.
 
-    A slice that is only part of an extent with a checksum is verified by reading that extent; raises DamagedError if
-    it is damaged.
+    A slice that is only part of an extent with a checksum is verified by reading that extent. Raises DamagedError if it
+    is damaged.
     """
     trusted = _with_usable_checksum(file_slice)
     return [trusted] if trusted.extent.checksum is not None else trusted.split(MAX_SLICE_BYTES)

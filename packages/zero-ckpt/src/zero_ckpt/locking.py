@@ -59,7 +59,7 @@ def unlock_and_close(fd: int) -> None:
 
 @contextmanager
 def root_lock(root: Path) -> Iterator[None]:
-    """Hold the lock of a root, for short steps only; raises CheckpointError after waiting for it for ten minutes.
+    """Hold the lock of a root, for short steps only. Raises CheckpointError after waiting for it for ten minutes.
 
     A root is a directory that holds checkpoints. Where its file system has no locks, nothing is held.
     """

@@ -121,7 +121,7 @@ class Manifest:
     """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """Return the manifest file's contents; raises CheckpointError for a value that is not plain data, or too large
+        """Return the manifest file's contents. Raises CheckpointError for a value that is not plain data, or too large
         a result."""
         body = pack(
             {
@@ -187,13 +187,13 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Turns the decoded msgpack map into dataclasses; raises DamagedError that names `at`, the place in the map."""
+    """Turns the decoded msgpack map into dataclasses. Raises DamagedError that names `at`, the place in the map."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def manifest(self, value: Any) -> Manifest:
-        """Return the manifest that the map `value` describes; raises CheckpointError for an unknown version."""
+        """Return the manifest that the map `value` describes. Raises CheckpointError for an unknown version."""
         table = _typed(value, dict, "the manifest")
         if table.get("format") != "zero-ckpt":
             raise DamagedError(f"format is {table.get('format')!r}, expected 'zero-ckpt'")
@@ -228,7 +228,7 @@ class _Decoder:
         )
 
     def _file(self, value: Any, at: str) -> FileEntry:
-        """Return the file entry that `value` describes; raises DamagedError."""
+        """Return the file entry that `value` describes. Raises DamagedError."""
         table = _typed(value, dict, at)
         entry = FileEntry(
             path=_safe_path(_get(table, "path", str, at), at),
@@ -253,7 +253,7 @@ class _Decoder:
         return tuple(found)
 
     def _tensor(self, value: Any, at: str, file_count: int) -> TensorEntry:
-        """Return the tensor that `value` describes, in a manifest of `file_count` files; raises DamagedError."""
+        """Return the tensor that `value` describes, in a manifest of `file_count` files. Raises DamagedError."""
         table = _typed(value, dict, at)
         name, kind = _get(table, "name", str, at), _get(table, "kind", str, at)
         at = f"{at} ({name!r}, {kind!r})"
@@ -271,7 +271,7 @@ class _Decoder:
         return TensorEntry(name, kind, tuple(shape), dtype, _require_coverage(slices, numel(tuple(shape)), at))
 
     def _slice(self, value: Any, at: str, file_count: int) -> Slice:
-        """Return the slice that `value` describes, in a manifest of `file_count` files; raises DamagedError."""
+        """Return the slice that `value` describes, in a manifest of `file_count` files. Raises DamagedError."""
         table = _typed(value, dict, at)
         piece = Slice(
             file=_size(table, "file", at),
@@ -336,7 +336,7 @@ def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEn
 
 
 def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
-    """Return the slices by offset; raises DamagedError unless they cover `count` elements exactly once."""
+    """Return the slices by offset. Raises DamagedError unless they cover `count` elements exactly once."""
     ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
     position = 0
     for piece in ordered:
@@ -350,7 +350,7 @@ def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[S
 
 
 def _safe_path(path: str, at: str) -> str:
-    """Return `path`; raises DamagedError when it leads out of the checkpoint directory."""
+    """Return `path`. Raises DamagedError when it leads out of the checkpoint directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
         raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")
@@ -358,24 +358,24 @@ def _safe_path(path: str, at: str) -> str:
 
 
 def _string_set(value: Any, at: str) -> frozenset[str]:
-    """Return a list of strings as a set; raises DamagedError, naming the place `at`, for anything else."""
+    """Return a list of strings as a set. Raises DamagedError, naming the place `at`, for anything else."""
     return frozenset(_typed(item, str, f"{at}[{index}]") for index, item in enumerate(_typed(value, list, at)))
 
 
 def _typed(value: Any, kind: type, at: str) -> Any:
-    """Return `value`; raises DamagedError, naming the place `at`, when its type is not exactly `kind`."""
+    """Return `value`. Raises DamagedError, naming the place `at`, when its type is not exactly `kind`."""
     if type(value) is not kind:
         raise DamagedError(f"{at}: expected {kind.__name__}, got {type(value).__name__}")
     return value
 
 
 def _get(table: dict[str, Any], key: str, kind: type, at: str = "the manifest") -> Any:
-    """Return the value of `key`; raises DamagedError when it is missing or not of type `kind`."""
+    """Return the value of `key`. Raises DamagedError when it is missing or not of type `kind`."""
     return _typed(table.get(key), kind, f"{at}.{key}")
 
 
 def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
-    """Return a size or count; raises DamagedError unless it is an integer from 0 to 2**62 - 1."""
+    """Return a size or count. Raises DamagedError unless it is an integer from 0 to 2**62 - 1."""
     value: int = _get(table, key, int, at)
     if not 0 <= value < _MAX_INT:
         raise DamagedError(f"{at}.{key}: {value} is out of range")
@@ -383,7 +383,7 @@ def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
 
 
 def _checksum(table: dict[str, Any], key: str, at: str) -> str:
-    """Return the checksum string under `key`; raises DamagedError unless it is well-formed."""
+    """Return the checksum string under `key`. Raises DamagedError unless it is well-formed."""
     value = table.get(key)
     if not is_checksum(value):
         raise DamagedError(f"{at}.{key}: {value!r} is not a checksum")

@@ -45,7 +45,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, folder: int | None 
 
 
 def read_bounded(fd: int, limit: int, where: str) -> bytes:
-    """Return all bytes of an open file; raises DamagedError, beginning with `where`, when it cannot be read and, before
+    """Return all bytes of an open file. Raises DamagedError, beginning with `where`, when it cannot be read and, before
     memory is allocated, for more than `limit` bytes."""
     parts, left = [], limit + 1
     try:
@@ -108,8 +108,8 @@ class Folder:
             return open_regular(name, flags, folder)
 
     def give_own_copy(self, relative: str) -> None:
-        """Replace a file by a copy of it, atomically and durably, so that its other hard links do not change with it;
-        raises OSError."""
+        """Replace a file by a copy of it, atomically and durably, so that its other hard links do not change with it.
+        Raises OSError."""
         with self._parent(relative) as (folder, name):
             source = open_regular(name, os.O_RDONLY, folder)
             copy = f".saving-{name}.{os.urandom(6).hex()}"
@@ -148,7 +148,7 @@ class Folder:
             os.close(folder)
 
     def nbytes(self, relative: str) -> int:
-        """Return the size of a regular file in the directory, in bytes; raises OSError, also for what is no regular
+        """Return the size of a regular file in the directory, in bytes. Raises OSError, also for what is no regular
         file."""
         if "/" not in relative:
             found = os.stat(relative, dir_fd=self._fd, follow_symlinks=False)
@@ -161,7 +161,7 @@ class Folder:
             os.close(fd)
 
     def read(self, relative: str, limit: int) -> bytes:
-        """Return all bytes of a file; raises DamagedError, also for more than `limit` bytes.
+        """Return all bytes of a file. Raises DamagedError, also for more than `limit` bytes.
 
         Raises ReplacedError instead when the file cannot be opened and the path does not lead to this directory any
         more.
@@ -171,14 +171,14 @@ class Folder:
             return read_bounded(fd, limit, where)
 
     def read_at(self, relative: str, position: int, out: memoryview, where: str) -> None:
-        """Fill `out` with the bytes of a file from `position` on; raises DamagedError, beginning with `where`, or
+        """Fill `out` with the bytes of a file from `position` on. Raises DamagedError, beginning with `where`, or
         ReplacedError, as `read` does."""
         with self.opened(relative, where) as fd:
             read_fd(fd, position, out, where)
 
     @contextmanager
     def opened(self, relative: str, where: str) -> Iterator[int]:
-        """Yield a descriptor as `open_named` returns it, and close it; raises DamagedError also when closing fails."""
+        """Yield a descriptor as `open_named` returns it, and close it. Raises DamagedError also when closing fails."""
         fd = self.open_named(relative, where)
         try:
             yield fd
@@ -215,7 +215,7 @@ class Folder:
 
 
 def read_fd(fd: int, position: int, out: memoryview, where: str) -> None:
-    """Fill `out` with the bytes of an open file from `position` on; raises DamagedError, beginning with `where`, when
+    """Fill `out` with the bytes of an open file from `position` on. Raises DamagedError, beginning with `where`, when
     it cannot be read or is too short."""
     try:
         while out:

@@ -37,7 +37,7 @@ def to_plain(value: Any, path: str, *, max_items: int | None = None) -> Any:
 
 
 def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any:
-    """Return a copy of `value` as plain data; raises NotPlainDataError.
+    """Return a copy of `value` as plain data. Raises NotPlainDataError.
 
     `path` names it in errors, `depth` is the number of lists and dicts around it, and `items` yields once per item that
     is still allowed; None for no limit.
@@ -73,14 +73,14 @@ def _copy(value: Any, path: str, depth: int, items: Iterator[int] | None) -> Any
 
 
 def _spend_items(items: Iterator[int] | None, count: int, path: str) -> None:
-    """Use up `count` of the items that are still allowed (None: any number); raises NotPlainDataError, naming `path`,
+    """Use up `count` of the items that are still allowed (None: any number). Raises NotPlainDataError, naming `path`,
     when fewer are left."""
     if items is not None and sum(1 for _ in itertools.islice(items, count)) < count:
         raise NotPlainDataError(f"{path} has more items than are read")
 
 
 def _require_encodable(value: str, path: str) -> str:
-    """Return the string; raises NotPlainDataError, naming `path`, for half a surrogate pair, which UTF-8 cannot
+    """Return the string. Raises NotPlainDataError, naming `path`, for half a surrogate pair, which UTF-8 cannot
     encode."""
     if not value.isascii():
         try:
@@ -91,7 +91,7 @@ def _require_encodable(value: str, path: str) -> str:
 
 
 def _checked_key(key: Any, path: str) -> str:
-    """Return the key of a map as a str; raises NotPlainDataError when it is no string or not valid Unicode. `path`
+    """Return the key of a map as a str. Raises NotPlainDataError when it is no string or not valid Unicode. `path`
     names the map."""
     if not isinstance(key, str):
         raise NotPlainDataError(f"{path} has the key {key!r} of type {type(key).__name__}; keys must be strings")
@@ -99,14 +99,14 @@ def _checked_key(key: Any, path: str) -> str:
 
 
 def pack(value: Any) -> bytes:
-    """Return plain data as msgpack bytes; raises NotPlainDataError for an integer of more than 1000 bytes and for other
+    """Return plain data as msgpack bytes. Raises NotPlainDataError for an integer of more than 1000 bytes and for other
     types."""
     packed: bytes = msgpack.packb(value, default=_pack_big_int, use_bin_type=True)
     return packed
 
 
 def _pack_big_int(value: Any) -> msgpack.ExtType:
-    """Return an integer beyond 64 bits as an extension value; raises NotPlainDataError for anything else, and for one
+    """Return an integer beyond 64 bits as an extension value. Raises NotPlainDataError for anything else, and for one
     that is too long."""
     if isinstance(value, int):
         nbytes = value.bit_length() // 8 + 1
@@ -162,14 +162,14 @@ class _Decoding:
         self._left = _OBJECT_BYTES + _OBJECT_BYTES_PER_BYTE * nbytes
 
     def take_list(self, items: list[Any]) -> list[Any]:
-        """Return `items` after counting their memory; raises ValueError beyond the bound, and for an item that is not
+        """Return `items` after counting their memory. Raises ValueError beyond the bound, and for an item that is not
         plain data."""
         self._spend(_LIST_BYTES + 8 * len(items))
         self._require_plain(items)
         return items
 
     def take_map(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        """Return the (key, value) pairs as a dict, counted and checked as in `take_list`; raises ValueError also for a
+        """Return the (key, value) pairs as a dict, counted and checked as in `take_list`. Raises ValueError also for a
         key that is there twice."""
         self._spend(_MAP_BYTES + _PAIR_BYTES * len(pairs))
         table = dict(pairs)
@@ -179,7 +179,7 @@ class _Decoding:
         return table
 
     def _spend(self, nbytes: int) -> None:
-        """Count memory; raises ValueError when no more is allowed."""
+        """Count memory. Raises ValueError when no more is allowed."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError("its lists and maps take too much memory for its size")

@@ -155,7 +155,7 @@ class Checkpoint:
             self._copy_from_slice([job], verify)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Fill the buffers of many requests as `read_into` does, with several reads in flight; raises as it does.
+        """Fill the buffers of many requests as `read_into` does, with several reads in flight. Raises as it does.
 
         `threads` read; with the `nvme` extra, when 64 MiB or more are requested and `verify` is set, whole slices are
         read past the page cache instead. After an exception the buffers may be partly filled.
@@ -180,8 +180,8 @@ class Checkpoint:
                 raise
 
     def _read_whole_slices(self, jobs: list[SliceCopy]) -> list[SliceCopy]:
-        """Read those jobs that want whole slices with direct I/O, 64 files at a time; returns the other jobs, which are
-        left to do."""
+        """Read those jobs that want whole slices with direct I/O, 64 files at a time, and return the other jobs, which
+        are left to do."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
         for first in range(0, len(by_file), _OPEN_FILES):
@@ -189,7 +189,7 @@ class Checkpoint:
         return [job for job in jobs if not job.is_whole]
 
     def _read_directly(self, jobs: list[SliceCopy]) -> None:
-        """Read jobs that want whole slices with direct I/O, and compare their checksums; raises DamagedError."""
+        """Read jobs that want whole slices with direct I/O, and compare their checksums. Raises DamagedError."""
         with ExitStack() as stack:
             opened: dict[int, Path] = {}
             for job in jobs:
@@ -218,7 +218,7 @@ class Checkpoint:
         return out
 
     def _slice_copies(self, request: ReadRequest) -> list[SliceCopy]:
-        """Return one copy for each slice that a request overlaps; raises NotFoundError, and MismatchError when the
+        """Return one copy for each slice that a request overlaps. Raises NotFoundError, and MismatchError when the
         request does not fit the tensor."""
         entry = self.entry(request.name, request.kind)
         itemsize = ITEMSIZE[entry.dtype]
@@ -261,7 +261,7 @@ class Checkpoint:
                 job.view[:] = whole[job.skip : job.skip + job.view.nbytes]
 
     def _verify_large(self, job: SliceCopy, fd: int, begin: int, where: str) -> None:
-        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did; raises DamagedError.
+        """Verify a slice of more than `MAX_SLICE_BYTES`, unless an earlier request did. Raises DamagedError.
 
         `fd` is its file, `begin` its first byte there; `where` begins errors.
         """
@@ -289,7 +289,7 @@ class Checkpoint:
         return f"{job.entry.name!r} ({job.entry.kind}) in {file}"
 
     def _begin(self, job: SliceCopy) -> int:
-        """Return the byte of its file at which a job's slice begins; raises DamagedError when the file's header does
+        """Return the byte of its file at which a job's slice begins. Raises DamagedError when the file's header does
         not hold it."""
         if job.piece.begin is not None:
             return job.piece.begin
@@ -330,7 +330,7 @@ class SliceCopy:
 
 
 def _writable_bytes(request: ReadRequest) -> memoryview:
-    """Return the request's buffer as a flat view of bytes; raises MismatchError when it is read-only or not
+    """Return the request's buffer as a flat view of bytes. Raises MismatchError when it is read-only or not
     contiguous."""
     view = memoryview(request.out)
     if view.readonly or not view.c_contiguous:

@@ -30,7 +30,7 @@ SET_ASIDE = ".damaged-"
 def repair(
     root: str | os.PathLike[str], *, dry_run: bool = False, progress: Callable[[int], None] | None = None
 ) -> list[str]:
-    """Repair what can be repaired in `root`; returns what was done, one sentence each, empty when all was well.
+    """Repair what can be repaired in `root`, and return what was done, one sentence each, empty when all was well.
 
     Puts back a checkpoint that an interrupted save had moved aside and sweeps what interrupted saves left; renames
     checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
@@ -108,7 +108,7 @@ def _misnamed(root: Path) -> dict[Path, str]:
 
 
 def _restore_names(root: Path) -> list[str]:
-    """Rename misnamed checkpoints to their tags where those are free; returns what was done, one sentence each.
+    """Rename misnamed checkpoints to their tags where those are free, and return what was done, one sentence each.
 
     One whose tag is taken keeps its name, and the sentence says so.
     """
@@ -130,7 +130,7 @@ def _restore_names(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename a damaged checkpoint to `.damaged-<tag>`; returns what was done as one sentence, none if it is whole by
+    """Rename a damaged checkpoint to `.damaged-<tag>`, and return what was done as one sentence, none if it is whole by
     now.
 
     A file that it shares with another checkpoint may have been restored there, or a save may have replaced it. A number
@@ -169,8 +169,8 @@ def _readable_latest(root: Path) -> str | None:
 
 
 def _fix_latest(root: Path) -> list[str]:
-    """Point `latest` at the newest whole checkpoint unless it names a whole one; returns what was done as one sentence,
-    if anything.
+    """Point `latest` at the newest whole checkpoint unless it names a whole one, and return what was done as one
+    sentence, if anything.
 
     Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
     """

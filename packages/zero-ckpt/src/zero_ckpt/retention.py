@@ -13,7 +13,8 @@ from .locking import root_lock
 
 
 def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool = False) -> list[Path]:
-    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step; returns the removed directories.
+    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step, and return the removed
+    directories.
 
     The tags in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
     With `dry_run` nothing is removed, only returned. Other jobs may save into the root and prune it at the same time.

@@ -85,7 +85,7 @@ def _require_small(raw: bytes, where: str) -> None:
 
 
 def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON map as a dict; raises ValueError for a key that is there twice."""
+    """Return the pairs of a JSON map as a dict. Raises ValueError for a key that is there twice."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError(f"the key {first_duplicate(key for key, _ in pairs)!r} appears twice")
@@ -115,7 +115,7 @@ def _require_no_overlap(entries: Mapping[str, HeaderEntry], where: str) -> None:
 
 
 def _entry(key: str, value: Any, header_nbytes: int, file_nbytes: int, where: str) -> HeaderEntry:
-    """Return one entry of the header, with byte positions in the file; raises DamagedError when it is not valid.
+    """Return one entry of the header, with byte positions in the file. Raises DamagedError when it is not valid.
 
     `value` is what the JSON has under `key`; its offsets count from the end of the header, which has `header_nbytes`
     bytes. `where` names the file, which has `file_nbytes`.

@@ -226,7 +226,7 @@ class _Save:
 
 
 def _write_beside(directory: Path, name: str, data: bytes) -> None:
-    """Write a new small file into the checkpoint; raises CheckpointError for a name that the checkpoint uses itself or
+    """Write a new small file into the checkpoint. Raises CheckpointError for a name that the checkpoint uses itself or
     that leads to another directory."""
     path = directory / name
     if path.parent != directory or path.suffix == ".safetensors" or name == MANIFEST_NAME:

@@ -136,7 +136,7 @@ class CopyUnderWay:
             self._begun.wait(_HANDOVER_SECONDS)
 
     def finish(self) -> None:
-        """Help copying and return when everything is copied; raises the exception of a copy that failed here or on a
+        """Help copying and return when everything is copied. Raises the exception of a copy that failed here or on a
         thread."""
         try:
             self._copy_batches()
@@ -324,7 +324,7 @@ def move_memory(targets: Sequence[memoryview], sources: Sequence[memoryview]) ->
 
 
 def _move(target: memoryview, source: memoryview) -> None:
-    """Copy `source` to `target`; raises ValueError when their sizes differ."""
+    """Copy `source` to `target`. Raises ValueError when their sizes differ."""
     if target.nbytes != source.nbytes:
         raise ValueError(f"expected {target.nbytes} bytes, got {source.nbytes}")
     if source.readonly:  # ctypes gives no address of read-only memory

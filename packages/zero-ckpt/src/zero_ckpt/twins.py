@@ -34,7 +34,7 @@ class _OpenCheckpoint:
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
 
     def begin(self, piece: Slice) -> int:
-        """Return the byte at which a slice begins in its file; raises DamagedError when the file's header does not hold
+        """Return the byte at which a slice begins in its file. Raises DamagedError when the file's header does not hold
         it."""
         if piece.begin is not None:
             return piece.begin
@@ -47,7 +47,7 @@ class _OpenCheckpoint:
         return stored.begin
 
     def open(self, piece: Slice, flags: int = os.O_RDONLY) -> int:
-        """Return a descriptor of the file that holds a slice, for the caller to close; raises DamagedError.
+        """Return a descriptor of the file that holds a slice, for the caller to close. Raises DamagedError.
 
         `flags` are those of `os.open`.
         """
@@ -74,7 +74,8 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 
 
 def restore_slices(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`; returns whether any was rewritten.
+    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`, and return whether any was
+    rewritten.
 
     False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are
     written into the file in the checkpoint's own directory, through no link: a file with several hard links is first
@@ -106,7 +107,7 @@ def _twins_by_checksum(others: list[Path]) -> _Twins:
 
 
 def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
-    """Rewrite a slice if it is damaged and a good twin is found; returns whether it was rewritten.
+    """Rewrite a slice if it is damaged and a good twin is found, and return whether it was rewritten.
 
     Raises DamagedError when the slice cannot be read, OSError when it cannot be written.
     """
@@ -121,7 +122,7 @@ def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, t
 
 
 def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy a slice of `nbytes` bytes from a twin whose bytes are good; returns False when they are not, or cannot be
+    """Copy a slice of `nbytes` bytes from a twin whose bytes are good, and return False when they are not, or cannot be
     read.
 
     Raises OSError when writing fails.

@@ -172,7 +172,7 @@ class _OpenDataFile:
 
 
 def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
-    """Compare header, slices and the whole of a safetensors file, and return the damage; raises DamagedError for a
+    """Compare header, slices and the whole of a safetensors file, and return the damage. Raises DamagedError for a
     header or a read that fails."""
     total = Checksummer()
     raw = read_raw_header(file.folder, file.entry)

@@ -71,18 +71,18 @@ class BufferedSink:
         self._thread.start()
 
     def write(self, data: memoryview) -> None:
-        """Queue the next bytes of the file, and wait while four are queued; raises the exception of an earlier
+        """Queue the next bytes of the file, and wait while four are queued. Raises the exception of an earlier
         write."""
         self._raise_failure()
         self._queue.put(data)
 
     def drain(self) -> None:
-        """Wait until the memory of everything written so far may be reused; raises the exception of a failed write."""
+        """Wait until the memory of everything written so far may be reused. Raises the exception of a failed write."""
         self._queue.join()
         self._raise_failure()
 
     def finish(self) -> None:
-        """Wait until the whole file is on disk, and close it; raises the exception of a failed write."""
+        """Wait until the whole file is on disk, and close it. Raises the exception of a failed write."""
         self._stop()
         try:
             self._raise_failure()
@@ -172,7 +172,7 @@ def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) ->
 def write_rank_file(
     path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Write slices of `intervals` to a new safetensors file and wait until it is on disk; returns its manifest entry
+    """Write slices of `intervals` to a new safetensors file and wait until it is on disk, and return its manifest entry
     and its slices in file order.
 
     `pieces` refer to `intervals` by index; the data of these intervals are buffers or functions, not file extents.
@@ -290,7 +290,7 @@ def interval_length(interval: Interval) -> int:
 
 
 def _data_nbytes(data: Buffer | FileExtent, where: str) -> int:
-    """Return the bytes of an interval's data; raises CheckpointError, beginning with `where`, for a malformed file
+    """Return the bytes of an interval's data. Raises CheckpointError, beginning with `where`, for a malformed file
     extent and for what is no buffer."""
     if isinstance(data, FileExtent):
         if data.file_offset_bytes < 0 or data.nbytes < 0 or not (data.checksum is None or is_checksum(data.checksum)):

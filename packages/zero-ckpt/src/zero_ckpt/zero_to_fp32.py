@@ -66,7 +66,7 @@ class LazyTensor:
         return torch_dtype(self._tensor.dtype)
 
     def contiguous(self) -> torch.Tensor:
-        """Return the values, read into new CPU memory at every call; raises CheckpointError when they cannot be
+        """Return the values, read into new CPU memory at every call. Raises CheckpointError when they cannot be
         read."""
         from .conversion.pytorch_sink import read_model_tensor
 

@@ -83,7 +83,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from the module that defines it, which is imported now; raises AttributeError for any other
+    """Return a public name from the module that defines it, which is imported now. Raises AttributeError for any other
     name."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

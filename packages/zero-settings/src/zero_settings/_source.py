@@ -92,7 +92,7 @@ def _repeated_keys(value: Any, path: str) -> list[Problem]:
 
 
 def _plain_mapping(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
-    """Return a mapping as a dict of plain data; raises `ConfigError` for a key that is no string.
+    """Return a mapping as a dict of plain data. Raises `ConfigError` for a key that is no string.
 
     ``path``: where it is, with a dot at the end, or empty, for errors.
     """

@@ -91,7 +91,7 @@ def _print_table(config: Config, file: str, *, defaults: bool) -> None:
 
 
 def _rank_count(text: str) -> int:
-    """Return a number of ranks, 1 or more, from an argument's text; raises ArgumentTypeError for anything else."""
+    """Return a number of ranks, 1 or more, from an argument's text. Raises ArgumentTypeError for anything else."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected the number of ranks, an integer >= 1, got {text!r}")
     return int(text)

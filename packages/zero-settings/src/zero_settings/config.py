@@ -145,7 +145,7 @@ class Config(ConfigFile):
         return _rules.with_values(self, absolute)
 
     def provenance(self, path: str) -> str:
-        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`; raises KeyError if there
+        """Return the origin (see `ReportRow`) of the value at a path such as `fp16.enabled`. Raises KeyError if there
         is none."""
         return self._provenance[path]
 

@@ -29,7 +29,7 @@ def convert(
     progress: Callable[[int], None] | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Convert a checkpoint; returns the files (or the directory) that were written.
+    """Convert a checkpoint, and return the files (or the directory) that were written.
 
     `source` is anything `open_source` knows. `to` is one of `TARGETS`, by default `pytorch` when `target` ends in
     `.bin`, `.pt` or `.pth` and `safetensors` otherwise: a file when `target` ends in `.safetensors`, else a directory
@@ -73,7 +73,7 @@ def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | N
 
 
 def _kind(target: str | os.PathLike[str], to: str | None) -> str:
-    """Return the target's format, one of `TARGETS`: `to`, or by the suffix of `target`; raises CheckpointError for an
+    """Return the target's format, one of `TARGETS`: `to`, or by the suffix of `target`. Raises CheckpointError for an
     unknown one."""
     kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
     if kind not in TARGETS:
@@ -82,7 +82,7 @@ def _kind(target: str | os.PathLike[str], to: str | None) -> str:
 
 
 def _model(source: Source, dtype: str) -> list[ModelTensor]:
-    """Return the source's parameters and buffers, to be written as `dtype`; raises CheckpointError for an unknown dtype
+    """Return the source's parameters and buffers, to be written as `dtype`. Raises CheckpointError for an unknown dtype
     or without any."""
     if dtype != "keep" and dtype not in NAMES:
         raise CheckpointError(f"{dtype!r} is no output dtype; expected keep, {', '.join(NAMES)}")

@@ -72,7 +72,7 @@ class _Unpickler(pickle._Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the allowlist; raises UnpicklingError for any other."""
+        """Return a class of the allowlist. Raises UnpicklingError for any other."""
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
@@ -148,7 +148,7 @@ def open_dcp(directory: Path) -> SegmentSource:
 
 
 def _read_metadata(path: Path) -> bytes:
-    """Return the bytes of a metadata file; raises DamagedError, also for more than 256 MiB."""
+    """Return the bytes of a metadata file. Raises DamagedError, also for more than 256 MiB."""
     fd = _open(path)
     try:
         return read_bounded(fd, _MAX_METADATA_BYTES, str(path))
@@ -206,7 +206,7 @@ def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...],
 
 
 def _inside(directory: Path, relative: str) -> Path:
-    """Return the path of a file in `directory`; raises DamagedError when it leads outside."""
+    """Return the path of a file in `directory`. Raises DamagedError when it leads outside."""
     if relative.startswith("/") or ".." in Path(relative).parts:
         raise DamagedError(f"{directory}: {relative!r} leads outside")
     return directory / relative
@@ -281,7 +281,7 @@ class _Window(io.RawIOBase):
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a shape or offsets as a tuple; raises DamagedError unless it has at most 64 integers from 0 to 2**62 -
+    """Return a shape or offsets as a tuple. Raises DamagedError unless it has at most 64 integers from 0 to 2**62 -
     1."""
     found = tuple(value)
     if len(found) > 64 or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):

@@ -117,7 +117,7 @@ def open_deepspeed(directory: Path) -> SegmentSource:
 
 
 def open_models(directory: Path) -> list[ModelFile]:
-    """Return the model files of a tag directory, by data-parallel rank; raises DamagedError when a rank's is
+    """Return the model files of a tag directory, by data-parallel rank. Raises DamagedError when a rank's is
     missing."""
     return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
 
@@ -218,7 +218,7 @@ def _number(value: Any) -> int:
 
 
 def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.Tensor]:
-    """Return the list of tensors under `key` of a rank's optimizer state; raises CheckpointError, naming `path`, if
+    """Return the list of tensors under `key` of a rank's optimizer state. Raises CheckpointError, naming `path`, if
     there is none."""
     found = state.get(key)
     if not isinstance(found, list) or not all(isinstance(tensor, torch.Tensor) for tensor in found):

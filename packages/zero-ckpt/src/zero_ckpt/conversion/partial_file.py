@@ -67,7 +67,7 @@ class PartialFile:
         unlock_and_close(self._fd)
 
     def _open_locked(self) -> int:
-        """Return a descriptor of the partial file, which is locked; raises CheckpointError when another process holds
+        """Return a descriptor of the partial file, which is locked. Raises CheckpointError when another process holds
         the lock. Where there are no locks it is open only."""
         while True:
             fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -99,7 +99,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:
-    """Write all of `data` at a byte position of an open file; raises OSError."""
+    """Write all of `data` at a byte position of an open file. Raises OSError."""
     view = memoryview(data)
     while view:
         written = os.pwrite(fd, view, position)

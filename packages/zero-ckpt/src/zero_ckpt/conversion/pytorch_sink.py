@@ -28,7 +28,8 @@ def write_pytorch(
     progress: Progress,
     overwrite: bool = False,
 ) -> list[Path]:
-    """Write `target` when it ends in `.bin`, `.pt` or `.pth`, otherwise shards into that directory; returns the files.
+    """Write `target` when it ends in `.bin`, `.pt` or `.pth`, otherwise shards into that directory, and return the
+    files.
 
     Shards hold up to `limit` bytes each (None: one file), and `progress` is called with bytes written, from several
     threads. Memory is bounded by `workers` times 64 MiB, whatever the size. An interrupted run resumes (see [Note:

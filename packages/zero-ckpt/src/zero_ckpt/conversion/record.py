@@ -90,7 +90,7 @@ class ConversionRecord:
         unlock_and_close(self._fd)
 
     def _take(self) -> None:
-        """Lock the record; raises CheckpointError when another process holds it. Without effect where there are no
+        """Lock the record. Raises CheckpointError when another process holds it. Without effect where there are no
         locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -165,8 +165,8 @@ def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, worke
 
 
 def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progress) -> int:
-    """Wait for the oldest chunk, take it off `pending` and call `progress` with its bytes; returns the byte position in
-    the file at which it ends."""
+    """Wait for the oldest chunk, take it off `pending` and call `progress` with its bytes, and return the byte position
+    in the file at which it ends."""
     chunk, job = pending.popleft()
     job.result()
     progress(chunk.nbytes)

@@ -74,7 +74,7 @@ class SafetensorsSource:
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on; raises MismatchError when the tensor has
+        """Fill `out` with a tensor's elements from flat element `offset` on. Raises MismatchError when the tensor has
         fewer, and DamagedError."""
         place = self._tensors[name, kind]
         view = memoryview(out).cast("B")

@@ -38,7 +38,7 @@ class SegmentedTensor:
     segments: tuple[Segment, ...]
 
     def checked(self, name: str) -> SegmentedTensor:
-        """Return the tensor itself; raises DamagedError, naming it `name`, unless its segments cover it exactly
+        """Return the tensor itself. Raises DamagedError, naming it `name`, unless its segments cover it exactly
         once."""
         position = 0
         for segment in self.segments:
@@ -84,7 +84,7 @@ class SegmentSource:
         return ()
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on; raises MismatchError when the tensor has
+        """Fill `out` with a tensor's elements from flat element `offset` on. Raises MismatchError when the tensor has
         fewer, and DamagedError."""
         tensor = self.tensors[name, kind]
         size = ITEMSIZE[tensor.dtype]

@@ -135,7 +135,7 @@ def _text(path: Path) -> str | None:
 
 
 def read_text(path: Path, limit: int) -> str:
-    """Return the text of a small file; raises DamagedError when it cannot be read, is larger than `limit` bytes or not
+    """Return the text of a small file. Raises DamagedError when it cannot be read, is larger than `limit` bytes or not
     UTF-8."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -38,7 +38,7 @@ _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "
 
 
 def write_universal(source: Source, root: Path, *, workers: int, progress: Progress, overwrite: bool = False) -> Path:
-    """Write `<root>/global_step<step>` and `<root>/latest_universal`; returns the directory.
+    """Write `<root>/global_step<step>` and `<root>/latest_universal`, and return the directory.
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
@@ -100,7 +100,7 @@ def _trainable(source: Source) -> list[str]:
 def _write_parameters(
     source: Source, names: list[str], folder: Path, record: ConversionRecord, workers: int, progress: Progress
 ) -> None:
-    """Write the files of the parameters `names` below `folder`, `workers` parameters at a time; raises the first
+    """Write the files of the parameters `names` below `folder`, `workers` parameters at a time. Raises the first
     exception.
 
     What `record` has from an earlier run is not written again. `progress` is called with bytes written.
@@ -132,7 +132,7 @@ def _moments(source: Source, names: list[str]) -> dict[str, str]:
 
 
 def _folder(name: str) -> str:
-    """Return the directory name of a parameter, which is its name; raises CheckpointError when it cannot be one."""
+    """Return the directory name of a parameter, which is its name. Raises CheckpointError when it cannot be one."""
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         raise CheckpointError(f"{name!r} cannot be a directory of a universal checkpoint")
     return name
@@ -335,7 +335,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _shape(source: Source, name: str) -> tuple[int, ...]:
-    """Return the shape of a parameter of the source; raises CheckpointError when it has no elements."""
+    """Return the shape of a parameter of the source. Raises CheckpointError when it has no elements."""
     kind = "master" if (name, "master") in source.tensors else "param"
     shape = tuple(source.tensors[name, kind].shape)
     if numel(shape) == 0:

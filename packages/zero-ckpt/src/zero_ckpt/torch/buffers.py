@@ -23,7 +23,7 @@ _STAGING_BYTES = 64 << 20
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the checkpoint's name of a torch dtype; raises CheckpointError for one that cannot be stored."""
+    """Return the checkpoint's name of a torch dtype. Raises CheckpointError for one that cannot be stored."""
     if dtype not in _NAMES:
         raise CheckpointError(f"{dtype} cannot be stored; expected one of {', '.join(str(known) for known in _NAMES)}")
     return _NAMES[dtype]

@@ -22,7 +22,7 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Request the values of `tensor` from `entry`, to be read by `run`; returns whether their dtype will be
+        """Request the values of `tensor` from `entry`, to be read by `run`, and return whether their dtype will be
         converted.
 
         Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ.
@@ -44,7 +44,7 @@ class Filler:
         return not same
 
     def run(self) -> None:
-        """Read the values of all tensors that were added; raises DamagedError, after which some may be filled."""
+        """Read the values of all tensors that were added. Raises DamagedError, after which some may be filled."""
         self._checkpoint.read_many(self._direct)
         for entry, local, runs in self._staged:
             self._fill_staged(entry, local, runs)

@@ -102,11 +102,11 @@ class NodeMemory:
         return self._saver.has_failed
 
     def wait(self) -> None:
-        """Wait until every save is complete and copied to the partners; raises the exception of a failed save."""
+        """Wait until every save is complete and copied to the partners. Raises the exception of a failed save."""
         self._saver.wait()
 
     def close(self) -> None:
-        """Finish the saves that were started and end the threads; raises the exception of a failed one. The checkpoints
+        """Finish the saves that were started and end the threads. Raises the exception of a failed one. The checkpoints
         stay."""
         self._saver.close()
 
@@ -131,7 +131,7 @@ class NodeMemory:
         return None
 
     def fetch(self, found: Found, needs: Needs) -> Path:
-        """Copy the files that this node's ranks need of `found` into its directory; returns the checkpoint's path
+        """Copy the files that this node's ranks need of `found` into its directory, and return the checkpoint's path
         there.
 
         `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective. Raises
@@ -159,8 +159,8 @@ class NodeMemory:
                 remove_directory(candidate.path)
 
     def _open_directory(self) -> list[str]:
-        """Make and check the directory; returns the node's name and a random token, of which rank 0's is in the tags of
-        this run.
+        """Make and check the directory, and return the node's name and a random token, of which rank 0's is in the tags
+        of this run.
 
         Raises CheckpointError, or OSError.
         """
@@ -247,13 +247,13 @@ class NodeMemory:
 
 
 def _decode(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint directory `path`; raises DamagedError, and CheckpointError for an unknown
+    """Return the manifest of the checkpoint directory `path`. Raises DamagedError, and CheckpointError for an unknown
     version."""
     return decode_manifest(_read_manifest(path), str(path / MANIFEST_NAME))
 
 
 def _read_manifest(path: Path) -> bytes:
-    """Return the bytes of the manifest in the directory `path`; raises DamagedError for a link and for one of more than
+    """Return the bytes of the manifest in the directory `path`. Raises DamagedError for a link and for one of more than
     the largest size."""
     return Folder(path, follow=False).read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
 
