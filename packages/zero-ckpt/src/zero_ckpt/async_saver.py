@@ -93,12 +93,10 @@ class AsyncSaver:
 
         `memory` is copied in one piece before the call returns. `later_intervals` is called with these copies on the
         copying thread, and returns further intervals: parts of the copies, or memory that nobody writes until `copied`
-        returns. An exception of it is a failure of this save.
-
-        `meanwhile` is called while `memory` is being copied, and returns further options.
-
-        `first` is called on the background thread before anything is written, to sync the files of extents, say; an
-        exception of it is a failure of this save.
+        returns. `meanwhile` is called while `memory` is being copied, and returns further options. `first` is called on
+        the background thread before anything is written, to sync the files of extents, say. An exception of
+        `later_intervals` or `first` is a failure of this save. In a dry run (see `zero_ckpt.dry_run`) the save is made
+        before the call returns.
 
         When the call returns, the tensors may change, except those of intervals with a `version` or from
         `later_intervals`: these may change once `copied` returns. Client state that is not plain data, or other input
@@ -161,13 +159,14 @@ class AsyncSaver:
         return not self._failures.empty()
 
     def check(self) -> None:
-        """Raise the exception of one earlier save, the first that failed and was not raised yet; call it once a
+        """Raise the exception of the first save that failed and was not raised yet, if there is one; call it once a
         step."""
         if not self._failures.empty():
             raise self._failures.get()
 
     def wait(self) -> None:
-        """Wait until every save that was started has ended. Raises as `check` does."""
+        """Wait until every save that was started has ended. Raises as `check` does, and CheckpointError in a forked
+        process."""
         self._require_own_process()
         arenas = [self._arenas.get() for _ in range(self._pending)]
         for arena in arenas:
@@ -177,7 +176,7 @@ class AsyncSaver:
     def close(self) -> None:
         """Finish the saves that were started, end the threads and free the memory. Raises as `check` does.
 
-        Further calls only do the latter. In a forked process it does nothing.
+        Further calls only raise what `check` would. In a forked process it does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -214,8 +213,8 @@ class AsyncSaver:
             self._perform(job)
 
     def _perform(self, job: _SaveJob) -> None:
-        """Run one save and give its arena back; its exception is kept for `check`, unless the training thread got it
-        already."""
+        """Run one save, call `then` with its path, and give its arena back. An exception is kept for `check`, unless
+        the training thread got it already."""
         try:
             job.prepare()
             path = save_sharded(coordinator=self._coordinator, open_sink=self._open_sink, **job.arguments)

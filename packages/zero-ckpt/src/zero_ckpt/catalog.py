@@ -28,8 +28,8 @@ class Candidate:
 
 
 def load_manifest(folder: Folder) -> Manifest:
-    """Return the manifest of a checkpoint directory. Raises DamagedError unless every data file has the size that it
-    says.
+    """Return the manifest of a checkpoint directory. Raises DamagedError unless every data file has the size that the
+    manifest gives.
 
     With `per_node` files may be absent. The files' bytes are not read. Raises CheckpointError for an unknown version.
     """

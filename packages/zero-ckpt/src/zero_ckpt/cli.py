@@ -35,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests, for an unknown word, the known one that is spelt most like it. Named as the parsers of other
-    commands."""
+    """An argument parser that suggests, for an unknown word, the known one that is spelt most like it."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, with the suggestion if there is one, and end the process with status 2."""
@@ -48,7 +47,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
+    """Return the command line's parser; what it parses has the subcommand's name as `command` and its function as
+    `run`."""
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-ckpt",
         description="Look at, check, repair and convert checkpoints.",
@@ -127,7 +127,7 @@ def _json_default(value: Any) -> Any:
 def _verify(options: argparse.Namespace) -> int:
     """Verify the checkpoint in the parsed `options`, or every checkpoint of a root and its `latest`.
 
-    Prints one line per damage and per checkpoint; returns the exit status, 0 when all are good, 1 when any is damaged.
+    Prints one line per damage and per checkpoint. Returns the exit status, 0 when all are good, 1 when any is damaged.
     Raises NotFoundError when there is none.
     """
     from .commit import holds_checkpoint
@@ -147,7 +147,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
-    """Verify checkpoint directories and print the findings, and return 0 when all are good, otherwise 1.
+    """Verify checkpoint directories, print the findings, and return the exit status: 0 when all are good, otherwise 1.
 
     `in_root`: they lie in a root, where a checkpoint of another tag is damage, and one that is removed meanwhile is
     none.
@@ -195,7 +195,7 @@ def _data_nbytes(checkpoint: Path) -> int:
 
 
 def _repair(options: argparse.Namespace) -> int:
-    """Repair the root in the parsed `options`, or with `--dry-run` only look; prints what was done and returns the exit
+    """Repair the root in the parsed `options`, or with `--dry-run` only look. Prints what was done and returns the exit
     status 0."""
     from .repairing import repair
     from .verifying import checkpoints_in
@@ -212,7 +212,7 @@ def _repair(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    """Print the differences of the two checkpoints in the parsed `options`, by name, and return the exit status, 0 when
+    """Print the differences of the two checkpoints in the parsed `options`, by name. Returns the exit status, 0 when
     there are none, otherwise 1."""
     from .comparing import diff
     from .locating import open_spec
@@ -234,7 +234,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    """Remove old checkpoints of the root in the parsed `options`, or with `--dry-run` none; prints their paths and
+    """Remove old checkpoints of the root in the parsed `options`, or with `--dry-run` none. Prints their paths and
     returns the exit status 0."""
     from .repairing import require_root
     from .retention import prune

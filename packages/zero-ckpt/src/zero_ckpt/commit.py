@@ -67,10 +67,10 @@ class Staging:
         return cls(root, tag, token, lock_fd)
 
     def commit(self) -> Path:
-        """Rename to `<root>/<tag>`, replacing an earlier checkpoint of that tag, and return that path.
+        """Rename to `<root>/<tag>`, replacing and removing an earlier checkpoint of that tag, and return that path.
 
-        Every file in the directory must already be on disk; the names are on return. Raises CheckpointError when
-        something that is no checkpoint has that name.
+        Every file in the directory must already be on disk; the names are on return. The lock on the directory is
+        released. Raises CheckpointError when something that is no checkpoint has that name.
         """
         target = self.root / self.tag
         replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"
@@ -139,7 +139,8 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
     """Put back or remove what interrupted saves and prunes left in `root`, and return those paths, as they were named.
 
     A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
-    save holds is left. Failures are logged, as is every path. `dry_run`: change nothing, only return them.
+    save holds is left. Failures are logged, as is every path. With `dry_run` nothing is changed or logged, and the
+    paths are only returned. Empty for a root that does not exist.
     """
     if not root.is_dir():
         return []
@@ -255,8 +256,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def set_for_removal(path: Path) -> Path:
-    """Rename a directory to a hidden name, so that no reader finds half of it, and return the new path, for
-    `remove_tree`."""
+    """Rename a directory to a hidden name, so that no reader finds half of it while `remove_tree` removes it. Returns
+    the new path."""
     to_remove = path.parent / f"{_DELETING}{path.name.lstrip('.')}.{os.urandom(6).hex()}"
     path.rename(to_remove)
     return to_remove
@@ -333,7 +334,8 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 
 def is_root(directory: Path) -> bool:
-    """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save."""
+    """Return whether `directory` holds a checkpoint, whole or not, or the remains of an interrupted save. Raises
+    OSError when it cannot be listed."""
     return bool(checkpoint_directories(directory)) or any(is_remains(path) for path in directory.iterdir())
 
 

@@ -16,8 +16,8 @@ from .writer import OpenSink, WrittenSlice, file_order, write_rank_file
 def write_contribution(
     directory: Path, rank: int, intervals: Sequence[Interval], pieces: Sequence[PlannedSlice], open_sink: OpenSink
 ) -> tuple[list[FileEntry], list[WrittenSlice]]:
-    """Write slices of `intervals` into `directory` and wait until they are on disk, and return the files' manifest
-    entries and their slices.
+    """Write slices of `intervals` into `directory` and wait until they are on disk. Returns the files' manifest entries
+    and their slices.
 
     `pieces` refer to `intervals` by index, as do the slices; `rank` is in the files' names. Intervals that are file
     extents are linked where possible, all else is in one safetensors file, the last, created by `open_sink`. Raises

@@ -22,8 +22,8 @@ _PENDING_BYTES = 256 << 20
 
 
 class Request(Protocol):
-    """A transfer under way; `checksum` is None until it is done, or if none was requested. Named as what satisfies
-    it."""
+    """A transfer under way, as `zero_nvme_aio` returns it; `wait` returns the bytes transferred or raises OSError, and
+    `checksum` is None until then, or if none was requested."""
 
     @property
     def checksum(self) -> str | None: ...

@@ -1,15 +1,13 @@
 """Saves and loads of which only one rank exists, over tensors without memory, and files that have no content.
 
-[Note: dry-run saves]
-For a dry run, which has one rank of many and no bytes. Everything that decides what is written runs as ever: the
-intervals, the plan, the headers, the commit. A save in the background is done before its call returns, and copies
-nothing. Only the ends differ: the other ranks hold exactly what this one lacks and
-always succeed; tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The
-manifest has this rank's slices only, so that such a checkpoint cannot be opened.
+[Note: dry-run saves] For a dry run, which has one rank of many and no bytes. Everything that decides what is written
+runs as ever: the intervals, the plan, the headers, the commit. A save in the background is done before its call
+returns, and copies nothing. Only the ends differ: the other ranks hold exactly what this one lacks and always succeed;
+tensors read as zeros; the rank's file gets its length. This rank leads, whatever its number. The manifest has this
+rank's slices only, so that such a checkpoint cannot be opened.
 
-[Note: dry-run loads]
-A load reads from a manifest that the dry run is given, merged from those of dry-run saves. Everything that decides
-what is read runs as ever; the reads themselves are counted and touch neither files nor memory.
+[Note: dry-run loads] A load reads from a manifest that the dry run is given, merged from those of dry-run saves.
+Everything that decides what is read runs as ever; the reads themselves are counted and touch neither files nor memory.
 """
 
 from __future__ import annotations
@@ -122,7 +120,7 @@ class DryRunRanks:
         succeeded.
 
         `obj` is this rank's answer (see `coordination.run_on_all_ranks`). Where its result describes intervals, the
-        next rank describes the elements that they lack.
+        next rank describes the elements of their tensors that no interval covers. Notes the bytes of the exchange.
         """
         problem, result = obj
         other: Any = None

@@ -58,7 +58,7 @@ class DryRunCheckpoint(Checkpoint):
         return found
 
     def _read_directly(self, jobs: list[SliceCopy]) -> None:
-        """Count jobs that would be read with direct I/O."""
+        """Count the whole slices of `jobs`, which would be read with direct I/O."""
         for job in jobs:
             self._count(job, job.slice_nbytes)
 

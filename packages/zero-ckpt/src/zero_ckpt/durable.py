@@ -25,7 +25,7 @@ def make_directories(path: Path) -> None:
 
 
 def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Create a small file and wait until its content is on disk. Raises FileExistsError when there is one.
+    """Create a small file and wait until its content is on disk. Raises FileExistsError when `path` exists.
 
     Its name is on disk only after `fsync_directory`. `mode` is the file's permissions, before the umask.
     """

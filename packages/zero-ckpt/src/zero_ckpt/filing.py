@@ -52,8 +52,8 @@ def sync_file(path: Path) -> None:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Make `target` a hard link to the file that `source` leads to; returns False where there can be none, raises
-    OSError for anything else."""
+    """Make `target` a hard link to the file that `source` leads to. Returns False, with nothing made, where links
+    between the two are not possible. Raises OSError for anything else."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:
@@ -64,8 +64,8 @@ def _link(source: Path, target: Path) -> bool:
 
 
 def _clone(source: Path, target: Path) -> bool:
-    """Make a read-only file `target` that shares the blocks of `source`, and return False, with nothing made, where the
-    file system cannot.
+    """Make a read-only file `target` that shares the blocks of `source`. Returns False, with nothing made, where the
+    file system cannot do that.
 
     Raises OSError for anything else.
     """

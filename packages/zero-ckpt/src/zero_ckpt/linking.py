@@ -190,7 +190,8 @@ class Copying:
         ]
 
     def close(self) -> None:
-        """Stop reading; the buffers that were returned are no longer needed."""
+        """Stop reading; the data functions of `intervals` must not be called any more, and their buffers are no longer
+        needed."""
         self._reads.close()
 
     def _next_part(self, part: FileSlice) -> memoryview:

@@ -49,7 +49,8 @@ def open_checkpoint(
         options: list[Candidate] = []
 
         def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
-            """Add this rank's candidates to ``options``; return [tag, problem] of each for the other ranks."""
+            """Add this rank's candidates, which `look` finds, to `options`; return [tag, problem] of each for the other
+            ranks."""
             options.extend(_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
@@ -99,8 +100,8 @@ _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
 def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
-    """Return what `look` finds, repeated (50 times at most, 10 ms apart) while a save is moving a directory that it
-    looks at."""
+    """Return the candidates that `look` finds: it is called with the other arguments, and again (50 times at most, 10
+    ms apart) while a save is moving a directory that it looks at."""
     for _ in range(_LOOKS):
         found = look(root, tag, skip)
         if not any(candidate.moved for candidate in found):

@@ -39,7 +39,10 @@ _OPEN_FILES = 64
 
 @dataclass(frozen=True)
 class OpenReport:
-    """The checkpoint that was opened: `skipped` lists those that were passed over for it, as (tag, problem)."""
+    """The checkpoint that was opened: `opened` is its tag, `requested` the tag that was asked for, None for the newest.
+
+    `skipped` lists those that were passed over for it, as (tag, problem).
+    """
 
     requested: str | None
     opened: str
@@ -180,8 +183,8 @@ class Checkpoint:
                 raise
 
     def _read_whole_slices(self, jobs: list[SliceCopy]) -> list[SliceCopy]:
-        """Read those jobs that want whole slices with direct I/O, 64 files at a time, and return the other jobs, which
-        are left to do."""
+        """Read those jobs that want whole slices with direct I/O, 64 files at a time, and return the others, which are
+        left to do. Raises DamagedError."""
         whole = sorted((job for job in jobs if job.is_whole), key=lambda job: job.piece.file)
         by_file = [list(group) for _, group in groupby(whole, key=lambda job: job.piece.file)]
         for first in range(0, len(by_file), _OPEN_FILES):
@@ -301,7 +304,8 @@ class Checkpoint:
         return stored.begin
 
     def _header(self, index: int) -> dict[str, HeaderEntry]:
-        """Return the header's entries of file number `index` by key; it is read the first time and kept."""
+        """Return the header's entries of file number `index` by key; it is read the first time and kept. Raises
+        DamagedError."""
         with self._lock:
             if index not in self._headers:
                 entry = self._manifest.files[index]
@@ -311,7 +315,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SliceCopy:
-    """A copy into `view` of bytes of one slice, from `skip` bytes after the slice's begin on."""
+    """A copy into `view` of bytes of one slice, from `skip` bytes after the slice's begin on; `entry` is the slice's
+    tensor."""
 
     entry: TensorEntry
     piece: Slice

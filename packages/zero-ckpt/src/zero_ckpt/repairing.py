@@ -130,8 +130,8 @@ def _restore_names(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename a damaged checkpoint to `.damaged-<tag>`, and return what was done as one sentence, none if it is whole by
-    now.
+    """Rename a damaged checkpoint to `.damaged-<tag>`. Returns what was done as one sentence in a list, empty if it is
+    whole by now.
 
     A file that it shares with another checkpoint may have been restored there, or a save may have replaced it. A number
     is added to a name that is taken.
@@ -169,8 +169,8 @@ def _readable_latest(root: Path) -> str | None:
 
 
 def _fix_latest(root: Path) -> list[str]:
-    """Point `latest` at the newest whole checkpoint unless it names a whole one, and return what was done as one
-    sentence, if anything.
+    """Point `latest` at the newest whole checkpoint unless it names a whole one. Returns what was done as one sentence
+    in a list, empty if nothing was.
 
     Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
     """

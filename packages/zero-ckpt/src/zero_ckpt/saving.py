@@ -111,8 +111,8 @@ class _Save:
         """Check the arguments and return, as plain data, what this rank tells the others.
 
         That is its tag, node and random token, the head of each interval (see `_interval_head`), its rank state, and
-        `extras` (step, aliases, frozen, client state and configuration; None except on ranks that write a manifest).
-        Raises CheckpointError for an argument that cannot be saved.
+        `extras` (step, aliases, frozen, client state and configuration; None on ranks other than 0). `keep_last` is
+        only checked. Raises CheckpointError for an argument that cannot be saved.
         """
         check_new_tag(self.tag)
         if keep_last is not None and keep_last < 1:
@@ -130,10 +130,11 @@ class _Save:
         }
 
     def plan(self, described: list[dict[str, Any]]) -> None:
-        """Decide which rank writes which elements; `described` is what `describe` returned, by rank.
+        """Decide which rank writes which elements, and which ranks lead: the first of each file system makes its
+        directory.
 
-        Takes rank 0's token for all. Raises CheckpointError when the ranks disagree on the tag, on whether nodes are
-        named or on a tensor, or when no rank holds some element.
+        `described` is what `describe` returned, by rank; rank 0's token is taken for all. Raises CheckpointError when
+        the ranks disagree on the tag, on whether nodes are named or on a tensor, or when no rank holds some element.
         """
         tags = sorted({part["tag"] for part in described})
         if len(tags) > 1:
@@ -185,7 +186,7 @@ class _Save:
         save_latest: bool,
     ) -> None:
         """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, point
-        `latest` at it.
+        `latest` at it; also leaves the script `zero_to_fp32.py` in the root.
 
         `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
         directory.
@@ -215,8 +216,8 @@ class _Save:
             self._staging.discard()
 
     def prune(self, keep_last: int) -> None:
-        """Remove all but the newest `keep_last` checkpoints, on the ranks that made a directory; a failure is only
-        logged, as the save is good."""
+        """Remove all but the newest `keep_last` checkpoints, and never this one, on the ranks that made a directory. A
+        failure is only logged, as the save is good."""
         if not self._leads:
             return
         try:

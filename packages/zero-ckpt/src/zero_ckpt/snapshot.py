@@ -1,4 +1,7 @@
-"""Copies of memory for saves in the background: some are made at once, the others on another thread."""
+"""Copies of memory for saves in the background: some are made at once, the others on another thread.
+
+A snapshot is the intervals of one save with their data copied; an arena is the memory that holds the copies.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +47,9 @@ def no_intervals(_copies_of: Sequence[memoryview]) -> Iterable[Interval]:
 class Arena:
     """Memory for one snapshot, kept for the next, whose beginning overwrites it.
 
-    The caller and kept threads, `threads` together, share large copies that are made at once; `copy` makes them.
-    `allow` is called with a number of bytes before they are allocated; an exception of it ends the save.
+    Large copies that are made at once are shared by the caller and the threads of a pool, `threads` together (at most
+    one per processor); the function `copy` copies the bytes. `allow` is called with a number of bytes before they are
+    allocated; an exception of it ends the save.
     """
 
     def __init__(self, threads: int, allow: Callable[[int], object], copy: Copy) -> None:
@@ -214,8 +218,8 @@ class Snapshot:
     """`intervals` with their data in an arena; complete once `finish` has copied `later` and what `later_intervals`
     returns.
 
-    `later_intervals` returns (further intervals with their data in the arena, the copies that are to be made for them);
-    `copy` makes the copies.
+    `later` are the copies of intervals with a `version`. `later_intervals` returns (further intervals with their data
+    in the arena, the copies that are to be made for them); `copy` makes the copies.
     """
 
     intervals: list[Interval]

@@ -74,8 +74,7 @@ _Twins = dict[tuple[str, int], list[_Twin]]
 
 
 def restore_slices(path: Path, others: list[Path]) -> bool:
-    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`, and return whether any was
-    rewritten.
+    """Rewrite each damaged slice of `path` from a twin in the checkpoints `others`. Returns whether any was rewritten.
 
     False also when the manifest or a header of `path` is damaged, or one of its slices cannot be read. The bytes are
     written into the file in the checkpoint's own directory, through no link: a file with several hard links is first
@@ -122,8 +121,8 @@ def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, t
 
 
 def _copy_slice(twin: _Twin, target: _OpenCheckpoint, piece: Slice, nbytes: int) -> bool:
-    """Copy a slice of `nbytes` bytes from a twin whose bytes are good, and return False when they are not, or cannot be
-    read.
+    """Copy slice `piece` of `target`, of `nbytes` bytes, from a twin whose bytes are good. Returns False, with nothing
+    written, when they are not, or cannot be read.
 
     Raises OSError when writing fails.
     """

@@ -122,7 +122,7 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def _ignore(nbytes: int) -> None:
-    """Show no progress."""
+    """Show no progress: what is called with bytes read, and does nothing."""
 
 
 def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:

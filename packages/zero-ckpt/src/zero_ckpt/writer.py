@@ -101,7 +101,7 @@ class BufferedSink:
         self._thread.join()
 
     def _raise_failure(self) -> None:
-        """Raise the exception of the first write that failed, if one did."""
+        """Raise the exception of a write that failed on the thread, if one did."""
         if self._error is not None:
             raise self._error
 
@@ -172,7 +172,7 @@ def file_order(intervals: Sequence[Interval], pieces: Iterable[PlannedSlice]) ->
 def write_rank_file(
     path: Path, intervals: Sequence[Interval], pieces: Iterable[PlannedSlice], open_sink: OpenSink
 ) -> tuple[FileEntry, list[WrittenSlice]]:
-    """Write slices of `intervals` to a new safetensors file and wait until it is on disk, and return its manifest entry
+    """Write slices of `intervals` to a new safetensors file and wait until it is on disk. Returns its manifest entry
     and its slices in file order.
 
     `pieces` refer to `intervals` by index; the data of these intervals are buffers or functions, not file extents.
@@ -222,7 +222,8 @@ def _with_path(error: OSError, path: Path) -> OSError:
 
 
 class _IntervalBytes:
-    """Reads planned slices from intervals, in order of interval, so that an interval that is a function is called once.
+    """Reads planned slices, which come in order of interval, so that an interval whose data is a function calls it
+    once.
 
     `sink` is where the bytes go: it is drained before the next function is called.
     """

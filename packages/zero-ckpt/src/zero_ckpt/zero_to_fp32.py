@@ -134,7 +134,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _ignore(nbytes: int) -> None:
-    """Show no progress."""
+    """Show no progress: what is called with bytes written, and does nothing."""
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:

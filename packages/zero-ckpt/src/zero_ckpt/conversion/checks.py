@@ -36,8 +36,8 @@ def refuse_folder(path: Path) -> None:
 
 
 def refuse_existing(path: Path, overwrite: bool) -> None:
-    """Raise CheckpointError when there is anything at `path`, unless `overwrite`, and for a checkpoint's own data file
-    in any case."""
+    """Raise CheckpointError when there is anything at `path`, unless `overwrite`. A data file of a checkpoint is
+    refused in any case."""
     if is_data_file(path.name) and has_mark(path.parent):
         raise CheckpointError(f"{path} is a file of the checkpoint {path.parent}; name another target")
     if os.path.lexists(path) and not overwrite:

@@ -78,24 +78,27 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
     def load_build(self) -> None:
-        """Give an object its state; never a class or a function, which belong to the process and not to the file."""
+        """Give an object its state. Raises UnpicklingError for a class or a function, which belong to the process and
+        not to the file."""
         if callable(self.stack[-2]):
             raise pickle.UnpicklingError(f"{self.stack[-2]!r} is not allowed to get a state in checkpoint metadata")
         super().load_build()  # type: ignore[misc]
 
     def load_reduce(self) -> None:
-        """Call something allowed; a mapping or set is filled item by item, where its keys are looked at."""
+        """Call something allowed. Raises UnpicklingError for a mapping or set that is made with arguments: one is to be
+        filled item by item, where its keys are checked."""
         if self.stack[-2] in (dict, set, OrderedDict) and self.stack[-1]:
             raise pickle.UnpicklingError(f"{self.stack[-2].__name__}(…) is not allowed in checkpoint metadata")
         super().load_reduce()  # type: ignore[misc]
 
     def load_setitem(self) -> None:
-        """Set an item of a mapping, once its key is found to be allowed."""
+        """Set an item of a mapping. Raises UnpicklingError for a key that is not allowed (see `_require_key`)."""
         _require_key(self.stack[-2])
         super().load_setitem()  # type: ignore[misc]
 
     def load_setitems(self) -> None:
-        """Set items of a mapping, once their keys are found to be allowed."""
+        """Set items of a mapping. Raises UnpicklingError, before any is set, for a key that is not allowed (see
+        `_require_key`)."""
         for key in self.stack[::2]:  # what came since the mark; `pop_mark` has not been called yet
             _require_key(key)
         super().load_setitems()  # type: ignore[misc]
@@ -157,7 +160,7 @@ def _read_metadata(path: Path) -> bytes:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a regular file, for the caller to close, which may be reached by a link; raises
+    """Return a descriptor of a regular file, which may be reached by a link, for the caller to close. Raises
     DamagedError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -219,7 +219,7 @@ def _number(value: Any) -> int:
 
 def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.Tensor]:
     """Return the list of tensors under `key` of a rank's optimizer state. Raises CheckpointError, naming `path`, if
-    there is none."""
+    there is no such list."""
     found = state.get(key)
     if not isinstance(found, list) or not all(isinstance(tensor, torch.Tensor) for tensor in found):
         raise CheckpointError(
@@ -317,8 +317,10 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
 def _strings(
     by_group: Sequence[Mapping[str, list[Any]]], kind: str, paths: Sequence[Path]
 ) -> list[list[Stored | None]]:
-    """Return for each rank, whose file is in `paths`, the flat tensors of a kind by group; None for groups that have
-    none."""
+    """Return, for each rank, the flat tensors of a kind by parameter group; None for groups that have none.
+
+    `by_group` has the ranks' values by kind, per group (see `_kinds`); `paths` are the ranks' files.
+    """
     flat = [found[kind] if _is_flat(found.get(kind, [None])) else None for found in by_group]
     return [[None if own is None else stored(own[rank], path) for own in flat] for rank, path in enumerate(paths)]
 

@@ -152,7 +152,7 @@ def _fill_all(
 
 
 def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
-    """Read a tensor from `source` and write it from byte `begin` of the file `fd` on, piece by piece, and return the
+    """Read a tensor from `source` and write it from byte `begin` of the file `fd` on, piece by piece. Returns the
     CRC-32 of its bytes.
 
     A tensor that the source does not have is zeros, which are there already. `progress` is called with the bytes.

@@ -56,11 +56,12 @@ class ConversionRecord:
         return dict(self._files.get(file) or {})
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
-        """Record that these tensors of a file (name to CRC-32) are on disk, `nbytes` more than before."""
+        """Record that these tensors of a file (name to CRC-32), all that are done so far, are on disk, `nbytes` more
+        than before. The record itself is written once 256 MiB are new."""
         self._note(file, tensors, nbytes)
 
     def complete(self, file: str, nbytes: int) -> None:
-        """Record that a file is on disk under its name, `nbytes` more than before."""
+        """Record that a file is on disk under its name, `nbytes` more than before; written as by `note`."""
         self._note(file, None, nbytes)
 
     def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
@@ -90,7 +91,7 @@ class ConversionRecord:
         unlock_and_close(self._fd)
 
     def _take(self) -> None:
-        """Lock the record. Raises CheckpointError when another process holds it. Without effect where there are no
+        """Lock the record. Raises CheckpointError when another process holds the lock. Does nothing where there are no
         locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

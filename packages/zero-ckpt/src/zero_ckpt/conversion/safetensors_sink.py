@@ -118,10 +118,10 @@ def _layout(tensors: list[ModelTensor], notes: dict[str, str]) -> tuple[list[Mod
 
 
 def _is_complete(path: Path, tensors: list[ModelTensor], notes: dict[str, str]) -> bool:
-    """Return whether the file at `path` has the header and size of these tensors with these notes, which name the
-    source.
+    """Return whether an earlier run of this conversion completed the file at `path`: it has the header of these tensors
+    with these notes, which name the source, and its size.
 
-    So an earlier run of this conversion completed it. False where `notes` do not name the source.
+    False where `notes` do not name the source, as for a single file.
     """
     if _SOURCE not in notes or not path.is_file():
         return False
@@ -165,8 +165,8 @@ def _copy_all(source: Source, chunks: Iterator[_Chunk], file: PartialFile, worke
 
 
 def _finish_first(pending: deque[tuple[_Chunk, Future[None]]], progress: Progress) -> int:
-    """Wait for the oldest chunk, take it off `pending` and call `progress` with its bytes, and return the byte position
-    in the file at which it ends."""
+    """Wait for the oldest chunk, take it off `pending` and call `progress` with its bytes. Returns the byte position in
+    the file at which it ends."""
     chunk, job = pending.popleft()
     job.result()
     progress(chunk.nbytes)

@@ -65,11 +65,11 @@ class Source(Protocol):
         ...
 
     def cuts(self, name: str, kind: str) -> Sequence[int]:
-        """Return elements, beside 0, at which reads of a tensor should begin to be cheap; may be empty."""
+        """Return the elements, beside 0, at which reads of a tensor should begin to be cheap; may be empty."""
         ...
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
-        """Fill `out` with a tensor's elements from flat element `offset` on, in the stored dtype; raises
+        """Fill `out` with a tensor's elements from flat element `offset` on, in the stored dtype. Raises
         CheckpointError."""
         ...
 
@@ -183,7 +183,7 @@ def _foreign(path: Path) -> Source:
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Return the files that a `model.safetensors.index.json` names, which lie beside it, sorted; raises
+    """Return the files that a `model.safetensors.index.json` names, which lie beside it, sorted. Raises
     DamagedError."""
     try:
         names = sorted(set(json.loads(read_text(index, _MAX_INDEX_BYTES))["weight_map"].values()))

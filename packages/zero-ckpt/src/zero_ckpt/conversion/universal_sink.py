@@ -220,8 +220,8 @@ def _save(value: Any, path: Path) -> None:
 
 
 def _groups(source: Source, count: int) -> list[dict[str, Any]]:
-    """Return hyperparameters per param group; `count` empty dicts, which change nothing in DeepSpeed, where the source
-    has none."""
+    """Return hyperparameters per param group, from `param_groups` or a stored optimizer in the client state. Where it
+    has none: `count` empty dicts, which change nothing in DeepSpeed."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
     for value in (client, *client.values()):
         if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
@@ -232,8 +232,8 @@ def _groups(source: Source, count: int) -> list[dict[str, Any]]:
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters without those that say how the optimizer computes; lists become tuples, stored
-    markers their values."""
+    """Return a group's hyperparameters without those that say how the optimizer computes (`foreach`, `fused`, …). Lists
+    become tuples, and stored markers (`$tuple`, `$scalar`) their values."""
     found = {}
     for key, value in options.items():
         if key in _IMPLEMENTATION:

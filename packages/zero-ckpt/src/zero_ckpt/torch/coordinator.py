@@ -34,7 +34,8 @@ class DistCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the `obj` of every rank, in rank order; plain data only."""
+        """Return the `obj` of every rank, in rank order; waits for all of them. Raises NotPlainDataError for what is
+        not plain data."""
         own = torch.frombuffer(bytearray(pack(obj)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)
@@ -46,7 +47,7 @@ class DistCoordinator:
         return [unpack(tensor_buffer(data[: int(size)])) for data, size in zip(gathered, sizes, strict=True)]
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called it; it is an exchange of `all_gather_object`."""
         self.all_gather_object(None)
 
 

@@ -22,7 +22,7 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Request the values of `tensor` from `entry`, to be read by `run`, and return whether their dtype will be
+        """Request the values of `tensor` from `entry`, to be read by `run`. Returns whether their dtype will be
         converted.
 
         Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ.

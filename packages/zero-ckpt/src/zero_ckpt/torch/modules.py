@@ -20,7 +20,7 @@ class ModuleState:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def kind(self, name: str) -> str:
-        """Return `param` or `buffer`, for the name of a tensor."""
+        """Return the kind of the tensor `name`: `param` or `buffer`. Raises KeyError for another name."""
         return "param" if isinstance(self.tensors[name], torch.nn.Parameter) else "buffer"
 
 

@@ -84,10 +84,11 @@ class NodeMemory:
         return self._nodes.index(self.node) == self._coordinator.rank
 
     def save(self, intervals: Iterable[Interval], *, step: int, **options: Any) -> None:
-        """Copy `intervals` and save them in the background, with the options of `save_sharded`; collective.
+        """Copy `intervals` and save them in the background, with the options of `save_sharded`; every rank calls it.
 
         `step` is part of the checkpoint's tag. Waits while the last save runs. When it returns, the tensors may change
-        as after `AsyncSaver.save`. A save that failed raises its CheckpointError from a later call.
+        as after `AsyncSaver.save`. A save that failed raises its CheckpointError from a later call of `save`, `wait` or
+        `close`.
         """
         tag = f"step{step}-{self._attempt}"
         self._saver.save(self.directory, tag, intervals, step=step, node=self.node, save_latest=False, **options)
@@ -131,8 +132,8 @@ class NodeMemory:
         return None
 
     def fetch(self, found: Found, needs: Needs) -> Path:
-        """Copy the files that this node's ranks need of `found` into its directory, and return the checkpoint's path
-        there.
+        """Copy the manifest of `found`, and those of its files that this node's ranks need, into the node's directory
+        where they are missing. Returns the checkpoint's path there.
 
         `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective. Raises
         CheckpointError on every rank when any fails.
@@ -153,14 +154,15 @@ class NodeMemory:
         return path
 
     def forget(self) -> None:
-        """Remove every checkpoint of this node, on its first rank; to be called on every rank, after the last save."""
+        """Remove every checkpoint of this node, on its first rank; does nothing on the others. Call it on every rank,
+        after the last save; it does not communicate."""
         if self.leads:
             for candidate in find_candidates(self.directory):
                 remove_directory(candidate.path)
 
     def _open_directory(self) -> list[str]:
-        """Make and check the directory, and return the node's name and a random token, of which rank 0's is in the tags
-        of this run.
+        """Make the directory if it is missing, and check it. Returns the node's name and a random token; rank 0's token
+        becomes part of the tags of this run.
 
         Raises CheckpointError, or OSError.
         """
@@ -172,9 +174,10 @@ class NodeMemory:
         return [f"{socket.gethostname()}:{status.st_dev}:{status.st_ino}", os.urandom(4).hex()]
 
     def _copy_to_partners(self, path: Path) -> None:
-        """Copy every file of the checkpoint at `path` to the partner of the rank that wrote it, then remove other tags.
+        """Copy every file of the checkpoint at `path` to the partner of the rank that wrote it, then remove the
+        checkpoints of other tags from this node.
 
-        Collective; on the saver's thread.
+        Collective; on the saver's thread. With a single node nothing is copied.
         """
         held = run_on_all_ranks(self._coordinator, f"copying {path}", lambda: self._own_files(path))
         transfers = [

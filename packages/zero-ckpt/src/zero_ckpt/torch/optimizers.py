@@ -178,8 +178,8 @@ class _Scalar(NamedTuple):
 
 
 def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's stored options that a param group, `options`, has too, without those that say how it computes;
-    lists are marked as tuples."""
+    """Return those of an engine's stored options that the param group `options` has too, without those that say how the
+    optimizer computes (`foreach`, `fused`, …); lists are marked as tuples."""
     known = {key: value for key, value in stored.items() if key in options and key not in _IMPLEMENTATION}
     return {key: {"$tuple": value} if isinstance(value, list) else value for key, value in known.items()}
 

@@ -141,7 +141,8 @@ def _intervals(tensors: Iterable[tuple[str, str, torch.Tensor]]) -> Iterable[Int
     """Yield the intervals of this rank's parts of tensors, given as (name, kind, tensor); their memory is used, not
     copied.
 
-    Raises CheckpointError for a dtype or placement that cannot be stored.
+    A rank that holds no element of a tensor yields nothing for it, unless the tensor is empty. Raises CheckpointError
+    for a dtype or placement that cannot be stored.
     """
     stager = Stager()
     for name, kind, tensor in tensors:
