@@ -1,9 +1,9 @@
 """Manifest version 1: what a checkpoint directory contains, in one checksummed msgpack file.
 
-Its data files are safetensors files, and raw files: sealed files that were linked into the directory as they are. A
-slice is a run of a tensor's elements that lies in one file and has a checksum of its own. Everything read is checked
-before it is believed: types, ranges, paths, and that the slices of each tensor cover it exactly once. No size in a
-manifest leads to an allocation that the files on disk do not back.
+Data files are safetensors files, and raw files: sealed files that were linked into the directory. A slice is a run of a
+tensor's elements in one file, with a checksum. Everything read is checked before it is believed: types, ranges, paths,
+and that the slices of each tensor cover it exactly once. No size in a manifest leads to an allocation that the files do
+not back. `at` is the place in the manifest's map that an error names.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class FileEntry:
 @dataclass(frozen=True)
 class Slice:
     """Elements `offset` to `offset + length` of a flattened tensor, in file number `file` of the manifest: entry `key`
-    of a safetensors file (`begin` is None), or the extent of a raw file that begins at byte `begin` (`key` is
-    empty)."""
+    of a safetensors file (`begin` is None), or the extent of a raw file at byte `begin`."""
 
     file: int
     key: str
@@ -124,8 +123,8 @@ class Manifest:
     """The tag it was saved as; None in checkpoints of earlier versions."""
 
     def encode(self) -> bytes:
-        """Return the manifest file's contents: magic, digest, and the fields as msgpack. Raises CheckpointError for a
-        value that is not plain data, and for a result that `decode_manifest` would refuse as too large."""
+        """Return the manifest file's contents. Raises CheckpointError for a value that is not plain data, or too large
+        a result."""
         body = pack(
             {
                 "format": "zero-ckpt",
@@ -157,8 +156,7 @@ class Manifest:
 
 
 def _require_readable(body: bytes) -> None:
-    """Raise CheckpointError when `decode_manifest` would refuse `body`, the packed map, for its size or memory; it is
-    decoded to find out, unless it has at most 4 MiB."""
+    """Raise CheckpointError when `decode_manifest` would refuse `body`, the packed map, for its size or memory."""
     if len(body) <= _ALWAYS_READABLE_BYTES:
         return
     try:
@@ -191,8 +189,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Turns the decoded msgpack map into dataclasses. Raises DamagedError that names `at`, the place in the map;
-    `where` names the file."""
+    """Turns the decoded msgpack map into dataclasses. Raises DamagedError that names `at`, the place in the map."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -312,8 +309,7 @@ def _require_raw_entry(entry: FileEntry, at: str) -> None:
 
 
 def _require_raw_slices(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise DamagedError unless each slice of a raw file is one of its extents, no extent is two slices, and no slice
-    of a safetensors file has a `begin`."""
+    """Raise DamagedError unless each slice with a `begin` is an extent of a raw file, and no extent is two slices."""
     extents_by_begin = [None if entry.extents is None else entry.extents_by_begin() for entry in files]
     for tensor in tensors:
         for piece in tensor.slices:
@@ -342,8 +338,7 @@ def _require_distinct_keys(files: tuple[FileEntry, ...], tensors: tuple[TensorEn
 
 
 def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[Slice, ...]:
-    """Return the slices by offset. Raises DamagedError, naming the tensor `at`, unless they cover `count` elements
-    exactly once."""
+    """Return the slices by offset. Raises DamagedError unless they cover `count` elements exactly once."""
     ordered = tuple(sorted(slices, key=lambda piece: piece.offset))
     position = 0
     for piece in ordered:
@@ -357,7 +352,7 @@ def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[S
 
 
 def _safe_path(path: str, at: str) -> str:
-    """Return `path`. Raises DamagedError, naming the place `at`, when it leads out of the checkpoint directory."""
+    """Return `path`. Raises DamagedError when it leads out of the checkpoint directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
         raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")
@@ -377,14 +372,12 @@ def _typed(value: Any, kind: type, at: str) -> Any:
 
 
 def _get(table: dict[str, Any], key: str, kind: type, at: str = "the manifest") -> Any:
-    """Return the value of `key` in `table`, the map at the place `at`. Raises DamagedError when it is missing or not of
-    type `kind`."""
+    """Return the value of `key`. Raises DamagedError when it is missing or not of type `kind`."""
     return _typed(table.get(key), kind, f"{at}.{key}")
 
 
 def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
-    """Return the size or count under `key` of `table`, the map at the place `at`. Raises DamagedError unless it is an
-    integer from 0 to 2**62 - 1."""
+    """Return the size or count under `key`. Raises DamagedError unless it is an integer from 0 to 2**62 - 1."""
     value: int = _get(table, key, int, at)
     if not 0 <= value < _MAX_INT:
         raise DamagedError(f"{at}.{key}: {value} is out of range")
@@ -392,8 +385,7 @@ def _size(table: dict[str, Any], key: str, at: str = "the manifest") -> int:
 
 
 def _checksum(table: dict[str, Any], key: str, at: str) -> str:
-    """Return the checksum string under `key` of `table`, the map at the place `at`. Raises DamagedError unless it is
-    well-formed."""
+    """Return the checksum string under `key`. Raises DamagedError unless it is well-formed."""
     value = table.get(key)
     if not is_checksum(value):
         raise DamagedError(f"{at}.{key}: {value!r} is not a checksum")
