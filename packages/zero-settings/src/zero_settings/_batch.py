@@ -29,7 +29,7 @@ class ResolvedBatch(NamedTuple):
 def resolve(
     train: int | None, micro: int | None, steps: int | None, world_size: int, *, any_auto: bool
 ) -> ResolvedBatch:
-    """Return the three sizes, deriving those that are None; raise `ConfigError` when they contradict each other.
+    """Return the three sizes, deriving those that are None. Raises `ConfigError` when they contradict each other.
 
     With two given, the third follows. With only train or only micro, there is one accumulation step. Without train and
     micro it is an error, except with `any_auto`, which says that one of them was "auto": then micro is 1.

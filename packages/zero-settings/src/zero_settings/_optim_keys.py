@@ -55,8 +55,8 @@ class ClassByName(Section):
 
     @classmethod
     def section_of(cls, key: str, siblings: Mapping[str, Any]) -> SectionType | None:
-        """Return the section of `params` for the class that `type` in `siblings` names, `TorchParams` if it is not
-        known here.
+        """Return the section of `params` for the class that `type` in `siblings` (the object as written) names:
+        `TorchParams` if it is not in `known`, or missing.
 
         None for other keys than `params`.
         """
@@ -78,8 +78,10 @@ class ClassByName(Section):
     @field_validator("type")
     @classmethod
     def _canonical_type(cls, name: str) -> str:
-        """Return the canonical name; a pydantic validator that raises PydanticCustomError for a name that is
-        unknown."""
+        """Return the canonical name.
+
+        A pydantic validator: raises PydanticCustomError for a name that is unknown.
+        """
         if cls.canonical(name) in cls.known:
             return cls.canonical(name)
         if cls._torch_class(name) is None:

@@ -51,7 +51,8 @@ class PreparedSource:
     problems: list[Problem] = field(default_factory=list)
 
     def as_written(self, path: str) -> str:
-        """Return a canonical path with the names that the user wrote; parts that they did not write stay."""
+        """Return a canonical path with the names that the user wrote; parts behind the longest written prefix stay as
+        they are."""
         head, tail = path, ""
         while head and head not in self.written:
             cut = max(head.rfind("."), head.rfind("["))
@@ -60,7 +61,7 @@ class PreparedSource:
 
 
 def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> PreparedSource:
-    """Return the configuration under canonical keys; raise `ConfigError` with all unknown, removed and repeated keys.
+    """Return the configuration under canonical keys. Raises `ConfigError` with all unknown, removed and repeated keys.
 
     ``defaults``: canonical path -> value and reason, for keys that the user did not give. ``raw`` is not changed.
     """
@@ -78,8 +79,8 @@ def prepare(raw: dict[str, Any], defaults: Mapping[str, tuple[Any, str]]) -> Pre
 
 
 def _set_at(data: dict[str, Any], names: list[str], value: Any) -> None:
-    """Set the value at the path ``names`` in nested dicts, making those that are missing; do nothing if a value on the
-    way is no dict."""
+    """Set the value at the path ``names`` in nested dicts, making those that are missing. Does nothing if a value on
+    the way is no dict."""
     *parents, last = names
     for name in parents:
         inner = data.setdefault(name, {})
@@ -191,7 +192,7 @@ def _unknown_key(key: str, path: str, section: type[Section]) -> Problem:
 
 
 def _nearly_equal(key: str, other: str) -> bool:
-    """Return whether one key looks like a misspelling of the other."""
+    """Return whether one key looks like a misspelling of the other: they are more alike than 0.85 by `difflib`."""
     return difflib.SequenceMatcher(None, key, other).ratio() > 0.85
 
 

@@ -18,7 +18,8 @@ _File = TypeVar("_File", bound=ConfigFile)
 def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
     """Return one problem for every combination of keys that is contradictory, or impossible at ``world_size`` ranks.
 
-    Empty for a sound configuration. Features that are not available and virtual ranks are checked elsewhere.
+    Empty for a sound configuration. Features that are not available (`features.refusals`) and virtual ranks
+    (`rank_problems`) are checked elsewhere.
     """
     return [
         *_precision_mode_problems(config),
@@ -84,8 +85,8 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _audit_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of `audit_every`, which needs ranks and masters that agree: no delayed update, no 1-bit
-    optimizer."""
+    """Return the problems of `audit_every`, whose audits compare what ranks hold, and weights with masters. Neither is
+    equal during a delayed update, nor under a 1-bit optimizer."""
     if config.audit_every is None:
         return []
     problems, got = [], str(config.audit_every)
@@ -240,7 +241,8 @@ def hidden_size(hint: Any) -> int | None:
 
 
 def with_values(config: _File, values: dict[str, Any]) -> _File:
-    """Return a copy of the configuration with the values at these paths replaced, unchecked; ``config`` stays as it is.
+    """Return a copy of the configuration with the values at these paths replaced, without validating them; ``config``
+    stays as it is.
 
     Paths have the names of `ConfigFile`, not aliases, with a dot between sections.
     """

@@ -43,7 +43,8 @@ def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _run_check(arguments: argparse.Namespace) -> int:
-    """Print what a configuration resolves to, as a table or JSON, or its problems; return the exit status, 0 or 1."""
+    """Print what a configuration resolves to, as a table or JSON, and return 0; or print its problems to standard error
+    and return 1."""
     from .config import Config
     from .errors import ConfigError
 

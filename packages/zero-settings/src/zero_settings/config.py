@@ -135,7 +135,7 @@ class Config(ConfigFile):
 
     def with_absolute_paths(self) -> Config:
         """Return a copy in which the paths of files and folders are absolute; relative ones start at the current
-        directory."""
+        directory. Those that are null or empty stay."""
         values = dict(leaves(self))
         given = {path: values[path] for path in _PATHS if values[path]}
         absolute = {
@@ -163,7 +163,8 @@ class Config(ConfigFile):
         return ConfigFile.model_json_schema()
 
     def _row(self, path: str, value: Any) -> ReportRow:
-        """Return the row of the value at a path, with the notes about it."""
+        """Return the report's row of the value at a path, with the notes about it: how it was written, and why it has
+        no effect. A value that is `derived` or a `default` has neither."""
         provenance = self._provenance[path]
         given = provenance in ("user", "dialect", "auto->derived", "auto->default")
         notes = [self._notes[place] for place in _prefixes(path) if place in self._notes and given]

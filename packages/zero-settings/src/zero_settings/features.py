@@ -160,8 +160,8 @@ _CODECS = {
 
 
 def leaves(section: Section, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every key in a section, those of sections inside with their path; these sections
-    themselves are no leaves.
+    """Yield (path, value) of every key in a section and in the sections inside, in the order of the keys. A section
+    itself is no value.
 
     `path`: of the section, with a dot at the end; empty at the top.
     """
@@ -191,7 +191,7 @@ def refusals(config: Section) -> list[Problem]:
 
 def no_effect(config: Section, path: str) -> str:
     """Return why the value at `path` has no effect, or not the one written, as text for the report; empty if it has its
-    effect."""
+    effect. The other values of `config` decide, and `NO_EFFECT`."""
     if path.startswith("zero_optimization.offload_param.") and lookup(config, "zero_optimization.stage") != 3:
         return "accepted, no effect: below stage 3 parameters stay on the device"
     if path in _GATHERS and lookup(config, "zero_optimization.stage") != 3:

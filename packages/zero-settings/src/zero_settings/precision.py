@@ -28,7 +28,7 @@ def precision_policy(config: ConfigFile) -> PrecisionPolicy:
 
 
 def build_policy(config: ConfigFile) -> PrecisionPolicy:
-    """Return the policy as `precision_policy` does; raise `PrecisionError` for dtypes that do not fit together."""
+    """Return the policy as `precision_policy` does. Raises `PrecisionError` for dtypes that do not fit together."""
     import torch
 
     from zero_precision import PrecisionPolicy, parse_dtype
