@@ -147,7 +147,7 @@ def _decode(
     SPECIAL: tl.constexpr,
     BFLOAT16: tl.constexpr,
 ):
-    """Write TILE elements, codes times scales, to ``out`` (``numel`` elements): with BFLOAT16 as int16, the bits of
+    """Write TILE elements of ``out`` (``numel`` in all), codes times scales: with BFLOAT16 as int16, the bits of
     bfloat16.
 
     BLOCK elements share a scale. NIBBLES: two codes per byte. MANTISSA, BIAS and SPECIAL are those of the format, see

@@ -27,7 +27,8 @@ class LossScale(Protocol):
     def update(self, overflow: bool) -> bool:
         """Adapt the scale to the outcome of a step, and return whether the optimizer is to take the step.
 
-        ``overflow``: a gradient on any rank is inf or NaN; the same on all ranks.
+        ``overflow``: a gradient on any rank is inf or NaN; the same on all ranks. Raises `LossScaleError` when the
+        scale cannot fall any more.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,9 +136,8 @@ class DynamicLossScale:
         return not overflow
 
     def _shrink(self) -> None:
-        """Use up one unit of hysteresis, or, at the last one, halve the scale, not below the minimum; `LossScaleError`
-        if it is there.
-        """
+        """Use up one unit of hysteresis, or, at the last one, halve the scale, not below the minimum. Raises
+        `LossScaleError` if the scale is at the minimum already."""
         if self._hysteresis_left > 1:
             self._hysteresis_left -= 1
             return
@@ -189,21 +189,21 @@ class DynamicLossScale:
 
 
 def _positive_float(name: str, value: float) -> float:
-    """Return ``value`` as a float; `PrecisionError` by ``name`` unless it is positive and finite."""
+    """Return ``value`` as a float. Raises `PrecisionError`, naming ``name``, unless it is positive and finite."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise PrecisionError(f"{name}: expected a positive finite number, got {value!r}")
     return float(value)
 
 
 def _positive_int(name: str, value: int) -> int:
-    """Return ``value``; `PrecisionError` by ``name`` unless it is an int of at least 1."""
+    """Return ``value``. Raises `PrecisionError`, naming ``name``, unless it is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PrecisionError(f"{name}: expected an integer of at least 1, got {value!r}")
     return value
 
 
 def _checked_initial_scale(power: int, minimum: float) -> float:
-    """Return 2**power; `PrecisionError` unless ``power`` is 0 to 127 and the result at least ``minimum``."""
+    """Return 2**power. Raises `PrecisionError` unless ``power`` is 0 to 127 and the result at least ``minimum``."""
     if isinstance(power, bool) or not isinstance(power, int) or not 0 <= power <= 127:
         raise PrecisionError(f"initial_scale_power: expected an integer from 0 to 127, got {power!r}")
     if 2.0**power < minimum:

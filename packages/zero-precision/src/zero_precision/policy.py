@@ -210,7 +210,7 @@ _DTYPE_FIELDS = ("param_dtype", "accumulate_dtype", "wire_dtype", "master_dtype"
 
 
 def _checked_patterns(patterns: Any) -> tuple[KeepPattern, ...]:
-    """Return the patterns as a tuple; `PrecisionError` unless they are a list of names and module classes."""
+    """Return the patterns as a tuple. Raises `PrecisionError` unless they are a list of names and module classes."""
     if isinstance(patterns, (str, type)):
         raise PrecisionError(f"PrecisionPolicy.keep_fp32: expected a list of patterns, got {patterns!r}")
     for pattern in patterns:

@@ -54,9 +54,8 @@ class SignCodec:
         return _pack_bits((rows < 0).view(-1)[: self.payload_nbytes(x.numel()) * 8]), scales
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Write every element, plus or minus the scale of its block, into `out` (1-D, floating). `PrecisionError` if
-        `payload` and `scales` are not those of so many elements.
-        """
+        """Write every element, plus or minus the scale of its block, into `out` (1-D, floating). Raises
+        `PrecisionError` if `payload` and `scales` are not those of so many elements."""
         expected = (self.payload_nbytes(out.numel()), self.scales_numel(out.numel()))
         if (payload.numel(), scales.numel()) != expected or out.dim() != 1 or not out.is_floating_point():
             raise PrecisionError(
