@@ -17,7 +17,8 @@ class ClosureOptimizer(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run ``closure``, if given, with autograd on, then `update`; return the closure's result or None."""
+        """Run ``closure``, if given, with autograd on, then `update`. Returns the closure's result, None without
+        one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -57,7 +57,8 @@ class OneBitOptimizer(ClosureOptimizer):
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
-        """Return the state that differs between ranks, for a checkpoint: the error feedback, as 1-D float32 tensors.
+        """Return the state that differs between ranks, for a checkpoint: the error feedback, as 1-D float32 tensors,
+        which are not copied.
 
         Empty before the first average.
         """
@@ -70,9 +71,8 @@ class OneBitOptimizer(ClosureOptimizer):
         return dict(zip(_ERRORS, (ranks * size, size), strict=True))
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue with what `rank_state` returned on this rank, copied; an empty ``state`` resets the error
-        feedback.
-        """
+        """Continue with what `rank_state` returned on this rank, copied; an empty ``state`` resets the error feedback
+        to zero."""
         self._feedback = None
         if state:
             feedback = self._feedback_average()
@@ -80,7 +80,8 @@ class OneBitOptimizer(ClosureOptimizer):
                 getattr(feedback, name).copy_(state[name])
 
     def update(self) -> None:
-        """Take one step; collective in steps in which the ranks average."""
+        """Take one step and count it, creating states that are missing; collective in steps in which the ranks
+        average."""
         number = self.steps + 1
         for _, p in self._parameters():
             if not self.state[p]:
@@ -102,15 +103,14 @@ class OneBitOptimizer(ClosureOptimizer):
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """Yield every parameter after its param group, in order."""
+        """Yield (param group, parameter) for every parameter, in order."""
         for group in self.param_groups:
             for p in group["params"]:
                 yield group, p
 
     def _advance_moments(self, group: dict[str, Any], p: torch.Tensor, *, variance: bool) -> None:
-        """Advance the first moment of ``p`` by its gradient (zero without one), and the second if ``variance`` and
-        there is one.
-        """
+        """Advance the first moment of ``p`` by its gradient (zero without one), and with ``variance`` the second
+        moment, unless there is no gradient."""
         state, (beta1, beta2) = self.state[p], group["betas"]
         if p.grad is None:
             state["exp_avg"].mul_(beta1)
@@ -120,10 +120,10 @@ class OneBitOptimizer(ClosureOptimizer):
             state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1.0 - beta2)
 
     def _average_over_ranks(self, tensors: Sequence[torch.Tensor], number: int) -> None:
-        """Replace ``tensors``, one for each parameter, by their averages over the ranks; 0 where the second moment is
-        0.
+        """Replace ``tensors``, one for each parameter, by their averages over the ranks, and elements whose second
+        moment is 0 by 0.
 
-        ``number``: the step, from 1. Collective; it advances the error feedback.
+        ``number``: the step, from 1. Collective, and waits for the result; it advances the error feedback.
         """
         flat = torch.cat([tensor.flatten().float() for tensor in tensors])
         self._feedback_average().average(flat, Tag("reduce", "1-bit average", number - 1)).wait()
@@ -182,7 +182,8 @@ class OneBitAdam(OneBitOptimizer):
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of Adam; with own gradients freeze the variance, and average the momenta over the ranks."""
+        """Take a step of Adam; with own gradients (``own``) leave the variance as it is, and average the momenta over
+        the ranks."""
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)

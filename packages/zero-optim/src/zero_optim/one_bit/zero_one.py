@@ -78,9 +78,8 @@ class ZeroOneAdam(OneBitOptimizer):
         return self.variance_steps(number) == self.variance_steps(number - 1)
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of Adam; with own gradients average the momenta, at once or, where intervals are longer than a
-        step, at the end of the interval.
-        """
+        """Take a step of Adam; with own gradients (``own``) leave the variance as it is and average the momenta: at
+        once or, where intervals are longer than a step, at the end of the interval."""
         interval = self.interval(number)
         if own and interval > 1 and not self._local_steps:
             self._local_steps = [_LocalSteps(p) for _, p in self._parameters()]

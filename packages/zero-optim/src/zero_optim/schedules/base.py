@@ -60,9 +60,8 @@ class Schedule(ABC):
         """Return the learning rate of each param group at `last_batch_iteration`; computed, not written."""
 
     def get_last_lr(self) -> list[Rate]:
-        """Return the learning rate of each param group as last written by this schedule; `NotSteppedError` before the
-        first.
-        """
+        """Return the learning rate of each param group as last written by this schedule. Raises `NotSteppedError`
+        before the first."""
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__} has not set a learning rate yet: need to call step() first")
         return self._last_lr
@@ -131,7 +130,8 @@ def group_rates(optimizer: ParamGroups) -> list[Rate]:
 
 
 def as_integer(name: str, value: Any, *, least: int) -> int:
-    """Return ``value`` (an int, or a float equal to one) as an int; `ValueError` by ``name`` if below ``least``."""
+    """Return ``value`` (an int, or a float equal to one) as an int. Raises `ValueError`, naming ``name``, if below
+    ``least``."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -69,7 +69,8 @@ class WarmupLR(Schedule):
         return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _gamma_after_warmup(self, iteration: int) -> float:
-        """Return gamma (1 for the maximal rate, 0 for the minimal one) at an iteration after the warm-up."""
+        """Return gamma (1 for the maximal rate, 0 for the minimal one) at an iteration after the warm-up: always 1
+        here; subclasses let it fall."""
         return 1.0
 
 
