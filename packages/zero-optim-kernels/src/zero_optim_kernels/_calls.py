@@ -13,7 +13,7 @@ __all__ = ["dry_run_kernels", "kernels"]
 
 
 class _Kernels(Protocol):
-    """The functions of `_native` that read or write memory, with its arguments."""
+    """The functions of `_native` that read or write memory, with the arguments that `_native` gives them."""
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None:
         """Run one step of the rule (`_rules.ADAM` and so on); return the squared norms of `lamb_step`, for other rules

@@ -79,7 +79,7 @@ def adam_coefficients(
     segment: Segment, *, step: int, eps: float, adamw_mode: bool, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment (end, lr, weight_decay, beta1, beta2) ends, and the coefficients of AdamW in the order of
-    the native rule. ``ValueError`` for a negative ``eps``.
+    the native rule. Raises ``ValueError`` for a negative ``eps``.
 
     With ``adamw_mode=False`` those of Adam, which adds the weight decay to the gradient.
     """
@@ -105,8 +105,8 @@ def lamb_coefficients(
     segment: Segment, *, step: int, eps: float, bias_correction: bool, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment (end, lr, weight_decay, beta1, beta2) ends, and the coefficients of LAMB's update
-    direction in the order of the native rule; the learning rate is not read. ``ValueError`` for a negative ``eps``.
-    """
+    direction in the order of the native rule; the learning rate is not read. Raises ``ValueError`` for a negative
+    ``eps``."""
     end, _, weight_decay, beta1, beta2 = segment
     _check_at_least_zero("eps", eps)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
@@ -137,8 +137,7 @@ def adagrad_coefficients(
     segment: Segment, *, step: int, lr_decay: float, eps: float, grad_scale: float
 ) -> tuple[int, tuple[float, ...]]:
     """Return where a segment (end, lr, weight_decay, …) ends, and the coefficients of Adagrad in the order of the
-    native rule; the betas are not read. ``ValueError`` for a negative ``lr_decay`` or ``eps``.
-    """
+    native rule; the betas are not read. Raises ``ValueError`` for a negative ``lr_decay`` or ``eps``."""
     end, lr, weight_decay, _, _ = segment
     _check_at_least_zero("lr_decay", lr_decay)
     _check_at_least_zero("eps", eps)
@@ -151,8 +150,8 @@ def sgd_coefficients(
     """Return where a segment (end, lr, weight_decay, …) ends, and the coefficients of stochastic gradient descent in
     the order of the native rule; the betas are not read.
 
-    ``first``: the momentum buffer is not read but set to the gradient. ``ValueError`` for a negative momentum, and for
-    ``nesterov`` without momentum or with dampening.
+    ``first``: the momentum buffer is not read but set to the gradient. Raises ``ValueError`` for a negative momentum,
+    and for ``nesterov`` without momentum or with dampening.
     """
     end, lr, weight_decay, _, _ = segment
     _check_at_least_zero("momentum", momentum)

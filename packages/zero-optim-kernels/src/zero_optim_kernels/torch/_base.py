@@ -85,10 +85,8 @@ class KernelOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Call the kernel for a cohort in step ``step`` (from 1), with the gradients' addresses ``grads``.
-
-        ``common``: keyword arguments that all kernels take.
-        """
+        """Call the kernel for a cohort (see `Cohort`) in step ``step`` (from 1); ``grads``: the addresses of its
+        gradients, ``common``: keyword arguments that all kernels take."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -106,7 +104,7 @@ class KernelOptimizer(Optimizer):
     # Parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; ``TypeError`` or ``ValueError`` for options or parameters not supported."""
+        """Add a group as torch does. Raises ``TypeError`` or ``ValueError`` for options or parameters not supported."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         try:
@@ -167,11 +165,10 @@ class KernelOptimizer(Optimizer):
     # State
 
     def _ensure_states(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """Create the states that parameters lack: one moment of all parameters, then the next moment.
-
-        Then each moment lies in a region of its own, which a call reads in order and the processor prefetches. If
-        moments alternated in memory, a step over many small tensors would take half as long again.
-        """
+        """Create what the states of ``params`` lack: steps, moments (one of all parameters, then the next), and the low
+        bits of exact bfloat16 weights. Then each moment lies in a region of its own, which a call reads in order and
+        the processor prefetches. If moments alternated, a step over many small tensors would take half as long
+        again."""
         states: list[dict[str, Any]] = [self.state[param] for param in params]
         for state in states:
             state.setdefault("step", torch.tensor(0.0))
@@ -198,10 +195,9 @@ class KernelOptimizer(Optimizer):
     def _build_plan(
         self, index: int, group: dict[str, Any], params: list[torch.Tensor], grads: list[torch.Tensor | None]
     ) -> CohortPlan:
-        """Check the parameters that have a gradient, create their missing states, and return their cohorts.
-
-        ``index``: the index of ``group``; ``params`` are its parameters, ``grads`` their gradients or None.
-        """
+        """Check the parameters that have a gradient, create their missing states, and return their cohorts, each of
+        which shares one tensor as its step. ``params`` are those of ``group``, number ``index``, and ``grads`` their
+        gradients or None."""
         for position, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is not None:
                 self._check_param(index, position, param)
@@ -247,7 +243,9 @@ class KernelOptimizer(Optimizer):
     def _adjacent_runs(
         self, group: int, params: list[torch.Tensor], numbers: list[int], dtype: torch.dtype
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield (indices of parameters that one call can update, global index of the first one's first element)."""
+        """Yield (those of ``numbers`` whose parameters one call can update, global index of the first one's first
+        element). ``numbers`` are indices into ``params``. They are one run, at an index of the group's own, if
+        `positions` is empty or ``dtype`` and state need no random numbers."""
         rounds = dtype == torch.bfloat16 or (dtype != torch.float64 and self._settings.state_dtype != "f32")
         if not self.positions or not rounds:
             yield numbers, group << 44
@@ -260,7 +258,9 @@ class KernelOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run ``closure``, check all parameters, then update those with a gradient; return its result, or None."""
+        """Run ``closure``, if given, with autograd on, then update all parameters that have a gradient. Returns the
+        closure's result or None. Raises ``TypeError`` or ``ValueError``, before any update, for what is not
+        supported."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -347,11 +347,9 @@ class KernelOptimizer(Optimizer):
         self._plans.clear()
 
     def _load_states(self, group: dict[str, Any], found: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Set the states of one group's parameters from saved ones, converted to this optimizer's formats.
-
-        ``found``: parameters with their saved states, as they were before torch cast them to the parameters' dtypes.
-        Tensors are created in the order that `_ensure_states` describes.
-        """
+        """Set the states of one group's parameters from saved ones, converted to this optimizer's formats. ``found``:
+        parameters with their saved states, as they were before torch cast them to the parameters' dtypes. Tensors are
+        created in the order that `_ensure_states` describes."""
         states: list[dict[str, Any]] = []
         for _, saved in found:
             step = torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32)
@@ -369,7 +367,8 @@ class KernelOptimizer(Optimizer):
     def _load_moment(
         self, moment: Moment, param: torch.Tensor, saved: dict[str, Any], dtype: torch.dtype, state: dict[str, Any]
     ) -> None:
-        """Copy one moment from a saved state to ``state``, converted to ``dtype`` (uint8 means 8-bit)."""
+        """Copy one moment from a saved state to ``state``, converted to ``dtype`` (uint8: 8-bit). Raises ``ValueError``
+        for another shape than the parameter's, and for 8-bit state without scales."""
         value: torch.Tensor = saved[moment.name].detach()
         check_shape(moment.name, value, param)
         scales: torch.Tensor | None = None

@@ -53,8 +53,8 @@ def gradients(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
 class Cohort:
     """Parameters that one native call updates, with their state. Gradients are passed per step.
 
-    ``tensors``: the state's tensors by name; ``pointers``: their addresses; ``sizes``: elements of each parameter (of
-    this rank's shard).
+    ``sharded``: the parameters are DTensors. ``tensors``: the state's tensors by name; ``pointers``: their addresses;
+    ``sizes``: elements of each parameter (of this rank's shard).
     """
 
     params: list[torch.Tensor]
@@ -116,9 +116,9 @@ class CohortPlan:
         self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:
-        """Return the gradients' addresses for each cohort; None when the plan no longer describes the group: other
-        parameters, other ones without a gradient, or memory that moved.
-        """
+        """Return the gradients' addresses for each cohort. None when the plan no longer describes the group: other
+        parameters, other ones without a gradient, states that were replaced, memory that moved, or a gradient of
+        another dtype or with strides."""
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return None
         if [g is None for g in grads] != self.absent:
