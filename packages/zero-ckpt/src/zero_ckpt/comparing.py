@@ -81,9 +81,10 @@ def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: 
 
 
 def _distance(first: Checkpoint, second: Checkpoint, one: TensorEntry) -> str:
-    """Return how many elements of a tensor differ between two checkpoints and, of numbers, by how much at most.
+    """Return, as text, how many elements of a tensor differ between two checkpoints and, of floating-point numbers, by
+    how much at most and how large the values are.
 
-    Raises DamagedError for what is damaged.
+    Both are read in full; `one` is the entry of `first`. Raises DamagedError for what is damaged.
     """
     import numpy
 

@@ -1,9 +1,8 @@
 """Manifest version 1: what a checkpoint directory contains, in one checksummed msgpack file.
 
 Data files are safetensors files, and raw files: sealed files that were linked into the directory. A slice is a run of a
-tensor's elements in one file, with a checksum. Everything read is checked before it is believed: types, ranges, paths,
-and that the slices of each tensor cover it exactly once. No size in a manifest leads to an allocation that the files do
-not back. `at` is the place in the manifest's map that an error names.
+tensor's elements in one file, with a checksum. Everything read is checked before it is believed, and no size in a
+manifest leads to an allocation that the files do not back. `at` is the place in the manifest's map that an error names.
 """
 
 from __future__ import annotations
@@ -171,10 +170,8 @@ def _require_readable(body: bytes) -> None:
 
 
 def decode_manifest(raw: bytes, where: str) -> Manifest:
-    """Return the manifest whose file's contents are `raw`; `where` names the file in errors.
-
-    Raises DamagedError when anything about it violates the format, and CheckpointError when a later version wrote it.
-    """
+    """Return the manifest whose file's contents are `raw`; `where` names the file in errors. Raises DamagedError when
+    anything about it violates the format, and CheckpointError when a later version wrote it."""
     body = memoryview(raw)[_PREFIX_BYTES:]
     if raw[:7] != MAGIC[:7]:
         raise DamagedError(f"{where}: not a checkpoint manifest (wrong magic)")
@@ -352,7 +349,8 @@ def _require_coverage(slices: tuple[Slice, ...], count: int, at: str) -> tuple[S
 
 
 def _safe_path(path: str, at: str) -> str:
-    """Return `path`. Raises DamagedError when it leads out of the checkpoint directory."""
+    """Return `path`. Raises DamagedError when it is empty, or could on any system lead out of the checkpoint
+    directory."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\\" in path or "\0" in path or ":" in parts[0]:
         raise DamagedError(f"{at}: {path!r} is not a path inside the checkpoint directory")

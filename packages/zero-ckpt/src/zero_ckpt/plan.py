@@ -152,7 +152,8 @@ def _runs(group: Sequence[Holding]) -> list[_Run]:
 
 
 def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
-    """Return the error for elements that no rank holds."""
+    """Return the error for elements `begin` to `end` of a tensor, which no rank holds; `holding` is any other part of
+    the tensor."""
     return CheckpointError(
         f"{holding.name!r} ({holding.kind}, {holding.dtype} {holding.shape}): no rank contributes elements "
         f"{begin} to {end}"

@@ -108,7 +108,7 @@ def _misnamed(root: Path) -> dict[Path, str]:
 
 
 def _restore_names(root: Path) -> list[str]:
-    """Rename misnamed checkpoints to their tags where those are free, and return what was done, one sentence each.
+    """Rename misnamed checkpoints to their tags where those are free. Returns what was done, one sentence each.
 
     One whose tag is taken keeps its name, and the sentence says so.
     """

@@ -13,12 +13,13 @@ from .locking import root_lock
 
 
 def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool = False) -> list[Path]:
-    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step, and return the removed
-    directories.
+    """Remove all but the newest `keep_last` complete checkpoints of `root`, by step, and return the paths that they
+    had, newest first.
 
     The tags in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
-    With `dry_run` nothing is removed, only returned. Other jobs may save into the root and prune it at the same time.
-    Raises CheckpointError when `keep_last` is less than 1, and DamagedError when `latest` cannot be read.
+    With `dry_run` nothing is removed, and the paths are only returned. Other jobs may save into the root and prune it
+    at the same time. Raises CheckpointError when `keep_last` is less than 1, and DamagedError when `latest` cannot be
+    read.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")

@@ -106,7 +106,7 @@ def _twins_by_checksum(others: list[Path]) -> _Twins:
 
 
 def _restore_slice(source: _OpenCheckpoint, tensor: TensorEntry, piece: Slice, twins: _Twins) -> bool:
-    """Rewrite a slice if it is damaged and a good twin is found, and return whether it was rewritten.
+    """Rewrite a slice if it is damaged and a good twin is found. Returns whether it was rewritten.
 
     Raises DamagedError when the slice cannot be read, OSError when it cannot be written.
     """

@@ -122,7 +122,7 @@ def checkpoints_in(root: Path) -> list[Path]:
 
 
 def _ignore(nbytes: int) -> None:
-    """Show no progress: what is called with bytes read, and does nothing."""
+    """Do nothing: a `progress` function, called with bytes read, that shows none."""
 
 
 def _slices_by_file(manifest: Manifest) -> list[list[tuple[TensorEntry, Slice]]]:

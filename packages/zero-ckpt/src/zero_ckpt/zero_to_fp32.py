@@ -134,7 +134,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _ignore(nbytes: int) -> None:
-    """Show no progress: what is called with bytes written, and does nothing."""
+    """Do nothing: a `progress` function, called with bytes written, that shows none."""
 
 
 def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:

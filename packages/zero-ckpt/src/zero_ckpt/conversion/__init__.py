@@ -90,4 +90,4 @@ def _model(source: Source, dtype: str) -> list[ModelTensor]:
 
 
 def _ignore(nbytes: int) -> None:
-    """Show no progress: what is called with bytes written, and does nothing."""
+    """Do nothing: a `progress` function, called with bytes written, that shows none."""

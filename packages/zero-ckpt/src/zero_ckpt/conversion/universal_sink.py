@@ -38,7 +38,7 @@ _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "
 
 
 def write_universal(source: Source, root: Path, *, workers: int, progress: Progress, overwrite: bool = False) -> Path:
-    """Write `<root>/global_step<step>` and `<root>/latest_universal`, and return the directory.
+    """Write `<root>/global_step<step>` and `<root>/latest_universal`, and return the path of the directory.
 
     Hyperparameters come from `param_groups` in the source's client state, or from an optimizer that `zero_ckpt.save`
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
@@ -204,8 +204,8 @@ def _common_step(source: Source, names: list[str]) -> Any:
 
 
 def _step(value: torch.Tensor) -> Any:
-    """Return an integer for optimizers that count in Python, and the tensor itself for optimizers that keep one
-    (floating-point)."""
+    """Return a step count as optimizers keep it: an int for those that count in Python, the tensor itself if it is
+    floating-point."""
     return value if value.is_floating_point() else int(value)
 
 
