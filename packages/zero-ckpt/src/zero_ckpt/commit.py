@@ -139,8 +139,8 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
     """Put back or remove what interrupted saves and prunes left in `root`, and return those paths, as they were named.
 
     A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
-    save holds is left. Failures are logged, as is every path. With `dry_run` nothing is changed or logged, and the
-    paths are only returned. Empty for a root that does not exist.
+    save holds is left. Failures are logged, as is every path. With `dry_run` nothing is changed, and the paths are only
+    returned. Empty for a root that does not exist.
     """
     if not root.is_dir():
         return []

@@ -306,7 +306,8 @@ def _require_raw_entry(entry: FileEntry, at: str) -> None:
 
 
 def _require_raw_slices(files: tuple[FileEntry, ...], tensors: tuple[TensorEntry, ...]) -> None:
-    """Raise DamagedError unless each slice with a `begin` is an extent of a raw file, and no extent is two slices."""
+    """Raise DamagedError unless slices of raw files, and those with a `begin`, are extents of their file, no two the
+    same."""
     extents_by_begin = [None if entry.extents is None else entry.extents_by_begin() for entry in files]
     for tensor in tensors:
         for piece in tensor.slices:

@@ -158,7 +158,8 @@ class Checkpoint:
             self._copy_from_slice([job], verify)
 
     def read_many(self, requests: Iterable[ReadRequest], *, verify: bool = True, threads: int = 4) -> None:
-        """Fill the buffers of many requests as `read_into` does, with several reads in flight. Raises as it does.
+        """Fill the buffers of many requests as `read_into` does, with several reads in flight. Raises as `read_into`
+        does.
 
         `threads` read; with the `nvme` extra, when 64 MiB or more are requested and `verify` is set, whole slices are
         read past the page cache instead. After an exception the buffers may be partly filled.

@@ -66,7 +66,7 @@ def convert(
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
     """Return about how many bytes `convert` writes with the same arguments: the total of its progress. Raises
-    CheckpointError as it does."""
+    CheckpointError as `convert` does for `to` and `dtype`."""
     if _kind(target, to) in ("safetensors", "pytorch"):
         return sum(tensor.nbytes for tensor in _model(source, dtype))
     return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
