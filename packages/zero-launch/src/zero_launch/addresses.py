@@ -8,7 +8,7 @@ from zero_launch.spec import ClusterSpec
 
 
 class Addresses:
-    """The addresses of one job that the launcher knows."""
+    """The addresses of one job that the launcher knows, as ``spec`` and the hosts' hellos name them."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec

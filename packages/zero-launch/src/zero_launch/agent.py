@@ -102,7 +102,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks of an attempt, show their output, and watch them; return local rank -> pid (torch's
-        contract)."""
+        contract). Ranks that are to save and leave get that order at once."""
         self._streamer = Streamer()
         self._started_at = time.time()
         self._stopping = False
@@ -174,13 +174,13 @@ class Agent(LocalElasticAgent):
         return set() if self._files.standby_pool is None else self._files.standby_pool.pids
 
     def dismiss_standbys(self) -> None:
-        """End the standbys."""
+        """Kill the standbys, if the job has any."""
         if self._files.standby_pool is not None:
             self._files.standby_pool.close()
 
     def _prepare_restart(self) -> None:
-        """Start the next standby if the job has standbys and restarts remain, once every rank trains or 10 s after the
-        start."""
+        """Start a standby that is still missing if the job has standbys and restarts remain, once every rank trains or
+        10 s after the start."""
         standby_pool = self._files.standby_pool
         if standby_pool is None or self._remaining_restarts <= 0:
             return
@@ -281,7 +281,8 @@ class Agent(LocalElasticAgent):
         return explain(records, stalled=stalled and len(records) == self._world_size)
 
     def _fail(self) -> None:
-        """End what is left of a failed attempt; print the failure if a restart follows, or note why none does."""
+        """End what is left of a failed attempt. If restarts remain, print the failure; but when attempts keep failing
+        alike, give up the restarts and add why to ``notes``."""
         self._end(signal.SIGTERM)
         if self._remaining_restarts <= 0:
             return

@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _recording_failures(folder: str | None) -> Iterator[None]:
-    """Write a LaunchError of the block into the record ``folder`` (None: nowhere), and raise it again."""
+    """Write a LaunchError of the block into the record ``folder`` (None: nowhere), print where the report is, and raise
+    it again."""
     try:
         yield
     except LaunchError as error:
@@ -197,7 +198,8 @@ def _node(options: argparse.Namespace) -> Node | None:
 
 
 def chosen_hosts(options: argparse.Namespace) -> Hostfile | None:
-    """Return the hosts that the options select; None for this machine alone. Raises ValueError as `Hostfile` does.
+    """Return the hosts that the options select; None for this machine alone. Raises ValueError and FileNotFoundError as
+    `Hostfile` does.
 
     They are those of `--hostfile`, else of /job/hostfile, else this machine if `--include` or `--exclude` is given.
     `--num_nodes` and `--nproc` take the first hosts and the first slots of each.
@@ -329,7 +331,8 @@ def _greeting(hosts: Hostfile, chosen: Forwarded) -> str:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether ``host`` is a name of this machine that needs no look-up: localhost, or its host name."""
+    """Return whether ``host`` is a name of this machine that needs no look-up: localhost, a loopback address or its
+    host name."""
     return host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
 
 

@@ -29,11 +29,10 @@ _POLL_SECONDS = 0.2
 
 
 class Cluster(abc.ABC):
-    """The launcher's side of a job on several hosts; `run` runs it once.
-
-    Subclasses (fixed_cluster.py, elastic_cluster.py) decide which hosts take part in each attempt. `_on_KIND` handles a
-    host's message of that kind, whose fields messages.py lists.
-    """
+    """The launcher's side of a job on several hosts; `run` runs it once. An attempt, or round, is one start of all
+    ranks on the hosts that take part, which subclasses choose (fixed_cluster.py, elastic_cluster.py). A host is present
+    until it has ended or is lost (`Peer.state`). `_on_KIND` handles a host's message of that kind, whose fields
+    messages.py lists."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
@@ -90,7 +89,7 @@ class Cluster(abc.ABC):
         self._conclude()
 
     def _check(self) -> None:
-        """Raise ValueError or FileNotFoundError if the job cannot run as it was specified."""
+        """Raise ValueError for too few hosts or a direct rank; FileNotFoundError without the transport's program."""
         self._spec.transport.check()
         if self._spec.job.direct_rank is not None:
             raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it away")
@@ -101,7 +100,8 @@ class Cluster(abc.ABC):
             )
 
     def _greet_all(self) -> None:
-        """Wait for hellos, and send the job to the hosts that can take part; stop if they are fewer than `_minimum`."""
+        """Wait for hellos, drop the hosts that send none in time, and send the job to the others; stop it if they are
+        fewer than `_minimum`. Also prints why hosts were dropped."""
         end = time.monotonic() + self._roster.seconds_to_greet
         say_at = time.monotonic() + WAIT_SECONDS
         while self._stopping is None and any(peer.state == "called" for peer in self._roster.peers.values()):
@@ -130,10 +130,10 @@ class Cluster(abc.ABC):
     @property
     @abc.abstractmethod
     def _minimum(self) -> int:
-        """Return the fewest hosts with which the job begins."""
+        """The fewest hosts with which the job begins."""
 
     def _send_job(self, peer: Peer) -> None:
-        """Send the host the job with the number of its ranks and its devices, and the order to end if there is one."""
+        """Send the host the job with its number of ranks and devices, and the order `end` if it has been given."""
         job = self._spec.job
         env = dict(job.env)
         if self._spec.bind_devices:
@@ -157,14 +157,14 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return what the host needs for an elastic job's rendezvous (`_terms` in messages.py); None in other jobs."""
+        """Return an elastic job's terms for the host, as `ElasticCluster._terms` describes them; None in other jobs."""
 
     @abc.abstractmethod
     def _lead(self) -> None:
         """Handle messages and lost hosts until the job is to stop or is over."""
 
     def _end_all(self) -> None:
-        """Tell every host to end its processes, and wait until all confirm, up to a time limit."""
+        """Tell present hosts to end their processes; handle messages until none is present, up to a time limit."""
         for peer in self._roster.present:
             peer.send("stop")
         end = time.monotonic() + self._spec.job.grace_seconds + 2 * self._spec.job.silence_seconds
@@ -173,7 +173,8 @@ class Cluster(abc.ABC):
             self._lose_silent_hosts()
 
     def _conclude(self) -> None:
-        """Return if the job has succeeded; else raise LaunchError, LeftEarly or the signal that interrupted it."""
+        """Print the hosts' notes and return if the job has succeeded, or raise LeftEarly if its ranks saved and left.
+        Else raise the signal that interrupted it, after the report of a recorded job, or LaunchError."""
         failures = self._failures()
         peers = list(self._roster.peers.values())
         if self._interrupted is not None:
@@ -233,8 +234,8 @@ class Cluster(abc.ABC):
                 peer.send("end")
 
     def hear(self, name: str, message: Message) -> None:
-        """Handle a message of the host with key ``name``; drop it if that host no longer takes part, and tell one that
-        comes only now."""
+        """Handle a message of the host with key ``name``: ignore it if that host is no longer present, but answer its
+        hello with `stop`. A message of an unknown kind loses the host."""
         peer = self._roster.peers.get(name)
         if peer is None or not peer.present:
             if peer is not None and peer.channel is not None and message["kind"] == "hello":
@@ -247,7 +248,7 @@ class Cluster(abc.ABC):
             handler(peer, message)
 
     def _on_hello(self, peer: Peer, message: Message) -> None:
-        """Take the host in, or drop it if a package there has another version than here."""
+        """Take the host in, or tell it to stop and drop it if a package there has another version than here."""
         peer.hello = message
         if (other := other_version(message["versions"])) is not None:
             peer.send("stop", why=other)
@@ -295,7 +296,8 @@ class Cluster(abc.ABC):
         stream.flush()
 
     def _on_failed(self, peer: Peer, message: Message) -> None:
-        """Start all ranks again, as some of the host's failed; if that is over, have the other hosts stop."""
+        """Start all ranks again, as some of the host's failed. If the ranks diverged or no restart is possible, tell
+        the other hosts to stop. Does nothing about an earlier attempt."""
         if message["attempt"] != self._attempt:
             return
         if message["divergence"] is not None and self._divergence is None:
@@ -377,7 +379,7 @@ class Cluster(abc.ABC):
             self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
 
     def _drop(self, peer: Peer, why: str) -> None:
-        """Give up a host that never began, and keep ``why`` for the report."""
+        """Give up a host that never began; keep ``why`` for the report."""
         peer.state = "lost"
         self._troubles.append(why)
 
@@ -388,7 +390,7 @@ class Cluster(abc.ABC):
     @property
     @abc.abstractmethod
     def _world_size(self) -> int:
-        """Return the number of ranks of the attempt."""
+        """The number of ranks of the attempt."""
 
     def _stop(self, why: str) -> None:
         """Have the job end with ``why`` in its report; only the first call counts."""

@@ -121,7 +121,8 @@ class ClusterAgent(Agent):
             self._files.standby_pool.prepare(self._imports, _PREPARE_SECONDS)
 
     def _prepare_restart(self) -> None:
-        """Also send the launcher what standbys import, for `prepare` if this host is lost and comes back."""
+        """Do as `Agent._prepare_restart`; also send the launcher what standbys import, when that has changed, for
+        `prepare` if this host is lost and comes back."""
         super()._prepare_restart()
         imports = {} if self._files.standby_pool is None else self._files.standby_pool.imports
         if imports != self._imports:
@@ -166,8 +167,9 @@ class ClusterAgent(Agent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Return torch's description of each rank, with the numbers that the launcher gave this host. torch's agents
-        ask each other through the store, and wait in it for a host that was lost meanwhile."""
+        """Return torch's description of each rank of this host, numbered as the launcher said; the arguments but
+        ``spec`` are unused. torch's own version asks the other agents through the store, and hangs if a host was lost
+        meanwhile."""
         first, ranks = self.rendezvous.place
         return [
             Worker(here, first + here, role_rank=first + here, world_size=ranks, role_world_size=ranks)
@@ -186,8 +188,8 @@ class ClusterAgent(Agent):
         return self._success if self.finish.is_set() else RunResult(state=WorkerState.HEALTHY)
 
     def _fail(self) -> None:
-        """Report the failure of this attempt to the launcher, which decides about a restart, and end the other ranks
-        here."""
+        """Report the failure of this attempt to the launcher, which decides about a restart, and end the other ranks on
+        this host."""
         self.channel.send("failed", attempt=self.rendezvous.attempt, divergence=self.divergence)
         self._end(signal.SIGTERM)
 

@@ -11,8 +11,8 @@ _SYSTEM = Path("/sys/devices/system")
 
 
 def usable_cores(quota_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that this process may use: its affinity mask, capped by its control group's quota,
-    rounded up; at least 1. ``quota_file``: the group's `cpu.max`."""
+    """Return the number of cores that this process may use: its affinity mask, capped by its control group's quota
+    rounded up; at least 1. ``quota_file``: the group's `cpu.max`; no cap if it is missing."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = quota_file.read_text().split()[:2]
@@ -69,20 +69,22 @@ def bindings(nproc: int, core_list: str = "", system: Path = _SYSTEM) -> list[tu
 
 
 def _split(cores: Sequence[int], parts: int) -> list[tuple[int, ...]]:
-    """Return ``parts`` consecutive groups of equal size; a remainder is left out."""
+    """Return ``parts`` groups of equally many consecutive ``cores``; a remainder is left out."""
     size = len(cores) // parts
     return [tuple(cores[n * size : (n + 1) * size]) for n in range(parts)]
 
 
 def _numa_nodes(system: Path) -> list[list[int]]:
-    """Return the cores of each NUMA node, in order; empty where the kernel names none."""
+    """Return the cores of each NUMA node, in the nodes' order; empty where the kernel names none. ``system``: as in
+    `bindings`."""
     folders = sorted(system.glob("node/node[0-9]*"), key=lambda path: int(path.name[4:]))
     texts = [(folder / "cpulist").read_text().strip() for folder in folders]
     return [parse_cores(text) for text in texts if text]
 
 
 def _siblings(core: int, system: Path) -> list[int]:
-    """Return the hyperthreads of ``core``'s physical core, lowest first, as a sorting key."""
+    """Return the hyperthreads of ``core``'s physical core in the kernel's order, as a sorting key; ``core`` alone if
+    the kernel does not say."""
     try:
         return parse_cores((system / f"cpu/cpu{core}/topology/thread_siblings_list").read_text().strip())
     except OSError:

@@ -29,9 +29,9 @@ def ranks_within(elastic: tuple[int, int], count: int) -> int:
 
 
 def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
-    """Return a function to call before each attempt for its number of ranks: first ``first``, later `ranks_within`
-    ``elastic`` by a new count of the accelerators, with its errors and those of `devices`. On a machine without
-    accelerators when the function is made it is always ``first``."""
+    """Return a function to call before each attempt for its number of ranks: ``first`` for the first, then
+    `ranks_within` ``elastic`` by a new count of the accelerators, raising as that and `devices` do. On a machine that
+    has no accelerators now it always returns ``first``."""
     import torch
 
     uses_devices = torch.accelerator.is_available()

@@ -39,7 +39,8 @@ class _Question:
 
 class ElasticCluster(Cluster):
     """A `Cluster` whose hosts come and go. torch's rendezvous decides which hosts take part in a round (an attempt with
-    a fixed set of hosts); its state is kept here. Raises ValueError as `host_bounds` does."""
+    a fixed set of hosts); its state is kept here, and names a host by its place: its number in the host list, as text.
+    Raises ValueError as `host_bounds` does."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)
@@ -154,7 +155,7 @@ class ElasticCluster(Cluster):
         return None
 
     def _lead(self) -> None:
-        """Handle messages and lost hosts; stop the job after `MEET_SECONDS` in which no rank ran."""
+        """Handle messages and lost hosts until the job is over or stops; stop it after `MEET_SECONDS` with no rank."""
         self._leading = True
         for peer in [peer for peer in self._roster.peers.values() if peer.state == "lost"]:
             self._call_later(peer)
@@ -182,7 +183,8 @@ class ElasticCluster(Cluster):
         super()._end_all()
 
     def _on_state(self, peer: Peer, message: Message) -> None:
-        """Let the host replace the state if it had seen the newest, and queue its request for `_answer`."""
+        """Let the host replace the rendezvous's state if it had seen the newest, and queue its request for `_answer`.
+        Loses a host that names a place which this job has not."""
         strange = places_in(message["state"]) - set(self._places.values())
         if strange:
             self._lose(peer, f"{title(peer)} was lost: it knows of places that this job has not: {sorted(strange)[:4]}")
@@ -195,8 +197,8 @@ class ElasticCluster(Cluster):
         self._questions.append(_Question(peer, message["number"], replaced, until))
 
     def _answer(self) -> None:
-        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`; the others
-        wait, since an answer on news keeps a host from sleeping while a round begins."""
+        """Answer the requests of hosts that have something to do, and those held back for `_HOLD_SECONDS`. The others
+        wait for news: then no host sleeps while a round begins."""
         now = time.monotonic()
         asked, self._questions = self._questions, []
         for question in asked:
@@ -212,8 +214,9 @@ class ElasticCluster(Cluster):
         self._imports[peer.name] = message["imports"]
 
     def _review(self) -> None:
-        """Tell the state which hosts the next round waits for: the first also for hosts that are getting ready; one
-        after all hosts were lost (this launcher was stopped, or cut off) for every host, until the last call."""
+        """Tell the rendezvous's state which hosts the next round waits for: those that are ready or run, and before the
+        first round those that are getting ready; after all hosts were lost, every host until the last call has
+        passed."""
         peers = list(self._roster.peers.values())
         waits_for_all = self._all_lost and (self._last_call is None or time.monotonic() <= self._last_call)
         if waits_for_all:
@@ -225,7 +228,8 @@ class ElasticCluster(Cluster):
         self._meeting.review(expected, slots, self._least_ranks)
 
     def _on_ready(self, peer: Peer, message: Message) -> None:
-        """Keep the host's report of the attempt before, and count the host in for the next round."""
+        """Keep the host's report of the attempt before, count it in for the next round and, unless that is a restart,
+        have running ranks make room for it (`_ask_to_grow`)."""
         if self._rounds and peer.state == "greeted":
             self._remark(f"{title(peer)} is back")
         self._reasons.pop(peer.name, None)
@@ -243,7 +247,7 @@ class ElasticCluster(Cluster):
         self._ask_to_grow()
 
     def _ask_to_grow(self) -> None:
-        """Have the ranks leave at their next checkpoint if a host waits and the job has room for it."""
+        """If a host waits and the job has room, have the ranks leave at their next checkpoint for a larger round."""
         running = [peer for peer in self._roster.present if peer.state == "running"]
         waits = any(peer.state == "ready" for peer in self._roster.present)
         if waits and running and len(running) < self._most:
@@ -251,8 +255,9 @@ class ElasticCluster(Cluster):
                 peer.send("grow", attempt=self._attempt)
 
     def _on_served(self, peer: Peer, message: Message) -> None:
-        """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members
-        their ranks and the store's address. If some were lost since and the rest has too few ranks, all meet again."""
+        """Begin the round that the hosts have agreed on, as its first host has opened the store: send its members their
+        ranks and the store's address. If some were lost since and the rest has too few ranks, all meet again. Does
+        nothing if ``peer`` is no member, and stops the job instead of a hopeless restart."""
         takes_part = self._meeting.participants
         members = [
             p for p in self._roster.present if p.state in ("ready", "running") and self._places[p.name] in takes_part
@@ -300,7 +305,7 @@ class ElasticCluster(Cluster):
         return sorted(peers, key=lambda peer: self._places[peer.name])
 
     def _announce_restart(self) -> None:
-        """Print the failure that led to this restart, if the round is one."""
+        """Print the failure that led to this restart and forget it; do nothing if the round is no restart."""
         if self._restarting:
             error = LaunchError(self._failures(), self._world_size, divergence=self._divergence)
             self._say(f"{error}\nzero-launch: restart {self._restarts} of {self._spec.job.max_restarts}")
@@ -354,7 +359,8 @@ class ElasticCluster(Cluster):
             self._troubles.append(f"{title(peer)}: {message['why']}")
 
     def _on_done(self, peer: Peer, message: Message) -> None:
-        """Record that a host's ranks are done; once no other host's run, have all finish or, if they wait, end."""
+        """Record that a host's ranks are done. Once no host's ranks run, have the hosts that are done finish, and
+        dismiss those that wait for a round; not during a restart."""
         peer.state = "done"
         if self._restarting or any(other.state == "running" for other in self._roster.present):
             return

@@ -46,7 +46,8 @@ def end_process_groups() -> None:
 
 
 def _rest(deadline: float) -> None:
-    """Release the interpreter's lock to gloo's threads until all sleep, or until ``deadline`` (`time.monotonic`)."""
+    """Give the interpreter's lock to gloo's threads until all of them sleep, at most until ``deadline``
+    (`time.monotonic`)."""
     before = _gloo_threads()
     while before and time.monotonic() < deadline:
         time.sleep(2 * sys.getswitchinterval())  # one that waits for the lock looks again in this time
@@ -57,9 +58,9 @@ def _rest(deadline: float) -> None:
 
 
 def _gloo_threads() -> dict[str, str]:
-    """Return thread id -> state and numbers of context switches, for this process's gloo threads.
+    """Return thread id -> its state and numbers of context switches as text, for this process's gloo threads.
 
-    Where they have no name of their own, any thread that is not Python's is taken for one.
+    Where gloo's threads have no name of their own, any thread that is not Python's is taken for one.
     """
     from .compat import gloo_thread_names
 

@@ -64,7 +64,8 @@ def memlock_bytes() -> int | None:
 
 
 def examination(folder: str) -> dict[str, Any]:
-    """Return the facts about this host for the doctor (`_facts` in messages.py): `greeting`'s, memory, limits, devices.
+    """Return the facts about this host for the doctor: `greeting`'s, memory, limits, devices (`FROM_HOST` in
+    messages.py has the fields).
 
     ``folder``: whose disk's free bytes to report. Memory and disk are in bytes; None for no limit, or no /dev/shm.
     Imports torch, and may start a process to ask zero-nvme-aio.

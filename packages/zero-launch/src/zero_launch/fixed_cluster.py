@@ -53,8 +53,9 @@ class FixedCluster(Cluster):
             self._begin_round()
 
     def _begin_round(self) -> None:
-        """Have the first host open the ranks' store, unless it has been asked and has not answered; on a restart, print
-        the failure first, or stop the job if it is hopeless. Call it when all hosts are ready."""
+        """Have the first host open the ranks' store, unless it has been asked and has not answered; `_on_store` goes on
+        from there. On a restart, print the failure first, or stop the job if it is hopeless. Call it when all hosts are
+        ready."""
         if self._restarting and self._is_hopeless(self._attempt):
             return
         if self._restarting:
@@ -98,8 +99,8 @@ class FixedCluster(Cluster):
             first += len(other.slots)
 
     def _on_done(self, peer: Peer, message: Message) -> None:
-        """Record that the host's ranks are done; once those of all hosts are, have the
-        hosts finish. Not during a restart."""
+        """Record that the host's ranks are done; once those of all present hosts are, have the hosts finish. No host
+        finishes during a restart."""
         peer.state = "done"
         if not self._restarting and all(other.state == "done" for other in self._roster.present):
             self._finishing = True

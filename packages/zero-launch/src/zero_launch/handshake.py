@@ -153,7 +153,7 @@ def shared_token(environ: Mapping[str, str], home: Path) -> str:
 
 
 def _token_of(path: Path) -> str:
-    """Return the token in the file ``path``, which is made with a new one if it is missing. Raises as
+    """Return the token in the file ``path``; if the file is missing, write it with a new token first. Raises as
     `shared_token` does, and OSError for a symbolic link."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -91,7 +91,8 @@ class HostSide:
             self._channel.close()
 
     def _first_order(self) -> Message:
-        """Return the launcher's first message, however long it takes; one of kind `eof` if it falls silent for 4 s."""
+        """Return the launcher's first message, however long it takes; one of kind `eof` if the launcher falls silent
+        for 4 s."""
         while True:
             try:
                 return self._inbox.get(timeout=SILENCE_SECONDS)[1]
@@ -212,7 +213,8 @@ def _end_earlier(job_id: str, generation: int) -> str:
 
 
 def _run(agent: ClusterAgent) -> tuple[bool, str | None]:
-    """Run the agent to its end; return whether it failed, and a text about the signal that stopped it, or None."""
+    """Prepare standbys and run the agent to its end; return whether it failed, and a text about the signal that stopped
+    it, or None."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from zero_launch.job import quiet_engine

@@ -68,7 +68,8 @@ def _about_logs(folder: Path) -> list[str]:
 def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "call"]) -> None:
     """Run a job as `launch` does, without checking the target; ``kind`` says how a rank runs it (see rank.py).
 
-    Raises LeftEarly, besides LaunchError, when the ranks of a `--requeue` job have saved and left.
+    Unless the job is quiet, prints what starts. Raises LeftEarly, besides LaunchError, when the ranks of a `--requeue`
+    job have saved and left.
     """
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []

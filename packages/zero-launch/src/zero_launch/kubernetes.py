@@ -123,7 +123,7 @@ def _pytorchjob(pods: Pods) -> dict[str, Any]:
 
 
 def _jobset(pods: Pods) -> dict[str, Any]:
-    """Return a JobSet of one indexed Job; its first pod has a name of its own, by which the others find it."""
+    """Return a JobSet of one indexed Job; the others find its first pod by that pod's DNS name."""
     variables = [{"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}]
     address = f"{pods.name}-{_WORKERS}-0-0.{pods.name}"
     pod = _pod(pods, node_rank="$(PET_NODE_RANK)", address=address, variables=variables if pods.nodes > 1 else [])

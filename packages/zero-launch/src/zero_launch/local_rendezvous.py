@@ -48,7 +48,7 @@ class LocalRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: there is nobody to tell."""
+        """Do nothing: there is no other agent to tell."""
 
     def shutdown(self) -> bool:
         """Drop the store; return True, as torch asks."""

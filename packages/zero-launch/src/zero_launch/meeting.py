@@ -64,7 +64,7 @@ class ChannelBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         """Offer ``state`` in place of version ``token`` (None: the first); return the newest state, its version, and
-        whether it is this one."""
+        whether ``state`` was accepted."""
         answer = self._ask(to_plain(state), token)
         return to_pickle(answer["state"]), answer["version"], answer["replaced"]
 
@@ -87,7 +87,8 @@ class ChannelBackend(RendezvousBackend):
 
 
 class Meeting(DynamicRendezvousHandler):
-    """The rendezvous of one host's agent; torch's algorithm says who takes part in a round, in the host list's order.
+    """The rendezvous of one host's agent; torch's algorithm says who takes part in a round (one start of all ranks), in
+    the host list's order.
 
     The first host of a round opens a store on its own address and tells the launcher, which tells the others. A round
     ends when the launcher says `again` (a rank or a host was lost) or when this host's ranks have left to regroup; a
@@ -104,8 +105,8 @@ class Meeting(DynamicRendezvousHandler):
 
     @classmethod
     def of(cls, channel: Channel, job_id: str, terms: Message) -> Meeting:
-        """Return the rendezvous for a host; ``terms``: `elastic` of the launcher's message `job` (see `_terms` in
-        messages.py)."""
+        """Return the rendezvous for a host. ``terms``: the field `elastic` of the launcher's message `job`, made by
+        `ElasticCluster._terms`."""
         backend = ChannelBackend(channel)
         join = timedelta(days=_JOIN_DAYS)
         made: Meeting = cls.from_backend(

@@ -113,8 +113,8 @@ class VersionedState:
         return {"state": copy.deepcopy(self._state), "version": self._version}
 
     def waits(self, place: str) -> bool:
-        """Return True while the handler at ``place`` can do nothing but ask again: it takes part in a round that is not
-        agreed yet, or waits for the next one."""
+        """Return whether the handler at ``place`` can do nothing but ask again: it takes part in a round that is not
+        agreed yet, or waits for the next one. False before there is a state."""
         state = self._state
         if state is None:
             return False
@@ -132,14 +132,16 @@ class VersionedState:
         return {node[0] for node, _ in self._state["participants"] if node not in lost}
 
     def lost(self, place: str) -> None:
-        """Let the heartbeats of the host at ``place`` expire: it is lost. Does nothing before there is a state."""
+        """Let the heartbeats of the host at ``place`` expire, because it is lost: torch's handlers then drop it. Does
+        nothing before there is a state."""
         if self._state is not None:
             beats = self._state["heartbeats"]
             self._state["heartbeats"] = [[node, 0.0 if node[0] == place else at] for node, at in beats]
             self._version += 1
 
     def review(self, expected: Collection[str], slots: Mapping[str, int], least: int) -> None:
-        """Let the round begin if every ``expected`` place takes part and the participants have ``least`` ranks.
+        """End the wait for further hosts if every ``expected`` place takes part and the participants have ``least``
+        ranks, so that the round begins.
 
         Does nothing while no hosts meet, and once the round has begun. ``slots``: number of ranks at each place.
         """

@@ -34,8 +34,8 @@ class Orders:
         return {ORDERS_VARIABLE: str(self.folder)}
 
     def give(self, order: str) -> None:
-        """Order the ranks to leave, by writing the file `order`. ``order``: `REGROUP` or `END`;
-        `REGROUP` never replaces an earlier order."""
+        """Order the ranks to leave, by writing the file `order`. ``order``: `REGROUP`, at their next checkpoint, or
+        `END`, after saving one at once; `REGROUP` never replaces an earlier order."""
         self.open()
         path, part = self.folder / "order", self.folder / "order.part"
         if order == REGROUP and path.exists():

@@ -83,8 +83,8 @@ class Peer:
         return 0.0 if self.channel is None else self.channel.clock_offset
 
     def take_report(self, message: Message) -> None:
-        """Store how the host's ranks ended in the last attempt, from its message `ready`; failures are added to earlier
-        ones."""
+        """Store how the host's ranks ended in the last attempt, from its message `ready`; failures are added to those
+        stored before."""
         self.failures += message["failures"]
         self.ended = [(rank, at) for rank, at in message["ended"]]
         self.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
@@ -237,8 +237,8 @@ class Listener:
         self._server.close()
 
     def _accept(self) -> None:
-        """Accept connections until `close`, each served by `_welcome` in a new thread; refuse any beyond 64 that have
-        not shown a token. The thread's function."""
+        """Accept connections until `close`, each served by `_welcome` in a new thread; close any beyond 64 that have
+        not shown a token yet. The thread's function."""
         while True:
             try:
                 connection, address = self._server.accept()
@@ -267,7 +267,8 @@ class Listener:
                 tokens = [*self._expected, *([] if self._token is None else [self._token])]
 
             def admit(token: str, about: Mapping[str, Any]) -> str | None:
-                """Return why the connection is refused, or None; then ``admitted`` holds its peer."""
+                """Return why the connection with this token is refused, or None after adding its peer to
+                ``admitted``."""
                 peer, why = self._who(token, about)
                 admitted.extend([] if peer is None else [peer])
                 return why
@@ -298,7 +299,8 @@ class Listener:
         print(f"zero-launch: refused a connection from {address}: {why}", file=sys.stderr, flush=True)
 
     def _who(self, token: str, about: Mapping[str, Any]) -> tuple[Peer | None, str | None]:
-        """Return the peer that a connection with this token and ``about`` is, or None and why it is refused.
+        """Return the peer that a connection is, or None and why it is refused. ``token``: the one that it has shown.
+        ``about``: what it says of itself, `node_rank` and `nproc` from a node that comes by itself.
 
         The peer is claimed: the next connection for it is refused.
         """

@@ -102,9 +102,9 @@ class HostPresence:
     def find_arrivals(self, ended: Collection[int], recorded: Collection[int]) -> bool:
         """Add to ``arrived`` the ranks that have connected since the last look, and return whether there are any.
 
-        Looks once a second in the first minute, later every ten seconds, and no more once all have connected; calls
-        between are cheap. ``ended``: ranks to skip. ``recorded``: ranks that have a flight record, and so have
-        connected, if only between two looks.
+        Looks at the processes once a second in the first minute, later every ten seconds, and no more once all have
+        connected; calls between are cheap. ``ended``: ranks to skip. ``recorded``: ranks that have a flight record:
+        they count as connected without a look.
         """
         new = (self._pids.keys() & set(recorded)) - self.arrived
         now = time.monotonic()

@@ -134,7 +134,8 @@ def kill_those_ignoring(pids: Collection[int], signum: int) -> None:
 def wait_for_helpers(
     job_id: str, rank_pids: Collection[int], *, grace_seconds: float, spared: Collection[int] = ()
 ) -> None:
-    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves; see `job_processes`."""
+    """Wait up to ``grace_seconds`` for the job's remaining processes to end by themselves. The other arguments are as
+    in `job_processes`."""
     _wait(job_processes(job_id, rank_pids, spared), grace_seconds)
 
 

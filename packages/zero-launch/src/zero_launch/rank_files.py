@@ -146,8 +146,8 @@ class RankStatus:
         return self.seen_alive if self.end is None else self.end.at
 
     def refresh(self) -> None:
-        """Update `status` and `seen_alive`; do nothing once the status is known. A process that was reaped elsewhere
-        counts as killed."""
+        """Update ``status`` and ``seen_alive``; do nothing once the status is known. A process that was reaped
+        elsewhere counts as killed by SIGKILL."""
         if self.status is None:
             now = time.time()
             try:

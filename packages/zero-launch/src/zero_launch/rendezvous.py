@@ -100,7 +100,7 @@ class LedRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: the launcher decides when the job is over."""
+        """Do nothing: the launcher decides when the job is over."""
 
     def shutdown(self) -> bool:
         """Drop the store, if it is here; return True, as torch asks."""

@@ -39,7 +39,8 @@ class RepeatedFailures:
 
 
 def _key(failure: RankFailure) -> tuple[object, ...] | None:
-    """Return what is equal in failures that are alike; None for one that never counts."""
+    """Return cause, traceback and step, which are equal in failures that are alike; None for a failure that never
+    counts."""
     by_itself = failure.traceback or (failure.exit_code or 0) > 0
     if not by_itself or (failure.step is None and failure.seconds > _EARLY_SECONDS):
         return None

@@ -99,7 +99,7 @@ class LaunchError(RuntimeError):
 
     def _text(self) -> str:
         """Return the text of the error: the divergence, the first failure in full, a line for each other one, and the
-        notes."""
+        notes; without failures the divergence, or that the job failed, and the notes."""
         lines = [] if self.divergence is None else [self.divergence]
         if not self.failures:
             return "\n".join([*(lines or ["the job failed"]), *self.notes])
@@ -116,10 +116,11 @@ class LaunchError(RuntimeError):
 
 
 def read_error_file(path: Path) -> dict[str, Any] | None:
-    """Return what an uncaught exception left in a rank's error file (`message` and `extraInfo`), or None.
+    """Return what an uncaught exception left in a rank's error file (`message` and `extraInfo`, see
+    `rank.write_error_file`), or None.
 
-    None also for a file of torch's own, which has no time: that exception may have been caught. `write_error_file` in
-    rank.py has the format.
+    None also for a file that torch wrote itself, which lacks our time `uncaught_at`: that exception may have been
+    caught.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))["message"]

@@ -43,7 +43,8 @@ class Requests:
         self._asked_at: float | None = None
 
     def hear(self, signum: int) -> Literal["ask", "same", "now"]:
-        """Return the meaning of a signal: `ask` to save and end (the first), the `same` request again, or end `now`.
+        """Return the meaning of a signal: `ask` to save and end (the first), the `same` request again, which changes
+        nothing, or end `now`.
 
         A SIGTERM means `now` from 5 s after the first signal on; a later SIGUSR1 never does.
         """
@@ -65,9 +66,9 @@ class LeftEarly(Exception):
 def requeue(environ: Mapping[str, str], *, saved: bool = True) -> tuple[int, str]:
     """Put this job back into Slurm's queue, if it is Slurm's; return the launcher's exit status and a text to print.
 
-    ``environ``: SLURM_JOB_ID there names the job. The status is 75 (EX_TEMPFAIL) also without Slurm, for other
-    schedulers to act upon. Where Slurm refuses it is 1. ``saved``: all ranks have saved a checkpoint and left. Call it
-    from the main thread; from here on this process ignores the signals.
+    ``environ``: SLURM_JOB_ID there names the job. The status is 75 (EX_TEMPFAIL), without Slurm too, for other
+    schedulers to act upon; it is 1 where Slurm refuses. ``saved``: all ranks have saved a checkpoint and left. Call it
+    from the main thread; from here on this process ignores `SIGNALS`.
     """
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

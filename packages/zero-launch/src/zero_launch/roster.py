@@ -38,7 +38,7 @@ class Roster:
 
     @property
     def slots(self) -> int:
-        """The number of ranks for which all hosts together have room."""
+        """The number of ranks for which all hosts together have room, lost and ended ones included."""
         return sum(len(peer.slots) for peer in self.peers.values())
 
     @property

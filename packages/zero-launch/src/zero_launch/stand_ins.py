@@ -21,7 +21,7 @@ def registered_names() -> list[str]:
 
 def search_paths(names: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     """Return the search paths for ranks with `--as-NAME` for each of ``names``: variable (PYTHONPATH, PATH) -> the
-    packages' folders, the last name's first, then the value in ``environ``. Empty without names.
+    packages' folders, the last name's first, then the entries of that variable in ``environ``. Empty without names.
 
     Raises ValueError for a name that no installed package serves.
     """

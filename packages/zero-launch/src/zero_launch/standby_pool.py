@@ -237,7 +237,7 @@ class StandbyPool:
         return {standby.proc.pid for standby in self._standbys}
 
     def rank(self, pid: int) -> ForkedRank | None:
-        """Return the rank of the running attempt with that pid, if a standby has forked it; else None."""
+        """Return the rank with that pid if a standby has forked it, the newest for its local rank; else None."""
         return next((rank for rank in self._ranks.values() if rank.pid == pid), None)
 
     def adjust_to(self, ranks: int) -> None:

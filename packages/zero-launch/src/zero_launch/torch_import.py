@@ -24,8 +24,8 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module spec of torch, whose loader runs it by `_run`; None for any
-        other module, or if it is not installed."""
+        """Return the module spec of torch, whose loader runs it by `_run`; None for any other module, and if torch is
+        not installed."""
         if fullname != _NAME:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -36,7 +36,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-    """Run the module's code without the garbage collector, and put all objects that then exist out of its sight."""
+    """Run the module's code by ``execute`` without the garbage collector, and exempt all objects that then exist from
+    later collections."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -48,10 +49,10 @@ def _run(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 
 def keep_from_collector() -> None:
-    """Have torch, when this process imports it, run without the collector and stay out of its sight. Do nothing if it
-    is imported already.
+    """Have torch, when this process imports it, run without the collector, and exempt its objects from later
+    collections. Do nothing if it is imported already.
 
-    For processes that are the launcher's own or a rank: what else there is when torch is imported is not collected
+    For processes that are the launcher's own or a rank: what else exists when torch is imported is never collected
     either, if it lies in a reference cycle.
     """
     if _NAME not in sys.modules:
