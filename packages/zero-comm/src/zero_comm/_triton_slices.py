@@ -21,8 +21,8 @@ def _sum(
     ACCUMULATE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sum ``COUNT`` slices of ``numel`` elements, ``stride`` apart from ``first`` on,
-    into ``out``, ``TILE`` elements per program."""
+    """Sum ``COUNT`` slices of ``numel`` elements, ``stride`` apart from ``first`` on, into ``out``, ``TILE`` elements
+    per program. ``DIVIDE``: divide by ``divisor``. ``ACCUMULATE``: add the quotient to ``out``."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < numel
     total = tl.load(first + places, mask=inside, other=0.0).to(tl.float32)

@@ -93,7 +93,7 @@ class AlikeControl(Control):
         """Start nothing: no rank ever waits for another here."""
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        """Return this rank's own message once for each rank; ``patience`` is ignored."""
+        """Return this rank's own message ``world_size`` times; ``patience`` is ignored."""
         return super()._exchange(message, patience) * self.world_size
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
@@ -124,7 +124,7 @@ class AlikeGroup(Group):
     def _exchange(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
     ) -> list[tuple[Any, int | None]]:
-        """Count the exchange and send nothing; there is no operation to wait for."""
+        """Count the exchange as issued, send nothing, and return an empty list: there is no operation to wait for."""
         self.issued += 1
         return []
 

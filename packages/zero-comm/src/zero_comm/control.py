@@ -117,7 +117,7 @@ class Control:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
         Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
-        when a rank is gone, has aborted, or is in `confer`. Updates `watched`.
+        when a rank is gone, has aborted, or is in `confer`. Updates `watched`, and deletes the note of `leave_note`.
         """
         messages = self._exchange(message)
         told = _distinct(messages)
@@ -223,8 +223,8 @@ class Control:
             self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
 
     def leave_note(self, reason: str) -> None:
-        """Store why this rank may make no further call. The others' `explain` uses it, unless a rank has reported a
-        failure; this rank's next `exchange` deletes it."""
+        """Store why this rank may make no further call; does nothing for a single rank. The others' `explain` uses it,
+        unless a rank has reported a failure; this rank's next `exchange` deletes it."""
         if self._process_group is not None:
             with suppress(RuntimeError):
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
@@ -238,7 +238,8 @@ class Control:
         self.watched.failed = (reason, time.monotonic())
 
     def record_call(self) -> None:
-        """Record that this rank makes a call: its watch no longer gives up for one that failed before."""
+        """Record that this rank makes a call. Its watch then no longer gives up for a call that failed before or for an
+        exception that the script is handling now, and a backward pass no longer has to follow."""
         self.watched.failed = None
         self.watched.excused = excused_exceptions()
         self.watched.owes_backward = False
@@ -308,7 +309,8 @@ class Control:
             self._process_group = None
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
-        """Return every rank's ``body`` (equal lengths). ``doing``: the message that the watch and errors name."""
+        """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes. ``doing``: the message that
+        the watch and errors name. ``patience``: as for `_exchange`."""
         if self.world_size > _DIRECT_RANKS:
             received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
             self._count(tag, len(body))

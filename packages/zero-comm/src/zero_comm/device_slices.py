@@ -43,7 +43,7 @@ def _stride(slices: Sequence[torch.Tensor]) -> int:
 
 @functools.cache
 def _triton_sum() -> Callable[..., None] | None:
-    """Return the Triton kernel; None where triton cannot be imported."""
+    """Return the function that runs the Triton kernel; None where triton cannot be imported."""
     try:
         from ._triton_slices import sum_evenly_spaced
     except ImportError:

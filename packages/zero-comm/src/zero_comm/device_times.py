@@ -101,7 +101,8 @@ class DeviceTimes:
             yield DeviceTime(tag, open_seconds, min(open_seconds, waited), self._host_time(complete))
 
     def _host_time(self, event: torch.Event) -> float:
-        """Return the time of a completed event on the host's clock, as far as it is known."""
+        """Return when a completed event completed by the host's clock, at the latest; call it as soon as the completion
+        is seen."""
         now = time.perf_counter()
         if self._base is None:
             self._base, self._base_time = event, now

@@ -15,7 +15,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
-        """Return what the ranks sent to this one, in ``flat``'s shape."""
+        """Return what the ranks sent to this one, in ``flat``'s shape; waits."""
         ctx.group, ctx.tag = group, tag
         flat = flat.contiguous()
         out = torch.empty_like(flat)
@@ -24,7 +24,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Send the gradient's slices back."""
+        """Return the gradient of ``flat``: the slices of the output's gradient, each sent back to its rank; waits."""
         return all_to_all(gradients[0], ctx.group, ctx.tag), None, None
 
 

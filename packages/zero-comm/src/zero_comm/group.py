@@ -76,7 +76,8 @@ class Group:
         self._track = Track("" if process_group is None else process_group.group_name)
 
     def drop_unfinished(self) -> None:
-        """Do nothing: a reduction here has one hop. See `Reduction.drop_unfinished`."""
+        """Do nothing: a reduction here is one collective, without later hops to drop. See
+        `Reduction.drop_unfinished`."""
 
     def torch_group(self) -> dist.ProcessGroup:
         """Return torch's process group of these ranks, for the caller's own collectives.
@@ -302,7 +303,8 @@ class Group:
         self.issued += 1
 
         def finish() -> None:
-            """Divide the sum, and add it to ``out`` if asked to."""
+            """Divide the sum by the number of ranks (not with ``averages=False``), and add it to ``out`` with
+            ``accumulate``."""
             result.div_(self._divisor)
             if accumulate:
                 out.add_(result)

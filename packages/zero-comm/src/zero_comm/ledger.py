@@ -51,7 +51,7 @@ class Ledger:
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
         """Add the times of a finished collective: ``open_seconds`` since its start, ``waited_seconds`` of them spent
-        waiting. ``ended``: when, by `time.perf_counter`; None for now."""
+        waiting. ``ended``: when, by `time.perf_counter`, None for now; for subclasses, which may record it."""
         row = self._row(tag)
         row.open_seconds += open_seconds
         row.waited_seconds += waited_seconds

@@ -12,7 +12,8 @@ from .work import Work
 
 
 class Reduction(Protocol):
-    """Averages flat buffers into the owners' slices: `Group`, or a reduction in several hops."""
+    """Averages flat buffers into the owners' slices: `Group`, or a reduction in several hops, each a collective over
+    some of the ranks."""
 
     @property
     def rank(self) -> int:
@@ -27,7 +28,7 @@ class Reduction(Protocol):
 
     def drop_unfinished(self) -> None:
         """Forget reductions whose later hops have not started. Called when a failure has ended the process groups and
-        new ones are open: the next reduction must not continue these."""
+        new ones are open: the next reduction must not continue the old ones."""
 
 
 class Gather(Protocol):

@@ -49,8 +49,8 @@ def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: in
 class TreeSum:
     """`SliceSum` along a binary tree: adds slices 0 and 1, 2 and 3, …, then neighbouring sums, and so on.
 
-    ``pair`` adds two slices. The sum of every aligned block of 2^i slices is a node of the tree, so it is the same
-    number whether one rank adds the block or several do.
+    ``pair``: the sum of two slices. The sum of every aligned block of 2^i slices is a node of the tree, so it is the
+    same number whether one rank adds the block or several do.
     """
 
     def __init__(self, pair: SliceSum = sum_slices) -> None:

@@ -132,7 +132,8 @@ class Watch:
             self._note(f"failed: {describe_failure(error)}")
 
     def check(self) -> None:
-        """Ask for heartbeats, answer, and give up, as [Note: the watch] says; called every half second.
+        """Ask for heartbeats, answer, and give up, as [Note: the watch] says; also have the flight recorder look at the
+        device. Called every half second.
 
         Raises RuntimeError when the store is gone.
         """
@@ -197,7 +198,8 @@ class Watch:
         self._store.set(f"report {self._rank}", json.dumps(asdict(report)))
 
     def _has_run(self, rank: int, now: float) -> bool:
-        """Return whether a silent rank is a process of this host that has used processor time since the last look."""
+        """Return whether a silent rank is a process of this host that has used processor time since the last call;
+        False at the first, and for a rank that answered less than half a second ago."""
         key = f"process {rank}"
         if self._process is None or now - self._seen[rank][1] < _TICK:
             return False

@@ -84,7 +84,8 @@ class Work:
             advance()
 
     def wait(self, patience: timedelta | None = None) -> None:
-        """Block until the result is in place (on an accelerator: until the current stream is ordered behind it).
+        """Block until the result is in place (on an accelerator: until the current stream is ordered behind it), and
+        count the seconds in the ledger. Does nothing when it has returned before.
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
         timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
