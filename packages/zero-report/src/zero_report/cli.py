@@ -70,7 +70,8 @@ def _live(args: argparse.Namespace) -> int:
 
 
 def _page(args: argparse.Namespace) -> int:
-    """Write the page, print its path, and return the exit status 0; raises `RecordError` if there is no record.
+    """Write the page, print its path, and return the exit status 0; with ``--perfetto`` write the trace first, with
+    ``--open`` show the page in a browser. Raises `RecordError` if there is no record.
 
     With ``--watch`` it is rewritten until the run has ended (see `Run.over`).
     """

@@ -73,7 +73,8 @@ class LinkSums:
 
 
 def _add_transfers(links: dict[str, Link], block: Block) -> None:
-    """Add the transfers in ``block``, one rank's step, to ``links`` by name; new links are added."""
+    """Add the transfers in ``block``, one rank's step, to ``links`` by name, and raise a link's peak to this step's
+    rate if that is higher; new links are added."""
     found: dict[str, list[tuple[int, int, int, int]]] = {}
     for span in block.spans:
         if (span.nbytes or span.waited) and (span.kind in COLLECTIVES or span.kind in TIERS):

@@ -23,9 +23,10 @@ _OWN_NOTES = ("head", "closed", "checkpoint", "plan", "peak")
 def totals(run: Run) -> dict[str, Any]:
     """Return totals and peaks of the whole run, over all attempts without repeated steps, by name.
 
-    ``steps``, ``seconds``, ``samples`` and ``skipped`` are the first rank's; ``rank_seconds``, phases, waits and bytes
-    are sums over ranks; memory is the highest of any rank. ``phases``, ``waits`` and ``memory`` are dicts, of seconds
-    or bytes by name; ``loss`` is the last one, None if there is none. Rates are per second, 0 without time.
+    ``steps``, ``seconds``, ``samples`` and ``skipped`` are the first rank's; ``rank_seconds``, ``compute``, phases,
+    waits and bytes are sums over ranks; memory is the highest of any rank. ``compute``: seconds of passes and updates
+    without waits. ``phases``, ``waits`` and ``memory`` are dicts, of seconds or bytes by name; ``loss`` is the ranks'
+    mean of the last one, None if there is none. Rates are per second, 0 without time.
     """
     found = [table for _, table in tables(run)]
 
@@ -77,7 +78,7 @@ def rank_rows(attempt: Attempt, analysis: Analysis) -> dict[str, Any]:
     """Return the columns of the table of the attempt's ranks, by name, one value per rank in the order of ``rank``.
 
     They are seconds per step by phase and wait, peak memory in bytes, host, ``closed``, and ``blamed``, the share of
-    the step that ranks lost because of this one.
+    the step that ranks lost because of this one (its own losses too if there are several ranks).
     """
     ranks = sorted(attempt.ranks)
     blamed = dict.fromkeys(ranks, 0.0)

@@ -64,7 +64,7 @@ def _section(table: PageTable) -> str:
 
 
 def _row(cells: Sequence[str], numeric: Sequence[bool], tag: str) -> str:
-    """Return a row of a table as HTML; ``numeric``: which columns hold numbers; ``tag``: of its cells, `th` or `td`."""
+    """Return a row of a table as HTML; ``numeric``: which columns hold numbers; ``tag``: of each cell, `th` or `td`."""
     found = [
         f'<{tag} class="{"number" if number else "name"}">{escape(cell)}</{tag}>'
         for cell, number in zip(cells, numeric, strict=True)

@@ -152,7 +152,7 @@ class Attempt:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts in the first rank's head: configuration, versions, machine."""
+        """The facts in `head`: configuration, versions, machine; empty if there are none."""
         facts = self.head.get("facts", {})
         return facts if isinstance(facts, dict) else {}
 
@@ -193,7 +193,8 @@ class Run:
 
     @cached_property
     def replayed(self) -> int:
-        """The number of steps that a later attempt repeated, by the tables of each attempt's first rank."""
+        """The number of steps that a later attempt repeated, by the tables of each attempt's first rank
+        (`Attempt.first`)."""
         tables = [attempt.first.table for attempt in self.attempts]
         firsts = [int(table["first"][0]) for table in tables if len(table["first"])]
         ends = [int(table["first"][-1] + table["steps"][-1]) for table in tables if len(table["first"])]

@@ -55,8 +55,8 @@ def merge_steps(steps: Sequence[EndedStep], parts: Sequence[slice], unix: float)
 
 
 def _add_columns(rows: Sequence[Row], parts: Sequence[slice], steps: Sequence[Row]) -> None:
-    """Add the columns of ``steps`` to ``rows``, one for each of ``parts``, slices of the steps, merged by the columns'
-    rules.
+    """Add the columns of ``steps`` to ``rows``, one row for each of ``parts``, slices of the steps, merged by the
+    columns' rules.
 
     A column that no step of a part has stays absent from its row.
     """

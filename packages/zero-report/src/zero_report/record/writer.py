@@ -224,7 +224,7 @@ class RecordWriter:
     def note(self, kind: str, **facts: Any) -> None:
         """Write an event of this kind (a warning, a checkpoint, a retry) to the file now, with time and current step.
 
-        ``facts``: plain data. Does nothing once the record is closed.
+        ``facts``: plain data. Does nothing once the record is closed; a file that is full only counts the event.
         """
         with self._file_lock:
             if not self._closed:
@@ -263,7 +263,7 @@ class RecordWriter:
             self._peaks = {}
 
     def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
-        """Write the ended steps, and the current one with the spans ``running`` under way.
+        """Write the ended steps, and the current one with the spans ``running`` under way, if it has any spans.
 
         When ``closing``, the current one only if it has computed. The caller holds the lock of the files.
         """
