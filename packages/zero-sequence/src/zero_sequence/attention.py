@@ -69,7 +69,8 @@ class UlyssesAttention:
         **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output (batch, S/N, heads, size) for ``query`` (batch, heads, S/N, size), and None for the
-        attention weights. Raises `SequenceError`."""
+        attention weights. Collective; but with ``disable_in_eval``, in eval mode, it only calls the core attention.
+        Raises `SequenceError` for what cannot be spread."""
         core = self._core if self._core is not None else eager_attention(module)
         if self._options.disable_in_eval and not module.training:
             return core(module, query, key, value, attention_mask, **named)
@@ -92,7 +93,8 @@ class UlyssesAttention:
     def _exchange(
         self, plan: HeadPlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, place: str
     ) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values of this rank's heads over the full sequence."""
+        """Return queries, keys and values of this rank's heads over the full sequence. Collective. ``place``: the
+        module's name, for the ledger."""
         if plan.padding:
             query = pad(query, (0, 0, 0, 0, 0, plan.padding))
         sent = [query, _for_ranks(plan, key), _for_ranks(plan, value)]
@@ -125,7 +127,8 @@ class UlyssesAttention:
 
     @contextmanager
     def _dropout(self, probability: float, device: torch.device) -> Iterator[None]:
-        """Draw from a generator of this rank alone, seeded by the one that the ranks may have in common.
+        """Inside the block, draw from a generator of this rank alone, seeded by the one that the ranks may have in
+        common. Does nothing for a ``probability`` of 0.
 
         Recomputed under restored generators, it draws the same again.
         """
@@ -167,7 +170,8 @@ class _LocalConfiguration:
 
 
 def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the heads of keys or values in the order in which ranks need them; gradients of copies add up."""
+    """Return the heads of keys or values in the order in which ranks need them, some more than once; gradients of
+    copies add up."""
     if plan.copies == 1:
         return tensor
     if plan.copies:

@@ -61,7 +61,8 @@ def _is_sequence(key: str, value: Any, tokens: torch.Tensor) -> bool:
 
 
 def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Return positions (batch, length) that count from 0, in every sample that ``cu_seq_lens_q`` bounds."""
+    """Return positions (batch, length) that count from 0, in every sample that ``cu_seq_lens_q`` bounds. Raises
+    `SequenceError` if those bounds do not cover the batch."""
     rows, length = tokens.shape[:2]
     places = torch.arange(rows * length, device=tokens.device)
     bounds = batch.get("cu_seq_lens_q")

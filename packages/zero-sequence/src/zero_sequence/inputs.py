@@ -42,7 +42,8 @@ class SequenceInputs:
         self.attention_calls = 0
 
     def begin(self) -> None:
-        """Forget what earlier forward passes gave: a tensor of theirs may hold other values now."""
+        """Begin a forward pass: forget the full positions of earlier ones, whose tensors may hold other values now, and
+        count attention calls from 0."""
         self._full_positions = WeakIdKeyDictionary()
         self.attention_calls = 0
 
@@ -54,7 +55,8 @@ class SequenceInputs:
         return full.transpose(0, 1).flatten(1)
 
     def full_positions(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the positions of the full sequence behind ``shard``. Collective for a tensor that was not seen."""
+        """Return the positions of the full sequence behind ``shard``. Collective for a tensor that was not seen since
+        `begin`."""
         if shard not in self._full_positions:
             self._full_positions[shard] = self.gather(shard)
         found: torch.Tensor = self._full_positions[shard]

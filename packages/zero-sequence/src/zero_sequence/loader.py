@@ -81,11 +81,13 @@ class SequenceLoader:
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
 
     def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Return this rank's shard of a batch that all ranks of the group have."""
+        """Return this rank's shard, in a list, of a batch that all ranks of the group have; None without a batch."""
         return None if batch is None else [self._split(batch)[self._groups.rank]]
 
     def _draw_each(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Exchange the shards of the ranks' batches; return this rank's, in the order of the ranks they came from."""
+        """Exchange the shards of the ranks' batches; return this rank's, in the order of the ranks they came from.
+        ``batch``: None if this rank has none left; returns None once no rank has one. Collective. Raises
+        `SequenceError` on every rank for a batch that does not fit."""
         try:
             mine = [] if batch is None else self._split(batch)
             said: Any = None if batch is None else _header(mine[0])
@@ -100,7 +102,8 @@ class SequenceLoader:
         return self._exchange(mine, told)
 
     def _exchange(self, mine: list[dict[str, Any]], told: list[Any]) -> list[dict[str, Any]]:
-        """Send shard r of this rank's batch to rank r. ``told``: each rank's header, None for no batch."""
+        """Send shard r of this rank's batch, ``mine``, to rank r, and return the shards that arrived, by rank.
+        ``told``: each rank's header (see `_header`), None for no batch. Collective."""
         size = max(sum(_bytes(entry) for entry in theirs["tensors"]) for theirs in told if theirs is not None)
         sent = torch.zeros(self._groups.size, size, dtype=torch.uint8)
         for row, shard in zip(sent, mine, strict=False):
@@ -115,7 +118,8 @@ class SequenceLoader:
 
 
 def _header(shard: dict[str, Any]) -> dict[str, Any]:
-    """Return names, dtypes and shapes of the tensors of a shard, and its plain data. Raises `SequenceError`."""
+    """Return names, dtypes and shapes of the tensors of a shard, its plain data, and the order of all keys. Raises
+    `SequenceError` for a value that is neither a tensor nor JSON."""
     tensors = [
         [key, str(value.dtype).removeprefix("torch."), list(value.shape)]
         for key, value in shard.items()

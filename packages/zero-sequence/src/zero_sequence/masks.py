@@ -67,7 +67,8 @@ def check_mask(mask: Any, full_length: int, place: str) -> None:
 
 
 def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
-    """Return the number of the sample of every token; None if there is one sample in a row."""
+    """Return the number of the sample of every token; None if there is one sample in a row, or if a mask or no
+    positions were given."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     if current.positions is None or current.padding is not None:

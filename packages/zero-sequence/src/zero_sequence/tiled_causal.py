@@ -94,7 +94,9 @@ class TiledCausalLoss:
         shift_labels: torch.Tensor | None = None,
         **_others: Any,
     ) -> torch.Tensor:
-        """Return the loss of the last forward: the model's ``loss_function``, with Transformers' arguments."""
+        """Return the loss of the last forward: the model's ``loss_function``, with Transformers' arguments. The first
+        call compares the head's logits with ``logits``. Raises `SequenceError` if that forward was called without
+        labels."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:
             raise SequenceError(

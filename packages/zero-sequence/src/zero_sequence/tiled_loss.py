@@ -121,7 +121,7 @@ class _EntropyWork:
         self._total = loss if self._total is None else self._total + loss
 
     def take_result(self) -> torch.Tensor:
-        """Return the sum."""
+        """Return the sum of the losses, and begin a new one."""
         total, self._total = self._total, None
         return cast(torch.Tensor, total)
 

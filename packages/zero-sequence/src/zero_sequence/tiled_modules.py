@@ -94,7 +94,8 @@ class _JoinedWork:
         return call_on(self._module, tiles)
 
     def collect(self, span: TileSpan, output: torch.Tensor) -> None:
-        """Copy the output to its place. Raises `SequenceError` if it has another size than the tile."""
+        """Copy the output to its place in the result, which the first tile makes. Raises `SequenceError` if it has
+        another size than the tile."""
         dim = self._output_dim
         fits = -output.dim() <= dim < output.dim() and output.size(dim) == span.length
         if not fits:
@@ -109,7 +110,7 @@ class _JoinedWork:
         self._joined.narrow(dim, span.start, span.length).copy_(output)
 
     def take_result(self) -> torch.Tensor:
-        """Return the whole output."""
+        """Return the joined outputs, and keep no reference to them."""
         joined, self._joined = self._joined, None
         return cast(torch.Tensor, joined)
 
@@ -136,7 +137,7 @@ class _StackedWork:
         self._outputs.append(output)
 
     def take_result(self) -> torch.Tensor:
-        """Return the outputs, stacked."""
+        """Return the outputs, stacked in the order of the tiles, and keep no reference to them."""
         outputs, self._outputs = self._outputs, []
         return torch.stack(outputs)
 

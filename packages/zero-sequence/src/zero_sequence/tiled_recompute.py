@@ -68,7 +68,8 @@ class TileWork(Protocol):
 
 
 def run_tiles(work: TileWork, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the result of ``work`` over ``inputs``, differentiable once; see [Note: gradients of tiles]."""
+    """Return the result of ``work`` over ``inputs``, differentiable once and only where gradients are enabled; see
+    [Note: gradients of tiles]."""
     trains = torch.is_grad_enabled()
     surroundings = TileSurroundings.of(inputs)
     leaves: dict[int, torch.Tensor] = {}

@@ -45,7 +45,7 @@ class RandomState:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> RandomState:
-        """Return the present state."""
+        """Return the present state, with the devices that ``tensors`` are on."""
         devices, states = get_device_states(*tensors)
         return RandomState(_device_type(tensors), torch.get_rng_state(), devices, states)
 

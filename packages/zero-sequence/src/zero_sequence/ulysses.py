@@ -81,8 +81,9 @@ class Ulysses:
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replace the inputs of a forward pass of shards: full masks, this shard's positions, no cache. Does nothing in
-        evaluation if the options say so."""
+        """Replace the inputs of a forward pass of shards: full masks, this shard's positions, no cache. The outermost
+        pass first agrees with the other ranks on its inputs (collective). Does nothing in evaluation if the options say
+        so."""
         if self._options.disable_in_eval and not model.training:
             return None
         self._depth += 1
@@ -94,7 +95,8 @@ class Ulysses:
         return (), named
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """End the forward pass; raise `SequenceError` if it computed no attention over shards."""
+        """End the outermost forward pass, also one that raised; do nothing for one inside another. Raises
+        `SequenceError` if it returned without computing attention over shards."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._inputs.current is None:
             return
@@ -106,7 +108,8 @@ class Ulysses:
             )
 
     def _agree(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
-        """Return what the ranks hold together. Raises `SequenceError` on every rank if their shards do not fit."""
+        """Return what the ranks hold together. Collective. Raises `SequenceError` on every rank if their shards do not
+        fit."""
         try:
             said: Any = _facts(model, named)
         except SequenceError as error:
@@ -141,7 +144,8 @@ class Ulysses:
         return ForwardInputs(length, full_length, padding, positions)
 
     def _replace(self, model: nn.Module, named: dict[str, Any], current: ForwardInputs) -> None:
-        """Fill ``named``, the inputs of ``model``, with what it has to see of the full sequence."""
+        """Fill ``named``, the inputs of ``model``, for the full sequence: ``attention_mask`` over all tokens in place
+        of one of padding or none, ``position_ids`` of this shard if they are missing, and no cache."""
         tokens = _tokens(model, named)
         accepted = inspect.signature(model.forward).parameters
         if "attention_mask" in accepted and _is_padding(named.get("attention_mask")):
@@ -164,7 +168,7 @@ def _named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _tokens(model: nn.Module, named: dict[str, Any]) -> torch.Tensor:
-    """Return the input whose first two dimensions are batch and length."""
+    """Return the input whose first two dimensions are batch and length. Raises `SequenceError` if there is none."""
     for name in ("input_ids", "inputs_embeds"):
         if isinstance(named.get(name), torch.Tensor):
             return cast("torch.Tensor", named[name])
