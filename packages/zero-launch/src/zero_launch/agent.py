@@ -170,7 +170,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def _spared(self) -> set[int]:
-        """The pids of the standbys, which are not ended with an attempt."""
+        """The pids of the standbys, which are not ended with an attempt; empty without standbys."""
         return set() if self._files.standby_pool is None else self._files.standby_pool.pids
 
     def dismiss_standbys(self) -> None:
@@ -340,7 +340,8 @@ class Agent(LocalElasticAgent):
             record.refresh()
 
     def _note_ends(self) -> None:
-        """Record every rank's status at the first failure, before we end the others; later calls do nothing."""
+        """At the first failure, before we end the others, record how every rank stands: its status, the end of its
+        script, the order on which it left. Later calls do nothing."""
         if self._stopping:
             return
         self._stopping = True

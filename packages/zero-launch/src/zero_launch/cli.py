@@ -310,8 +310,8 @@ def ranks_for(nproc: str) -> int:
 
 
 def _variables(options: argparse.Namespace) -> Forwarded:
-    """Return the environment variables to send to other hosts, the files of `.deepspeed_env` and `--forward`
-    included."""
+    """Return the environment variables to send to other hosts, those of `.deepspeed_env` files and `--forward`
+    included. Raises ValueError as `forwarded` and `search_paths` do."""
     files = [read_env_file(path) for path in env_files(os.environ, Path.cwd(), Path.home())]
     return forwarded({**os.environ, **search_paths(options.stand_ins, os.environ)}, files, options.forward)
 

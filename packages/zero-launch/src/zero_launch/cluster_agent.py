@@ -72,7 +72,7 @@ class ClusterAgent(Agent):
             spec = dataclasses.replace(spec, max_restarts=_NO_LIMIT)  # the launcher counts
 
         def started(pids: Mapping[int, int]) -> None:
-            """Tell the guard and the launcher about the processes of an attempt; ``pids``: rank -> pid."""
+            """Send the pids of an attempt's processes to the guard and the launcher; ``pids``: rank -> pid."""
             guard.watch(list(pids.values()))
             channel.send("started", pids={str(rank): pid for rank, pid in pids.items()})
 
@@ -130,8 +130,8 @@ class ClusterAgent(Agent):
             self.channel.send("imported", imports={str(number): text for number, text in imports.items()})
 
     def account(self) -> dict[str, Any]:
-        """Return the fields of the message `ended`, whose types messages.py lists: how the last attempt ended on this
-        host."""
+        """Return the fields of the message `ended`, about the last attempt on this host: its failures, the other ranks'
+        fates, notes, the divergence, the order on which all ranks left, and the flight records."""
         return {
             "failures": self._failure_messages(),
             "fates": self.fates() if self._records else [],
@@ -142,7 +142,8 @@ class ClusterAgent(Agent):
         }
 
     def _report(self) -> Message:
-        """Return the fields of the message `ready` about the attempt before."""
+        """Return the fields of the message `ready` about the attempt before: failures, (rank, when) of those that ended
+        well, and flight records."""
         ended = [[record.rank, record.over_at] for record in self._records if record.ended_well]
         return {"failures": self._failure_messages(), "ended": ended, "records": self._record_messages()}
 
@@ -218,7 +219,7 @@ class ClusterAgent(Agent):
             self.channel.send("presence", attempt=self.rendezvous.attempt, arrived=known[0], ended=known[1])
 
     def _announce(self, why: str) -> None:
-        """Do nothing: the message about the failure carries ``why``, and the launcher prints it."""
+        """Do nothing: the message `failed` carries ``why`` (`_fail`), and the launcher prints it."""
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
         """Do as `Agent._explain` for this host's ranks. Also send the launcher the records while they are stalled, and

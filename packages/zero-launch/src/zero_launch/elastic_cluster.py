@@ -133,7 +133,7 @@ class ElasticCluster(Cluster):
             self._send_job(peer)
 
     def _slots(self) -> list[int]:
-        """Return the ranks of each host; as many as here for one that comes by itself and has not come yet."""
+        """Return the number of ranks of each host; this launcher's own number for a node that has not come yet."""
         return [len(peer.slots) or self._spec.job.nproc for peer in self._roster.peers.values()]
 
     def _has_too_many(self, peer: Peer) -> str | None:

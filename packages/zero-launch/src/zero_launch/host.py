@@ -235,7 +235,7 @@ def _stop_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _got(signum: int) -> str:
-    """Return the reason why the host ends, for the launcher: the signal that it got."""
+    """Return a text for the launcher: this host ends because it got the signal ``signum``."""
     return f"it got {signal_name(signum)}"
 
 

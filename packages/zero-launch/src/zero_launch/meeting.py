@@ -157,7 +157,7 @@ class Meeting(DynamicRendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Return 1, on which torch's agent restarts its ranks, when they have left to regroup or the launcher has asked
-        for a restart; else 0, also while hosts wait."""
+        for a restart; else 0, although hosts may wait."""
         return int(self._regroups or self._restart_of == self.attempt)
 
     def next_rendezvous(self) -> RendezvousInfo:

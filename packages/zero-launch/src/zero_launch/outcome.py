@@ -42,5 +42,6 @@ def describe_abandoned(peers: Sequence[Peer], failures: Sequence[RankFailure], b
 
 
 def notes(peers: Sequence[Peer]) -> list[str]:
-    """Return the notes of all hosts, about processes that ranks left behind and that had to be killed."""
+    """Return the notes of all hosts, each with the host's name: processes that ranks left behind and that had to be
+    killed."""
     return [f"{note} on {peer.name}" for peer in peers for note in peer.notes]

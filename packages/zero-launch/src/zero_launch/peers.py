@@ -322,5 +322,5 @@ class Listener:
 
 
 def title(peer: Peer) -> str:
-    """Return the host's name as messages use it."""
+    """Return the host's name as messages use it: `host NAME`."""
     return f"host {peer.name}"

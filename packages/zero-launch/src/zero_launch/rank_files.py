@@ -54,7 +54,7 @@ class RankFiles(LogsSpecs):
 
     @property
     def takes_requests(self) -> bool:
-        """Return whether the job has `--requeue`."""
+        """Return whether the job has `--requeue`: its ranks then ignore the signals that ask it to end."""
         return REQUEUE_VARIABLE in self._env
 
     @property
@@ -63,8 +63,8 @@ class RankFiles(LogsSpecs):
         return str(self._folder)
 
     def own_variables(self, local_rank: int) -> dict[str, str]:
-        """Return the variables that a rank gets from us and that are the same in every attempt; ``own_env`` overrides
-        ``env``."""
+        """Return the variables that a rank gets from us and that are the same in every attempt: ``env``, overridden by
+        its ``own_env``, and where to record imports if there are standbys."""
         own = self._own_env[local_rank] if self._own_env else {}
         imports = {} if self.standby_pool is None else self.standby_pool.variables(local_rank)
         return {**self._env, **own, **imports}
