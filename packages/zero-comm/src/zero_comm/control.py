@@ -181,7 +181,8 @@ class Control:
         return [m.payload for m in messages]
 
     def exchange_nodes(self, node: str) -> None:
-        """Set `topology` from every rank's ``node``, the name of the node that it is on. Collective."""
+        """Set `topology` from every rank's ``node``, the name of the node that it is on, and make this group's keys in
+        the store unique. Collective."""
         told = self.agree(Message("topology", "", 0, [node, uuid.uuid4().hex]))
         self.topology = Topology(tuple(name for name, _ in told))
         self._name = f"{self._name} {told[0][1]}"  # groups of an earlier initialisation had the same names

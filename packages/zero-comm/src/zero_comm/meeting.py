@@ -38,7 +38,8 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
 
 
 def _wait(store: Store, world_size: int, call: str, patience: float) -> None:
-    """Wait until the meeting has a verdict; after ``patience`` seconds set one that names the missing ranks."""
+    """Wait until the meeting has a verdict; after ``patience`` seconds set one that names the missing ranks, unless
+    another rank has set one."""
     began, pause = time.monotonic(), 0.001
     while not store.check([_VERDICT]):
         if time.monotonic() - began >= patience:

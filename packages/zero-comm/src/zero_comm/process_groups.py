@@ -103,7 +103,8 @@ class EngineGroups:
         kind = AlikeGroup if in_fake_world() else Group
 
         def data_group(over: Rows) -> Group:
-            """Open this rank's group of ``over``, and append it to ``opened``."""
+            """Open this rank's group of the rows ``over``, append it with them to ``opened``, and return it.
+            Collective."""
             mine = next(row for row in rows if dist.get_rank() in row)
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
             with connections.recording():
@@ -267,7 +268,8 @@ def _common_block_size(rows: Rows, control: Control) -> int:
 
 
 def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
-    """Split every row into blocks of ``size`` consecutive ranks; ``what`` names the size in the ValueError."""
+    """Return every row split into blocks of ``size`` consecutive ranks. Raises ValueError, which names the size by
+    ``what``, if it does not divide a row."""
     for row in rows:
         if size < 1 or len(row) % size:
             possible = [n for n in range(1, len(row) + 1) if len(row) % n == 0]

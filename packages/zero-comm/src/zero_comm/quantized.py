@@ -117,7 +117,8 @@ class QuantizedReduce:
         self._open.clear()
 
     def _advance(self, until: _QuantizedReduction) -> None:
-        """Start the second hop of the open reductions, in order, up to and including ``until``."""
+        """Start the second hop of the open reductions, in order, up to and including ``until``; do nothing if its hop
+        has started. Waits for the first hops."""
         while until in self._open:
             self._open[0].start_across()
             self._open.popleft()

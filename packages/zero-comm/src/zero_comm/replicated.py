@@ -97,7 +97,8 @@ class ReplicatedReduce:
         self._across.drop_unfinished()
 
     def _advance(self, until: _ReplicatedReduction) -> None:
-        """Bring the open reductions to their last hop, in order, up to and including ``until``."""
+        """Bring the open reductions to their last hop, in order, up to and including ``until``; do nothing if it is
+        there. Waits for the hops before."""
         while until in self._open:
             self._average_across(self._open.popleft())
 
