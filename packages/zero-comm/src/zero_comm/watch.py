@@ -59,7 +59,8 @@ class Heartbeat:
 
 
 class Watch:
-    """Reads ``store`` twice a second, and does nothing else while no rank has waited for a second.
+    """Reads ``store`` twice a second, and does nothing else while no rank has waited for a second. Made, it runs in a
+    thread until `end`. ``watched``: the state of this rank, number ``rank`` of ``world_size``.
 
     [Note: the watch] A rank that waits longer asks all ranks for `Heartbeat`s. They answer from this thread, so a slow
     rank that computes answers too, and nothing is done about it. ``give_up(reason)`` is called, from this thread, when
