@@ -16,7 +16,7 @@ class SequenceGroups:
 
     Ranks of a sequence group hold consecutive shards of the same samples, and compute attention together. Ranks with
     the same place in their sequence groups form a data group: they hold the same shard of different samples. An engine
-    shards its states over all ranks, data times sequence. The methods are those of DeepSpeed's mpu.
+    shards its states over all ranks, data times sequence. The methods are those of DeepSpeed's mpu. Make it by `open`.
 
     Attributes:
         rank: this rank's place in its sequence group.
@@ -25,6 +25,7 @@ class SequenceGroups:
         batches: carries batches, on the CPU.
         control: small messages by which the ranks of a sequence group agree.
         ledger: counts what these three send.
+        sequence_rows, data_rows: the global ranks of every sequence group, and of every data group.
     """
 
     def __init__(

@@ -102,6 +102,8 @@ class _Recomputed(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Return the gradients of the inputs and the leaves, by computing every tile again; None for the other
+        arguments. Raises `SequenceError` with ``create_graph=True``."""
         if torch.is_grad_enabled():
             raise SequenceError(
                 "create_graph=True reached a computation in tiles, whose gradients are numbers without a graph. Call "
