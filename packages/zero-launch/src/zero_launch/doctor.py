@@ -210,17 +210,15 @@ def _rows() -> list[tuple[str, Any]]:
     cell)."""
 
     def fact(name: str) -> Any:
-        """Return the function of a report for a cell with the fact ``name`` as it is."""
+        """Return the cell function of the fact ``name``, shown as it is."""
         return lambda r: str(r.facts[name])
 
     def size(name: str, otherwise: str = "") -> Any:
-        """Return the function of a report for a cell with the fact ``name``, a number of bytes; ``otherwise`` for
-        None."""
+        """Return the cell function of the fact ``name``, a number of bytes; ``otherwise`` is shown for None."""
         return lambda r: otherwise if r.facts[name] is None else _size(r.facts[name])
 
     def listing(name: str) -> Any:
-        """Return the function of a report for a cell with the fact ``name``, a list of texts; `none` for an empty
-        one."""
+        """Return the cell function of the fact ``name``, a list of texts; `none` is shown for an empty one."""
         return lambda r: ", ".join(r.facts[name]) or "none"
 
     return [

@@ -134,7 +134,8 @@ class Meeting(DynamicRendezvousHandler):
     _regroups: bool
 
     def take(self, message: Message) -> bool:
-        """Handle a message of the launcher about rounds; return False for any other message, which is left alone."""
+        """Handle a message of the launcher about rounds: queue `state` and `meet` for those who wait for them, note
+        `again`. Return False for any other message, which is left alone."""
         kind = message["kind"]
         if kind == "state":
             self.backend.answers.put(message)

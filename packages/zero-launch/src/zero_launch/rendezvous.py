@@ -42,7 +42,9 @@ class LedRendezvous(RendezvousHandler):
         self._server: TCPStore | None = None
 
     def take(self, message: Message) -> bool:
-        """Handle a message of the launcher about rounds; return False for any other message, which is left alone."""
+        """Handle a message of the launcher about rounds: note `restart`, and queue `serve` and `round` for
+        `next_rendezvous`; a `round` ends an earlier `restart`. Return False for any other message, which is left
+        alone."""
         if message["kind"] == "restart":
             self.restart_asked = True
         elif message["kind"] in ("serve", "round"):

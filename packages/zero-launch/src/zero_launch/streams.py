@@ -17,9 +17,13 @@ class Sink(Protocol):
     """Where lines go: a text stream, or a channel to the launcher. Both methods may
     block, and raise OSError at its end."""
 
-    def write(self, text: str, /) -> object: ...
+    def write(self, text: str, /) -> object:
+        """Take ``text``, one or more whole lines."""
+        ...
 
-    def flush(self) -> object: ...
+    def flush(self) -> object:
+        """Hand on what was written."""
+        ...
 
 
 def prefix(rank: int, *, colour: bool) -> str:
