@@ -205,7 +205,7 @@ class FiledActivations:
     def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
         """Copy a tensor, piece by piece, to buffers and start writing those to a free place of its size in the files,
         or a new one; return the place's name. Waits for the copies, and for earlier writes where ``in_flight_bytes``
-        are under way.
+        are under way; ShardError if one of those failed.
         """
         waiting = self._free.get(form.nbytes)
         name = waiting.pop() if waiting else self._new_name(form)
@@ -218,7 +218,7 @@ class FiledActivations:
         return name
 
     def _write(self, name: str, piece: torch.Tensor, offset_bytes: int) -> None:
-        """Start writing a flat piece of a tensor at an offset of its place. Waits as `save` does."""
+        """Start writing a flat piece of a tensor at an offset of the place ``name``. Waits and fails as `save` does."""
         nbytes = piece.numel() * piece.element_size()
         while self._writing and self._writing_bytes + page_rounded(nbytes) > self._limit:
             self._finish_oldest_write()
@@ -274,8 +274,8 @@ class FiledActivations:
         self._writing.clear()
 
     def _new_name(self, form: TensorForm) -> str:
-        """Return the name of a new extent of this form; it ends with "x" and the number of its bytes, which `free`
-        reads from it.
+        """Declare a new extent for a tensor of this form and return its name, which ends with "x" and the number of its
+        bytes, for `free` to read from it.
         """
         self._count += 1
         self._file_bytes += form.nbytes

@@ -60,7 +60,8 @@ def lay_out(name: str, pieces: Iterable[tuple[str, int, int]]) -> Pack:
 @dataclass
 class _Slot:
     """One buffer. It is free (no pack), idle (a pack without holders) or held. ``dirty``: a holder changed the pack.
-    ``writing``: the transfers in ``pending`` are writes, else reads.
+    ``writing``: the transfers in ``pending`` are writes, else reads. ``used`` and ``hinted`` are times, counted in
+    calls of the ring's `acquire`.
     """
 
     memory: torch.Tensor
@@ -83,7 +84,7 @@ class BufferRing:
 
     A pack stays in its buffer until the buffer is needed, so that it is not read again while all packs fit; packs are
     known by their names. With ``fixed`` a pack larger than a buffer is refused. ``pin`` registers the buffers with an
-    accelerator. ``trace`` gets the transfers as "<hop> in" and "<hop> out". Not thread-safe.
+    accelerator. ``hop`` names the kind of transfer: ``trace`` gets "<hop> in" and "<hop> out". Not thread-safe.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class BufferRing:
         return sum(page_rounded(slot.memory.numel()) for slot in self._slots)
 
     def prefetch(self, packs: Iterable[Pack]) -> None:
-        """Start reading packs into buffers that can be taken without waiting, in this order, and protect packs that are
-        already in a buffer; stop when there is no such buffer. ShardError if a read cannot be started.
+        """Start reading packs into buffers that can be taken without waiting, in this order, and keep packs that are
+        already in a buffer there for their expected use; stop when there is no such buffer. ShardError if a read cannot
+        be started.
         """
         for pack in packs:
             known = self._find(pack)
@@ -247,7 +249,9 @@ class BufferRing:
         return slot
 
     def _read(self, slot: _Slot, pack: Pack) -> None:
-        """Assign a buffer to a pack and start reading the pack; if that fails the buffer is emptied."""
+        """Assign a buffer to a pack and start reading the pack; if that fails the buffer is emptied and the error
+        raised.
+        """
         self._fit(slot, pack)
         slot.pack = pack
         slot.writing = False
@@ -262,7 +266,7 @@ class BufferRing:
             raise
 
     def _write(self, slot: _Slot, pack: Pack) -> None:
-        """Start writing a buffer's pack to its extents; if that fails the buffer is emptied."""
+        """Start writing a buffer's pack to its extents; if that fails the buffer is emptied and the error raised."""
         slot.writing, slot.dirty = True, False
         try:
             for part in pack.parts:
@@ -304,7 +308,9 @@ class BufferRing:
         return self._trace.span(f"{self._hop} {'out' if slot.writing else 'in'}", slot.pack.name, waiting=True)
 
     def _abandon(self, slot: _Slot) -> None:
-        """Empty a buffer and give it new memory, since transfers under way may still use the old one."""
+        """Empty a buffer, which ends all holds on its pack, and give it new memory, since transfers under way may still
+        use the old one.
+        """
         nbytes = slot.memory.numel()
         slot.pack, slot.holders, slot.dirty, slot.writing, slot.used = None, 0, False, False, 0
         slot.pending.clear()
@@ -333,7 +339,7 @@ class BufferRing:
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
 
     def _mark_prefetched(self, slot: _Slot) -> None:
-        """Mark a buffer as prefetched and not yet used."""
+        """Mark a buffer as prefetched now and not yet used, also if it was used before."""
         slot.used, slot.hinted = 0, self._clock
 
     def _is_awaited(self, slot: _Slot) -> bool:
@@ -343,6 +349,6 @@ class BufferRing:
         return slot.used == 0 and self._clock - slot.hinted <= _PATIENCE * len(self._slots)
 
     def _mark_used(self, slot: _Slot) -> None:
-        """Mark a buffer as used now."""
+        """Advance the ring's clock, which counts uses, and mark a buffer as used now."""
         self._clock += 1
         slot.used = self._clock

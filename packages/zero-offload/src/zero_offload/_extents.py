@@ -84,8 +84,8 @@ def open_extents(
 
 
 def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
-    """Remove the sealed generations of a store that no process has open, also damaged ones; the library's ExtentError
-    while one has.
+    """Remove the sealed generations of a store that no process has open, also damaged ones. Raises the library's
+    ExtentError while a process has it open.
     """
     library = _library()
     try:

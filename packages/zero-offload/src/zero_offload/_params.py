@@ -31,7 +31,8 @@ class Member:
 
 def plans(members: Sequence[Member]) -> list[ShardPlan]:
     """Return a shard plan for each parameter that has elements, in order. Each is one fragment; it is updated in place
-    if it is on the CPU and in the dtype of the update.
+    if it is on the CPU and in the dtype of the update. Its elements are numbered for random rounding from a multiple of
+    256.
     """
     made: list[ShardPlan] = []
     position = 0
@@ -93,8 +94,8 @@ def check_gradient(member: Member) -> None:
 
 
 def flat_gradient(member: Member) -> torch.Tensor | None:
-    """Return the gradient in ``p.grad`` without its graph, 1-D and contiguous, a copy only if it is strided; None if
-    there is none.
+    """Return the gradient in ``p.grad`` without its graph, 1-D and contiguous, copied only if it is not contiguous;
+    None if there is none.
     """
     grad = member.param.grad
     return None if grad is None else grad.detach().contiguous().view(-1)

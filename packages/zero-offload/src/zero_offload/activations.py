@@ -36,9 +36,9 @@ class _Saved:
 class _Packed:
     """What autograd holds in place of a tensor that an operation saved.
 
-    ``moved``: the object of the tier, None for a tensor that stays. ``stays``: the latter; hooks inside this context
-    that call its hooks may store such a tensor elsewhere. ``tensor``: shares the version counter of the saved tensor,
-    and its memory if it stays; it has no graph, as one that saves its own result would never be freed.
+    ``moved``: the tensor on the tier, None if it stays. ``stays``: whether it stays; saved-tensor hooks that wrap those
+    of this context read it, to store such a tensor elsewhere. ``tensor``: shares the version counter of the saved
+    tensor, and its memory if it stays; it has no graph, as one that saves its own result would never be freed.
     """
 
     def __init__(self, tensor: torch.Tensor, moved: _Saved | None) -> None:
@@ -131,6 +131,9 @@ class offload_activations:
         self._finalizer = weakref.finalize(self, self._tier.close)
 
     def __enter__(self) -> offload_activations:
+        """Install the hooks that move saved tensors, note which memory the model's parameters and buffers use now, and
+        forget which tensors were saved before.
+        """
         if isinstance(self._keep, nn.Module):
             tensors = [*self._keep.parameters(), *self._keep.buffers()]
             self._kept_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -141,6 +144,7 @@ class offload_activations:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        """Remove the hooks that the last `__enter__` installed; tensors on the tier stay there for backward."""
         self._contexts.pop().__exit__(*error)
         self._known.clear()
 
@@ -194,7 +198,9 @@ class offload_activations:
         return packed.tensor if packed.moved is None else self._bring_back(packed.moved)
 
     def _bring_back(self, saved: _Saved) -> torch.Tensor:
-        """Return a tensor that was moved, as `_unpack` says."""
+        """Return a tensor that was moved, waiting for it; unless it is back and alive, start bringing back the
+        ``prefetch`` tensors saved just before it too.
+        """
         tensor = None if saved.restored is None else saved.restored()
         if tensor is None:
             self._start(saved)

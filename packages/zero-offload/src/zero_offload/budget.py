@@ -126,7 +126,7 @@ class HostBudget:
 
     def free(self, resource: Resource, *, path: str | None = None) -> Limit:
         """Return this process's share of the tightest current limit on a resource, less the reserve; one of 2**62 bytes
-        if there is none. ``path`` names the folder for ``disk``.
+        if there is none. The reserve applies to ``memory`` only. ``path`` names the folder for ``disk``.
         """
         if self._given is not None and resource in self._given:
             found = list(self._given[resource])

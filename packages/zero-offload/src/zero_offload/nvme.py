@@ -108,8 +108,8 @@ class NvmeStore:
         """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing
         starts, `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
 
-        ShardError for another size or dtype, and while the shard to be replaced is acquired; ValueError unless it is
-        1-D.
+        ShardError for another size or dtype of a shard in files, and while the shard to be replaced is acquired;
+        StoreFullError if every buffer is held; ValueError unless it is 1-D.
         """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
@@ -152,7 +152,8 @@ class NvmeStore:
 
     def release(self, name: str, *, dirty: bool) -> None:
         """End one `acquire`. The last release starts writing the shard to its file if any holder passed ``dirty`` (it
-        changed the shard), and frees the device's copy. ShardError if the shard is not acquired.
+        changed the shard), and frees the device's copy. A changed shard on an accelerator is copied to a buffer first,
+        and the host waits for that (StoreFullError if every buffer is held). ShardError if the shard is not acquired.
         """
         if name in self._in_host:
             self._host.release(name, dirty=dirty)
@@ -199,7 +200,7 @@ class NvmeStore:
 
     def give_back(self, name: str, *, dirty: bool) -> None:
         """End one `borrow`; with ``dirty`` start writing the shard to its file. Without, the shard must not have been
-        changed.
+        changed. ShardError if it is not borrowed.
         """
         if name in self._in_host:
             self._host.give_back(name, dirty=dirty)

@@ -105,9 +105,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # Construction
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; the base class's constructor calls it. ValueError after construction, when the memory
-        has been allocated at its exact size.
-        """
+        """Add a parameter group; for the base class's constructor. ValueError afterwards: memory has its exact size."""
         if self._sealed_groups:
             raise ValueError(
                 "parameter groups cannot be added to an offloaded optimizer; make a new one with all groups"
@@ -141,9 +139,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
         """Have the next `step` clip all gradients together to ``max_norm``; return their norm before clipping.
 
-        ``grad_scale`` multiplies the gradients first, as in `step`. The gradients stay unchanged: the factor, that of
-        ``torch.nn.utils.clip_grad_norm_``, is applied while the step reads them. `zero_grad` resets the factor.
-        RuntimeError for a norm that is not finite, with ``error_if_nonfinite``.
+        ``grad_scale`` multiplies the gradients first; give `step` the same. The gradients stay unchanged: the factor,
+        that of ``torch.nn.utils.clip_grad_norm_``, is applied while the step reads them. `zero_grad` resets the factor.
+        With ``error_if_nonfinite``, RuntimeError for a norm that is not finite, and the factor stays as it was.
+        TypeError or ValueError for gradients that the kernels cannot read.
         """
         self._check_open()
         self._check()
@@ -158,12 +157,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0
     ) -> float | None:
-        """Update every parameter that has a gradient; return the closure's loss, if any. ``grad_scale`` multiplies
-        gradients (1 / loss scale). Gradients stay until `zero_grad`, unless ``delayed``; the factor of
-        `clip_grad_norm_` is used up.
-
-        Weights that were changed in place since the last step (loaded, clamped) replace their masters first.
-        OffloadError after a step that failed, and after `close`.
+        """Update every parameter that has a gradient. ``closure`` is called first, with autograd on; its loss is
+        returned. ``grad_scale`` multiplies gradients (1 / loss scale). Gradients stay until `zero_grad`, unless
+        ``delayed``; the factor of `clip_grad_norm_` is used up. Weights that were changed in place since the last step
+        (loaded, clamped) replace their masters first. TypeError or ValueError for gradients that the kernels cannot
+        read; nothing was changed then. OffloadError after a step that failed, and after `close`.
         """
         loss = None
         if closure is not None:
@@ -186,7 +184,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """With ``delayed``: wait for the running step and write its weights to the parameters. Otherwise do nothing."""
+        """With ``delayed``: wait for the running step, raising its error, and write its weights to the parameters.
+        Otherwise do nothing.
+        """
         self._check_open()
         if isinstance(self._update, DelayedUpdate):
             known = [member for member in self._members if member.version == member.param._version]
@@ -203,7 +203,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             member.version = member.param._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, also those moved to the host or to files, and the factor of `clip_grad_norm_`."""
+        """Clear all gradients, also those moved to the host or to files, and the factor of `clip_grad_norm_`.
+        ``set_to_none`` false zeroes ``p.grad`` instead. Gradients that a running delayed step uses stay.
+        """
         super().zero_grad(set_to_none)
         self._clip = 1.0
         self._update.clear_gradients()
@@ -229,8 +231,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return squared
 
     def _check(self) -> None:
-        """Raise TypeError or ValueError for gradients that the kernels cannot read, and for parameters that were
-        unfrozen after construction.
+        """Raise TypeError or ValueError for gradients that the kernels cannot read, and of parameters unfrozen
+        since.
         """
         known = {id(member.param) for member in self._members}
         for member in self._members:
@@ -268,10 +270,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of this class, from any tier, or of torch's optimizer of the same name.
+        """Load the state of this class, from any tier, or of torch's optimizer of the same name; block until it is on
+        the tier.
 
-        A missing master is made from the parameter. ValueError when groups, shapes or dtypes do not fit; nothing
-        was changed then.
+        A missing master is made from the parameter at the next step, an option missing in a saved group is that of the
+        constructor. A running delayed step is dropped. ValueError when groups, shapes or dtypes do not fit; nothing was
+        changed then.
         """
         self._check_open()
         saved_ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -301,7 +305,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _flat_state(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
         """Return the kinds of a saved state that are kept here, flattened, and its ``step``. torch's SGD saves no step
-        number; its state counts as past the first step. ValueError for a missing moment or another shape.
+        number; its state counts as past the first step. A missing master and missing scales are left out. ValueError
+        for a missing moment or another shape.
         """
         flat: dict[str, Any] = {"step": int(state.get("step", 1))}
         shaped = self._parameter_shaped_kinds(member.name)
@@ -358,7 +363,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update.flush()
 
     def close(self) -> None:
-        """Free the memory and remove the files. May be called twice."""
+        """Remove the hooks and the files and free the memory; a running delayed step is waited for and its weights are
+        dropped. May be called twice.
+        """
         if self._closed:
             return
         self._closed = True

@@ -54,7 +54,7 @@ class Sealed:
         """Hard-link every file into ``folder``; return the new path of each path in ``extents``.
 
         Nothing is copied if the folder is on the same file system; elsewhere the files are copied and synced.
-        FileExistsError if a name is taken.
+        FileExistsError if a name is taken; links made before that stay.
         """
         os.makedirs(folder, exist_ok=True)
         targets = {file: os.path.join(folder, os.path.basename(file)) for file in self.files}

@@ -114,7 +114,8 @@ class Trace:
 
     def follow(self, hop: str, name: str, nbytes: int, wait: Callable[[], object]) -> None:
         """Record a transfer of ``nbytes`` that has just begun and ends when ``wait``, called in another thread, returns
-        or raises (then it counts 0 bytes). Transfers are waited for in the order of the calls.
+        or raises (then it counts 0 bytes). Transfers are waited for in the order of the calls. Does nothing if neither
+        events are kept nor a sink is there.
         """
         with self._lock:
             if not self._recording and self._sink is None:
@@ -220,7 +221,9 @@ class Trace:
             self._sink(event.hop, event.name, event.begin, event.end, event.nbytes, event.waiting)
 
     def _finished_events(self) -> list[_Event]:
-        """Wait for the transfers under way; return all events, by their beginning. Raises an error of the sink once."""
+        """Wait for the transfers under way; return all events kept, sorted by their beginning. Raises an error of the
+        sink, once.
+        """
         with self._idle:
             self._idle.wait_for(lambda: self._open == 0)
             failure, self._sink_failure = self._sink_failure, None
@@ -258,8 +261,8 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def _tracks(events: list[_Event]) -> Iterator[tuple[str, _Event]]:
-    """Yield each event, which are given by their beginning, with the name of its row in the drawing: events of one row
-    do not overlap.
+    """Yield each of ``events``, which are sorted by their beginning, with the name of its row in the drawing: events of
+    one row do not overlap.
     """
     ends: dict[str, list[float]] = {}
     for event in events:

@@ -97,7 +97,8 @@ class NvmeGradients:
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
         """Return the part of a buffer that is for a shard's gradient (1-D), and whether it holds the sum so far, read
-        from its file if need be; if not, its content is arbitrary. Valid until `give_back`.
+        from its file if need be; if not, its content is arbitrary. Valid until `give_back`. Waits for gradients from
+        the device until buffers are left, and for this shard's. ShardError for an unknown shard.
         """
         self._write_arrived(at_most=self._most_arriving - 1)
         pack, dtype = known_shard(self._shards, shard)
@@ -107,8 +108,9 @@ class NvmeGradients:
         return self._ring.acquire(pack, fresh=not again)[: pack.parts[0].nbytes].view(dtype), again
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` start writing the gradient to its file, without forget an
-        untouched new one. ShardError for an unknown shard, and for one that is not borrowed.
+        """End one `borrow`. With ``dirty`` start writing the gradient to its file, and the shard has one from now on;
+        without, forget the buffer's content if the shard has none. ShardError for an unknown shard, and for one that is
+        not borrowed.
         """
         pack, _ = known_shard(self._shards, shard)
         if dirty:
@@ -121,7 +123,7 @@ class NvmeGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Start copying a gradient to a buffer, added to the sum so far; it is written to its file in a later call,
-        once it has arrived. The tensor may be freed at once.
+        once it has arrived. The tensor may be freed at once. Return the sum as one part. Waits as `borrow` does.
         """
         own, again = self.borrow(shard)
         event, total = copy_to_host(self._copy_stream, own, gradient, again=again)
@@ -131,6 +133,7 @@ class NvmeGradients:
         return [total]
 
     def join(self) -> None:
+        """Make the current stream wait for the copies of gradients to buffers; the host does not wait."""
         for event, _ in self._arriving:
             self._copy_stream.join(event)
 

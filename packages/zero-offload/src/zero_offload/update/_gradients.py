@@ -226,7 +226,8 @@ class HostGradients:
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """Start copying a gradient to the shard's part of the block, added to the sum so far. The tensor may be freed
-        at once, but not written before `flush`. ShardError for an unknown shard.
+        at once, but not written before `flush`. Return the sum as one part; the first time that is ``gradient`` itself.
+        ShardError for an unknown shard.
         """
         own, again = known_shard(self._views, shard), shard in self._present
         if gradient.device.type == "cpu":
@@ -238,6 +239,7 @@ class HostGradients:
         return [total]
 
     def join(self) -> None:
+        """Make the current stream wait for the copies of gradients to the block; the host does not wait."""
         for event in self._arriving.values():
             self._copy_stream.join(event)
 
@@ -306,7 +308,8 @@ def copy_to_host(
     stream: CopyStream, own: torch.Tensor, gradient: torch.Tensor, *, again: bool
 ) -> tuple[torch.Event | None, torch.Tensor]:
     """Start copying ``gradient`` to ``own``, host memory of the same size, or with ``again`` adding it to the content.
-    Return the event after which ``own`` is complete, None if it is already, and the sum on the gradient's device.
+    Return the event after which ``own`` is complete, None if it is already, and the sum on the gradient's device:
+    ``gradient`` itself, or with ``again`` another tensor.
 
     On an accelerator the sum is computed there, so that the host does not wait for it.
     """

@@ -82,8 +82,8 @@ class SplitGradients:
         self._host.give_back(shard, dirty=dirty)
 
     def add(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Start copying a gradient's first elements to host memory, and add the others to the sum on the device.
-        ShardError for an unknown shard.
+        """Start copying a gradient's first elements to host memory, and add the others to the sum on the device; return
+        the parts of the sum there. ShardError for an unknown shard.
         """
         count, rest = known_shard(self._counts, shard), self._rest.get(shard)
         if rest is None:
@@ -98,9 +98,11 @@ class SplitGradients:
         return [*parts, rest]
 
     def join(self) -> None:
+        """Make the current stream wait for the copies of gradients to host memory; the host does not wait."""
         self._host.join()
 
     def has(self, shard: str) -> bool:
+        """Return whether the shard has a gradient since the last `clear`."""
         return self._host.has(shard)
 
     def prefetch(self, index: int) -> None:
@@ -137,6 +139,7 @@ class SplitGradients:
         return {**self._host.memory(), "device": sum(map(nbytes_of, self._rest.values()))}
 
     def bytes_written(self) -> int:
+        """Return 0: there are no files."""
         return 0
 
     def flush(self) -> None:

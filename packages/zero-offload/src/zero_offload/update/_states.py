@@ -123,7 +123,8 @@ def write_states(
     moments, those not given start from their initial values.
 
     8-bit moments are taken as codes and scales, or in any floating dtype. ``groups``: the parameter groups, by number.
-    A state must pass `check_state`. A master given counts as equal to the current weights.
+    A state must pass `check_state`. A master given counts as equal to the current weights. The fragment counts as
+    having moments if one, or a step count above 0, is given.
     """
     indices = [i for i, slice_ in enumerate(slices) if any(_has_state(span, states) for span in slice_)]
     with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]

@@ -138,8 +138,9 @@ class DelayedUpdate:
         """Write the weights of the previous step to the lent shards, and start this one with the gradients collected so
         far, which are taken over: no shard has a gradient afterwards.
 
-        ``grad_scale`` multiplies gradients as they are read. Fragments named in ``absent`` are not updated. Raises the
-        error of the previous step; this one's is raised by the method that waits for it.
+        Waits for the previous step and for gradients on their way from the device. ``grad_scale`` multiplies gradients
+        as they are read. Fragments named in ``absent`` are not updated. Raises the error of the previous step; this
+        one's is raised by the method that waits for it.
         """
         self.finish()
         self._options = _copy_options(self._groups())
@@ -192,8 +193,8 @@ class DelayedUpdate:
         return check_shard_tensor(self._weights.borrow(shard, fresh=fresh), plan, plan.dtype, "weights")
 
     def weights_changed(self, shard: str) -> None:
-        """Record that a shard's weights were changed from outside: the next step starts from them, and the running step
-        does not overwrite them. ShardError for an unknown shard.
+        """Record that a shard's weights were changed from outside: the next step with a gradient of the shard starts
+        from them, and the running step does not overwrite them. ShardError for an unknown shard.
         """
         known_shard(self._plans, shard)
         self._changed.add(shard)

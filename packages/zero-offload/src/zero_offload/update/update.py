@@ -93,8 +93,8 @@ class OffloadedUpdate:
 
     @staticmethod
     def supports(optimizer: str | type) -> bool:
-        """Return whether there is a kernel for an optimizer, by name ("AdamW", any case) or class; a subclass is
-        another class.
+        """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), or a class, not a subclass of
+        it.
         """
         return has_rule(optimizer)
 
@@ -129,8 +129,8 @@ class OffloadedUpdate:
         return self._collected().borrow(shard)
 
     def give_back_gradient(self, shard: str) -> None:
-        """Take over the gradient that was written to the borrowed memory, which the caller must not use any more: the
-        shard has a gradient now.
+        """Take over the gradient in the borrowed memory, which the caller must not use any more: the shard has one
+        now.
         """
         self._collected().give_back(shard, dirty=True)
 
@@ -149,14 +149,14 @@ class OffloadedUpdate:
         self._collected().join()
 
     def has_gradient(self, shard: str) -> bool:
-        """Return whether a shard has a gradient for the next step."""
+        """Return whether a shard has a gradient for the next step; False between steps if the caller keeps the
+        gradients.
+        """
         return self._parts.gradients.has(shard)
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Return a context manager that yields a shard's gradient in host memory (1-D), to be read or, with ``dirty``,
-        changed.
-
-        ShardError on entry if there is none; OffloadError if the caller keeps the gradients.
+        changed. ShardError on entry if there is none; OffloadError if the caller keeps the gradients.
         """
         return borrowed_gradient(self._collected(), shard, dirty=dirty)
 
@@ -227,9 +227,7 @@ class OffloadedUpdate:
             fragment.weights_changed = True
 
     def _check_group(self, number: int, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if the options of group ``number`` cannot be updated with, or change which moments there
-        are.
-        """
+        """Raise ValueError if options of group ``number`` cannot be updated with, or change which moments there are."""
         self._rule.check_group(group)
         fragment = self._first_of_group.get(number)
         if fragment is None:
@@ -283,7 +281,8 @@ class OffloadedUpdate:
 
         Kinds that are not given stay; if there are none yet, the next step makes the master from the weights, and
         moments start from their initial values. Any floating dtype is converted. ValueError names a state that does not
-        fit, ShardError an unknown fragment; nothing was changed then.
+        fit, ShardError an unknown fragment; nothing was changed then. After a transfer that failed, steps are refused
+        until `reset`.
         """
         self._check_open()
         found = self.check_states(states)
@@ -300,8 +299,8 @@ class OffloadedUpdate:
         return found
 
     def restart(self, fragments: Collection[str]) -> None:
-        """Reset the moments and the step count of the fragments named; ShardError for an unknown one. Their masters
-        stay.
+        """Reset the moments and the step count of the fragments named, not their masters; ShardError for an unknown
+        one.
         """
         self._check_open()
         self.writes += 1
@@ -309,7 +308,9 @@ class OffloadedUpdate:
             fragment.step, fragment.has_moments = 0, False
 
     def reset(self) -> None:
-        """Discard all states and step counts, also after a failed step; the next step starts from the weights."""
+        """Discard all states and step counts, also after a failed step; the next step starts from the weights.
+        Gradients stay.
+        """
         self._check_open()
         self.writes += 1
         self._parts.tier.reset()
