@@ -32,7 +32,7 @@ def describe_all(buffers: Any, writable: bool) -> list[Item]:
 
 def describe(buffer: Any, writable: bool) -> Item:
     """Return the memory of one C-contiguous host buffer (bytes-like, NumPy, torch or DLPack), without a copy.
-    InvalidBufferError says what is wrong with it; with `writable` read-only memory is.
+    InvalidBufferError says why it cannot be used; with `writable` that includes read-only memory.
     """
     if is_tensor(buffer):
         return _from_tensor(buffer)

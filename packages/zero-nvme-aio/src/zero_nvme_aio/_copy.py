@@ -72,8 +72,8 @@ class CopyRange(NamedTuple):
 
 
 def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
-    """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks, in order, once all
-    are written. Nothing is synced.
+    """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks as read, in order,
+    once all are written. Nothing is synced.
 
     A chunk ends at a multiple of ``chunk_bytes`` in the source. Raises the errors of the engine, EndOfFileError if a
     source is shorter than its range.
@@ -103,7 +103,7 @@ def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int
 
 
 def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
-    """Yield consecutive sub-ranges, each up to the next multiple of `chunk_bytes` in the source."""
+    """Yield consecutive parts of a range, each up to the next multiple of `chunk_bytes` in the source."""
     begin = copied.offset
     while begin < copied.offset + copied.nbytes:
         end = min(copied.offset + copied.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)

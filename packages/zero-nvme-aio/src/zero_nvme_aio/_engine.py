@@ -177,15 +177,16 @@ class Engine:
         it has ended.
 
         `data`: a C-contiguous buffer, or a list of them, written one after the other to one file range. `checksum` and
-        errors as for `read`. A done request has reached the device but may not survive a crash: call `sync`.
+        errors as for `read`. When the request is done, the device has the bytes, or the page cache of a buffered file;
+        only `sync` makes them survive a crash.
         """
         return self._submit(True, file, data, offset, checksum)
 
     def sync(self, file: File) -> None:
         """Block until every write submitted to the file before this call is on stable storage.
 
-        Raises the error of a failed write among them, also if its request was never waited for; AccessError for a file
-        opened for reading only, ClosedError.
+        Raises the error of a failed write among them, also if its request was never waited for, once; AccessError for a
+        file opened for reading only, ClosedError.
         """
         native = self._native_file_for(file, True)
         device_failure = file.wait_for_device_writes()
@@ -259,7 +260,7 @@ class Engine:
 
     def _native_file_for(self, file: File, write: bool) -> _native.File:
         """Return the native file; AccessError if its mode forbids reading (or with `write` writing), ClosedError if it
-        or this engine is closed, and an error if another engine opened it.
+        or this engine is closed, or if another engine opened it.
         """
         self._require_open()
         native = file.native

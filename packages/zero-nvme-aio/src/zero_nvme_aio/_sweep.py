@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """The peers that are measured beside the engine."""
+    """The peers to be measured beside the engine: fio, and DeepSpeed's async_io."""
 
     fio: bool = False
     deepspeed: bool = False
@@ -192,7 +192,9 @@ def _speeds(rows: Sequence[Row], who: str) -> list[float]:
 
 
 def save_plot(rows: Sequence[Row], path: str) -> None:
-    """Write a PNG of GB/s over block size to `path`, one line per contender; ImportError without the extra `plot`."""
+    """Write a PNG of GB/s over block size to `path`: one plot per kind of load, one line per contender, with its best
+    depth at each block size. ImportError without the extra `plot`.
+    """
     importlib.import_module("matplotlib").use("agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")
     kinds = sorted({row.kind for row in rows})

@@ -68,10 +68,11 @@ def load(
 ) -> Any:
     """Read a safetensors file; return a dict of tensors, or the tensor itself if `save` was given one.
 
-    `names`: load only these. `framework`: "torch", "numpy", "memoryview" (bytes), or "auto": torch if it is already
-    imported, else NumPy if installed. `out`: destinations by name, of the right number of bytes, which are filled and
-    returned instead. Tensors that are adjacent in the file share one AlignedBuffer. Raises FormatError, EndOfFileError,
-    MissingPathError, KeyError for a name that is not in the file.
+    `names`: load only these; by default all, or those in `out`. `framework`: "torch", "numpy", "memoryview" (bytes), or
+    "auto": torch if it is already imported, else NumPy if installed. `out`: destinations by name, of the right number
+    of bytes, which are filled and returned instead. Tensors that are adjacent in the file share one AlignedBuffer.
+    Raises FormatError, EndOfFileError, MissingPathError, KeyError for a name that is not in the file,
+    InvalidBufferError for a destination of another size, AioError for a dtype that the framework lacks.
     """
     chosen = choose_framework(framework)
     with _given_or_new_engine(engine) as io, io.open(path) as file:

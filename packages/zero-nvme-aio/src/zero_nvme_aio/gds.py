@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.0005
 
 class GdsRequest:
     """A transfer of `nbytes` by kvikio; used like `Request`. kvikio starts all of it at once, as `futures`, so `cancel`
-    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`.
+    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`; its `checksum` is None.
     """
 
     checksum: str | None = None
@@ -208,8 +208,8 @@ class GdsEngine:
         return self._start(True, file, data, offset, checksum)
 
     def sync(self, file: GdsFile) -> None:
-        """Block until the file's content is on stable storage; wait for its requests first. ClosedError after
-        `close`.
+        """Block until the file's content is on stable storage; wait for its requests first, which this does not.
+        ClosedError after the engine's `close`.
         """
         self._require_open()
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -100,8 +100,8 @@ def _score(pairs: list[tuple[Sample, Sample]]) -> float:
 
 
 def _best(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Setting:
-    """Return the best of the settings that were measured most often: near the highest score, with the fewest threads
-    and the least processor time.
+    """Return the best of the settings that were measured most often: of those within 3 % of the highest score, the one
+    with the fewest threads, then the least processor time.
     """
     most = max(len(pairs) for pairs in results.values())
     finalists = {setting: pairs for setting, pairs in results.items() if len(pairs) == most}

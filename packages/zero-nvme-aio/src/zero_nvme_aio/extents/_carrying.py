@@ -78,8 +78,8 @@ class Carrying:
         return pieces
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
-        """Carry one covered range over, or note it in the list of copies to be done at the end; yield its new
-        ranges.
+        """Carry one covered range over and yield its new ranges. A range that is current as a whole and gets one place
+        is shared, or noted in the list of copies to be done at the end; any other is verified and copied at once.
         """
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)

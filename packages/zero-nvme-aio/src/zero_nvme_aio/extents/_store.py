@@ -86,7 +86,7 @@ class ExtentStore:
 
         A generation in which every name was declared before its first write is sealed as safetensors: `dtype` is the
         element type of its entry (safetensors' spelling), one dimension. Raises ExtentError if the name was declared
-        differently.
+        differently, for an unknown dtype, and for bytes that are not whole elements of it.
         """
         bits = _header.ITEM_BITS.get(dtype)
         if bits is None or nbytes < 0 or nbytes * 8 % bits:
