@@ -154,8 +154,8 @@ class _Measured:
         return max(sums, default=None)
 
     def of_spans(self, what: str) -> float | None:
-        """Return the median over steps of the bytes of a phase, or read from or written to drives; None if no step has
-        all its spans.
+        """Return the median over steps of the bytes of ``what``, as in `_span_bytes`; None if no step has all its
+        spans.
         """
         sums = [_span_bytes(block, what) for block in self._blocks if not block.left_out]
         return median(sums) if sums else None
@@ -167,7 +167,7 @@ class _Measured:
 
 
 def _span_bytes(block: Block, what: str) -> int:
-    """Return the bytes of a block's spans of a phase, or of reads from or writes to drives."""
+    """Return the bytes of a block's spans of one kind; ``what``: a phase, "read from drives" or "written to drives"."""
     from zero_report import SpanKind
 
     drives = {"read from drives": SpanKind.TIER_READ, "written to drives": SpanKind.TIER_WRITE}

@@ -178,7 +178,9 @@ def _plainness(choice: Choice) -> tuple[int, ...]:
 
 
 def _rejected_neighbours(fitting: list[EstimatedChoice], found: dict[Choice, EstimatedChoice]) -> Iterator[Rejected]:
-    """Yield the neighbours of the fastest choice, each with the reason why it was not chosen."""
+    """Yield the neighbours of the fastest choice, those tried that differ in one field, each with the reason why it was
+    not chosen; none if nothing fits.
+    """
     if not fitting:
         return
     best = fitting[0]

@@ -34,8 +34,9 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
     Volumes with Ψ parameters and A micro-batches (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 7, for A = 1):
     stages 0 and 1 reduce at the boundary and gather once, 2Ψ; stage 2 reduces every micro-batch, (A + 1)Ψ; stage 3
     gathers in forward and backward and reduces, 3AΨ. ``hpz`` moves the backward gather inside the node, ``qwz`` makes
-    an element 8 bits, ``qgz`` makes a gradient 4 bits and reduces in two hops (Wang et al. 2023, ZeRO++, arXiv
-    2306.10209, section 3), plus one float32 scale per block. Padding of units to equal shards travels too.
+    an element 8 bits, ``qgz`` makes a gradient 4 bits and reduces inside the node first, then between nodes (Wang et
+    al. 2023, ZeRO++, arXiv 2306.10209, section 3), plus one float32 scale per block. Padding of units to equal shards
+    travels too.
     """
     sizes = unit_sizes(units)
     if setup.world_size == 1:

@@ -61,7 +61,9 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Print the estimate; return the exit status, 1 if the step does not fit. Raises `PlanError`."""
+    """Print the estimate; return the exit status, 1 if the step does not fit on a tier whose capacity the machine
+    gives. Raises `PlanError`.
+    """
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     per_node = int(machine.need("node.devices"))
     ranks = options.world_size or per_node

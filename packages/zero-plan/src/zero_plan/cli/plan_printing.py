@@ -57,7 +57,7 @@ def machine_from_options(options: argparse.Namespace) -> Machine | None:
 
 def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace, title: str) -> int:
     """Print the needs of each rank, and what the options of `add_plan_arguments` ask for; return the exit status, 1 if
-    the plan does not fit on ``machine``.
+    the plan does not fit on ``machine``, where a tier of unknown capacity does not count.
 
     ``title``: of the page of ``--html``. Raises `PlanError` if the record cannot be compared or the page not written.
     """

@@ -14,7 +14,8 @@ from .script import plan_script_load, plan_script_rank
 
 def write_answer(asked: Path, answered: Path) -> None:
     """Run the `ScriptRank` in the file ``asked``; write a JSON object to the file ``answered``: "plan" and "lines", or
-    "loaded" if it has a manifest, or "error", the text of a `PlanError`.
+    "loaded" if it has a manifest, or "error", the text of a `PlanError`. Any other exception leaves that file
+    unwritten.
     """
     given = ScriptRank.read(asked)
     try:

@@ -128,7 +128,9 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _answer(self, func: Any, args: Any, error: Exception) -> Any:
-        """Return the value that ``func`` reads from ``args``. Raises `PlanError` from ``error`` if there is none."""
+        """Return the value that ``func`` reads from ``args``: from `ANSWERS` for one of the innermost functions on the
+        stack, up to the first outside torch, else from ``values``. Raises `PlanError` from ``error`` if there is none.
+        """
         frame = frame_outside_dry_run()
         while frame is not None:
             found = ANSWERS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

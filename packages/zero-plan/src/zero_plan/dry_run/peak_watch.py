@@ -53,7 +53,9 @@ class PeakWatch:
 
     @property
     def phase(self) -> str:
-        """Name the phase of training that begins, to which later peaks belong."""
+        """The phase of training, to which later peaks belong. Setting it first assigns owners to the engine's
+        memory.
+        """
         return self._phase
 
     @phase.setter
@@ -143,7 +145,7 @@ class PeakWatch:
         return Peak(tier, found, *self.memory.peak_places[tier], tuple(rows[:_OWNERS]), activations)
 
     def _assign_all_owners(self) -> None:
-        """Assign the engine's memory to its units."""
+        """Assign the engine's memory, optimizer states included, to its units; do nothing before `follow`."""
         if self._engine is None:
             return
         self._assign_owners(self._engine.partition.units)

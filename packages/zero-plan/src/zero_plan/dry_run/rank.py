@@ -85,8 +85,8 @@ def plan_rank(
 @contextmanager
 def new_engine(run: DryRun, rank: int, world_size: int, recorder: DryRunRecorder) -> Iterator[tuple[Engine, Path]]:
     """Yield an engine without memory as rank ``rank`` of ``world_size``, whose memory ``recorder`` watches, and a
-    temporary folder on the file system of the tiers' files. The engine is destroyed after the block. Raises `PlanError`
-    for a configuration without an optimizer and as `_build_model`.
+    temporary folder on the file system of the tiers' files. The engine is destroyed after the block, but not after an
+    exception in it. Raises `PlanError` for a configuration without an optimizer and as `_build_model`.
     """
     with (
         TemporaryDirectory(prefix="zero-plan-") as folder,
