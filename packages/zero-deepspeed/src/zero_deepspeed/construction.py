@@ -183,8 +183,9 @@ def _refuse_configured_elsewhere(**given: bool) -> None:
 
 @contextmanager
 def init_suspended() -> Iterator[None]:
-    """Context manager: shard what an open `Init` has built so far, and disable it inside;
-    without one do nothing. Collective."""
+    """Context manager: shard what an open `Init` has built so far, and disable that inside and enable it again
+    afterwards; without one do nothing. Collective.
+    """
     active = _ACTIVE.get()
     if active:
         active[0]._close(None, None, None)

@@ -44,7 +44,7 @@ class StageError(UsageError, AssertionError):
 class DeepSpeedEngine(nn.Module):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
-    It holds an `Engine` (``core``), to which names with the same meaning are delegated. ``optimizer`` is a
+    Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a
     `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`), and parameters at stage 3 have DeepSpeed's
     attributes (`ZeroParameter`). Any other attribute is one of `GETTERS`, or is looked up in the model.
 
@@ -213,9 +213,9 @@ class DeepSpeedEngine(nn.Module):
         """Save as `Engine.save_checkpoint`; ``client_state`` may hold tensors, tuples and keys that are no strings.
         Collective.
 
-        `load_checkpoint` returns it together with the ``ds_version`` that wrote it. The folder also gets small files
-        with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with temporary ones
-        do, the first rank's is used, with a warning on the others.
+        `load_checkpoint` returns ``client_state`` together with the ``ds_version`` that wrote it. The folder also gets
+        small files with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with
+        temporary ones do, the first rank's is used, with a warning on the others.
         """
         folder = self._folder_of_first_rank("save_checkpoint", save_dir)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -271,7 +271,9 @@ class DeepSpeedEngine(nn.Module):
         return first
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that train the same model-parallel part, a sequence's as one."""
+        """Return this rank's index among the ranks that train the same model-parallel part; those of one sequence have
+        the same.
+        """
         return self.zero_engine.training_state.sample_rank
 
     def get_model_parallel_rank(self) -> int:
@@ -287,7 +289,9 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def seq_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ranks over which states are sharded."""
+        """Return the group of the ranks over which states are sharded: all ranks without an ``mpu``, else those it
+        names.
+        """
         if self.mpu is None:
             return get_world_group()
         axis = "sequence_data" if self.sequence_parallel_size > 1 else "data"

@@ -117,7 +117,9 @@ def _none_if_empty(parameters: Parameters | None) -> Parameters | None:
 
 
 def _destroy_former_engines(model: nn.Module) -> None:
-    """Destroy the `DeepSpeedEngine`s that hold parameters of ``model``, so that a new one can take them."""
+    """Destroy the `DeepSpeedEngine`s that hold parameters of ``model``, so that a new one can take them. Collective
+    where there is one.
+    """
     for parameter in model.parameters():
         owner = owner_of(parameter)
         held = None if owner is None else owner.user

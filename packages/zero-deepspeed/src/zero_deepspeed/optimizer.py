@@ -63,7 +63,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Return whether the last step was skipped because a gradient was not finite."""
+        """Return whether the last step was skipped because a gradient was not finite; False before the first."""
         return self._engine.get_global_grad_norm() is not None and not self._engine.was_step_applied()
 
     @property
@@ -93,7 +93,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict and the masters (no copies).
+        """Return this rank's state by DeepSpeed's names: the torch optimizer's state dict and the masters (copies only
+        of those in a tier's store).
 
         The keys of both are those of DeepSpeed's optimizer of the stage; others say the stage, the number of ranks, the
         version and the loss scale. `engine.save_checkpoint` saves the state of all ranks.
@@ -126,7 +127,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._sharded.inner.load_state_dict(state_dict[key])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far (`engine.step` does so itself)."""
+        """Drop the gradients accumulated so far (`engine.step` does so itself). ``set_to_none``: as in
+        `Engine.zero_grad`.
+        """
         self._engine.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_options: Any) -> None:

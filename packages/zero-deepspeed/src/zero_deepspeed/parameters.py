@@ -121,8 +121,8 @@ class ZeroParameter(nn.Parameter):
     def ds_tensor(self) -> torch.Tensor:
         """Return this rank's fragment, 1-D; empty if it has none, and all elements of a parameter that is not sharded.
 
-        While an engine has the parameter it is a copy, and writing to it changes nothing; before that it is the shard
-        itself.
+        While an engine has the parameter it is a copy, read from the shard's tier, and writing to it changes nothing;
+        before that it is the shard itself.
         """
         place = _find_unit(self)
         if place is None:

@@ -1,4 +1,6 @@
-"""DeepSpeed's names for Ulysses, over `zero_sequence`: spread a model of Transformers, and its batches."""
+"""DeepSpeed's names for Ulysses, over `zero_sequence`: spread a model of Transformers, and its batches. A spread model
+computes on this rank's shard of sequences that several ranks share, and its attention on all of them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ _SPREAD: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
 
 class UlyssesMpu:
     """The mpu that `UlyssesSPAttentionHF.register_with_transformers` returns: the methods of `SequenceGroups`, and the
-    attention that `initialize` is to spread."""
+    attention that `initialize` is to spread.
+
+    ``attention``: its name in Transformers; None for the model's. ``disable_in_eval``: see
+    `register_with_transformers`.
+    """
 
     def __init__(self, groups: SequenceGroups, attention: str | None, disable_in_eval: bool) -> None:
         self._groups = groups
@@ -29,12 +35,15 @@ class UlyssesMpu:
         self._disable_in_eval = disable_in_eval
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the `SequenceGroups`."""
         if name.startswith("_"):  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self._groups, name)
 
     def spread(self, model: nn.Module) -> None:
-        """Spread the models of Transformers in ``model``, which may be spread already. Raises `SequenceError`."""
+        """Spread the models of Transformers in ``model``, after undoing an earlier spread of it, and set its attention
+        if one was chosen. Raises `SequenceError`.
+        """
         known = _SPREAD.pop(model, None)
         if known is not None:
             known.detach()
@@ -103,7 +112,8 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
 
 
 def mpu_for(given: Any, model: Any) -> Any:
-    """Return the mpu that ``given`` to `initialize` means, registered, with ``model`` spread if it is to be.
+    """Return the mpu that ``given`` to `initialize` means, registered if ranks share sequences under it, with ``model``
+    spread if it is a `UlyssesMpu` and the model is not spread yet.
 
     ``given``: None, an mpu, or the module `parallel_state_sp`, which stands for the groups that it opened.
     """

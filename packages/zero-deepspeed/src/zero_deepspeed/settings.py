@@ -142,7 +142,9 @@ def _drop_unknown_keys(data: dict[str, Any]) -> None:
 
 
 def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
-    """Yield (path with a dot at the end, section, its known keys) of sections in which DeepSpeed ignores other keys."""
+    """Yield (path with a dot at the end, section, its known keys) of sections in which DeepSpeed ignores other keys.
+    The section aio comes twice if it has a key and its alias; then the alias is not known.
+    """
     yield "", data, {*known_keys(""), *REMOVED_KEYS}
     for name in _READ_KEY_BY_KEY:
         if isinstance(data.get(name), dict):
@@ -152,7 +154,7 @@ def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
 
 
 def _drop_idle_offload(data: dict[str, Any]) -> None:
-    """Delete `offload_optimizer` from ``data`` at stage 0, with a warning."""
+    """Delete `offload_optimizer` from ``data`` at stage 0 or "auto", with a warning, if it names a device."""
     zero = data.get("zero_optimization")
     if not isinstance(zero, dict) or zero.get("stage", 0) not in (0, "auto"):
         return
