@@ -50,8 +50,8 @@ class _Packed:
         self._version = self.tensor._version
 
     def check(self) -> None:
-        """Raise the RuntimeError that torch raises for a saved tensor that was written since. torch does not check
-        those that go through hooks.
+        """Raise the RuntimeError that torch raises for a saved tensor that was written in place after it was saved;
+        torch does not check tensors that go through hooks.
         """
         if self.tensor._version != self._version:
             shape = self.tensor.shape if self.moved is None else self.moved.form.shape
@@ -192,7 +192,7 @@ class offload_activations:
     def _unpack(self, packed: _Packed) -> torch.Tensor:
         """Return the tensor of what `_pack` returned, waiting for it, and start bringing back the ones saved just
         before it, which backward uses next. A tensor that is back and still alive is returned again. RuntimeError if
-        the tensor was written since.
+        the tensor was written in place after it was saved.
         """
         packed.check()
         return packed.tensor if packed.moved is None else self._bring_back(packed.moved)

@@ -140,7 +140,7 @@ class HostStore:
         return name in self._shards
 
     def _shard_named(self, name: str) -> torch.Tensor:
-        """Return a shard in host memory; raise `ShardError` if there is none of this name."""
+        """Return a shard in host memory. Raises `ShardError` if there is none of this name."""
         if name not in self._shards:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._shards[name]

@@ -231,8 +231,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return squared
 
     def _check(self) -> None:
-        """Raise TypeError or ValueError for gradients that the kernels cannot read, and of parameters unfrozen
-        since.
+        """Raise TypeError or ValueError for gradients that the kernels cannot read, or of parameters unfrozen too
+        late.
         """
         known = {id(member.param) for member in self._members}
         for member in self._members:

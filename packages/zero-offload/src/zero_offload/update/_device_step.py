@@ -1,5 +1,5 @@
 """The arithmetic of the slices that stay on an accelerator: torch's optimizer, over masters and moments there. A slice
-is the spans of fragments that are updated together.
+is the spans of fragments that are updated together; a kind is one tensor of state: ``master`` or a moment.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ class DeviceSteps:
                     parameter.data = parameter.new_empty(0)
 
     def _optimizer(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return the optimizer for parameter group ``number``, with the options that ``group`` has now."""
+        """Return the optimizer for parameter group ``number``, made on first use, with the options that ``group`` has
+        now.
+        """
         optimizer = self._optimizers.get(number)
         if optimizer is None:
             made: Any = self._rule.template
@@ -86,7 +88,9 @@ class DeviceSteps:
         return optimizer
 
     def _parameter(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that the optimizer knows a span by: its master, or a copy of its weights on the device."""
+        """Return the tensor that the optimizer knows a span by, the same object at every step: its master, or a copy of
+        its weights on the device.
+        """
         fragment, key = staged_span.span.fragment, (staged_span.span.fragment, staged_span.span.begin)
         if fragment.keeps_master:
             return self._parameters.setdefault(key, tensors[MASTER])

@@ -66,7 +66,7 @@ class KeptFragment:
 
     ``has_moments`` and ``has_master``: the tier holds them. ``weights_changed``: the weights that forward reads were
     changed from outside, so the master is out of date. ``keeps_master``: a master is needed, since the weights are not
-    updated in place. ``dtype``: that of the update.
+    updated in place. ``dtype``: that of the update. ``moments``: the kinds that belong to moments.
     """
 
     plan: FragmentPlan

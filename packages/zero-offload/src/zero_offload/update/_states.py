@@ -49,7 +49,7 @@ def read_states(
     """Yield (fragment, state) for each of ``fragments`` that has any state, in one pass over the slices. A state has
     1-D copies in host memory of all elements; its ``step`` has no dimension.
 
-    ``stale``: include masters although their weights were changed since; without it they are left out.
+    ``stale``: include masters whose weights were changed from outside after the last step; else they are left out.
     """
     wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}
@@ -66,7 +66,7 @@ def read_states(
 
 def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
     """Copy a span's ``tensors`` into the fragment's ``state``, by kind, where the tier holds them; a tensor of the
-    whole fragment is added to ``state`` on first use. ``stale``: include a master whose weights were changed since.
+    whole fragment is added to ``state`` on first use. ``stale``: as in `read_states`.
     """
     fragment = span.fragment
     for kind in fragment.kinds:

@@ -1,4 +1,6 @@
-"""One step: stage each slice, run the fused kernel on it, send the weights back."""
+"""One step: stage each slice, run the fused kernel on it, send the weights back. A slice is the spans of fragments that
+are updated together; a kind is one tensor of state: ``master``, a moment, or the scales of an 8-bit moment.
+"""
 
 from __future__ import annotations
 
