@@ -113,7 +113,7 @@ def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
 
 
 def _verify(engine: Engine, file: File, nbytes: int, checksums: list[str | None]) -> None:
-    """Read `nbytes` of the copy back; raise ChecksumError unless its 16 MiB chunks have ``checksums``, those of the
+    """Read `nbytes` of the copy back. Raises ChecksumError unless its 16 MiB chunks have ``checksums``, those of the
     source's chunks.
     """
     buffer = memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1))))

@@ -132,7 +132,7 @@ def _run_probe(options: argparse.Namespace) -> None:
 
 
 def _console() -> Any:
-    """Return a console of rich; raises _MissingExtraError without rich."""
+    """Return a console of rich. Raises _MissingExtraError without rich."""
     try:
         from rich.console import Console
     except ImportError:

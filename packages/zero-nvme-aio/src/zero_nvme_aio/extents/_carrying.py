@@ -1,4 +1,5 @@
-"""Carry the current data of sealed generations into the one that is about to be sealed.
+"""Carry the current data of sealed generations into the one that is about to be sealed. A covered range is bytes of a
+name that are current in one written range.
 
 A generation that was written only in part leaves the rest of the state in older ones, whose files then stay because of
 a few extents. Where the file system shares blocks between files, all current data is carried over: no bytes move, and a

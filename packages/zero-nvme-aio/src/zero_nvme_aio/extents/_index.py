@@ -71,7 +71,7 @@ def write_index(path: str, sealed: SealedIndex) -> None:
 
 def read_index(path: str) -> SealedIndex:
     """Read and check an index; FormatError if it is damaged, inconsistent, or of an unknown version. The files it names
-    are not looked at.
+    need not exist.
     """
     with open(path, "rb") as file:
         content = file.read(_MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Reads of covered ranges, verified on request."""
+"""Reads of covered ranges (bytes of a name that are current in one written range), verified on request."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class ExtentStore:
         """Start filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it, and
         return the request.
 
-        Waits first for writes under way to the same bytes. With `verify` (None: as the store was told) the recorded
+        Waits first for writes under way to the same bytes. With `verify` (None: as given to the store) the recorded
         checksums are compared in `wait`, which raises ChecksumError; bytes without one are not checked. Raises
         ExtentError for bytes that were never written, the write's own error for bytes whose write failed,
         InvalidBufferError, ClosedError.
