@@ -69,10 +69,11 @@ def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> in
 def working_bytes(units: int | tuple[int, ...] | list[int], setup: Setup, *, ahead: int = 1) -> int:
     """Return the bytes of the units that are gathered at the same time, and of the full gradients of one unit.
 
-    ``units``: elements of each unit, or of the only one. At stage 3 the largest unit and ``ahead`` prefetched units of
-    its size are gathered while the largest unit's gradients are full; at stage 2 only the full gradients count; below
-    stage 2 the result is 0. This bounds the device memory from below when everything else is offloaded (Rajbhandari et
-    al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state working memory).
+    ``units``: elements of each unit (the parameters that are gathered together), or of the only one. At stage 3 the
+    largest unit and ``ahead`` prefetched units of its size are gathered while the largest unit's gradients are full; at
+    stage 2 only the full gradients count; below stage 2 the result is 0. This bounds the device memory from below when
+    everything else is offloaded (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state
+    working memory).
     """
     largest = max(unit_sizes(units))
     if setup.stage < 2:

@@ -25,7 +25,7 @@ _OWNERS |= {"masters": "masters", "optimizer states": "states"}
 class ComparedRow(NamedTuple):
     """One number of a rank: as planned and as measured, in ``unit`` ("B" or "s").
 
-    ``is_bound``: the plan says that it is at least as much.
+    ``what``: says which number. ``is_bound``: the planned number is a lower bound.
     """
 
     rank: int
@@ -148,7 +148,9 @@ class _Measured:
         return max((value for value in values if value == value), default=None)
 
     def highest_memory(self) -> float | None:
-        """Return the highest sum in bytes over the known owners of memory; None if memory was not looked at."""
+        """Return the highest sum in bytes over the known owners of memory; None if the record has no samples of
+        memory.
+        """
         samples = [owners for block in self._blocks for _, owners in block.memory]
         sums = [sum(nbytes for owner, nbytes in owners.items() if owner != "other") for owners in samples]
         return max(sums, default=None)

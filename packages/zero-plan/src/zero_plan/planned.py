@@ -1,4 +1,6 @@
-"""The results of a dry run: what each rank holds, its peaks of memory, and what it sends and stores."""
+"""The results of a dry run: what each rank holds, its peaks of memory, and what it sends and stores. A unit is the
+parameters that the engine gathers and reduces together.
+"""
 
 from __future__ import annotations
 

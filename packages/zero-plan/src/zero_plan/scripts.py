@@ -19,7 +19,7 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True)
 class Script:
-    """A training script: its path (with ``module``: the name of a module), its arguments and its engine's
+    """A training script: its path ``target`` (with ``module``: the name of a module), its arguments and its engine's
     configuration.
 
     ``config``: replaces the configuration that the script passes to `initialize`; a value "auto" keeps the script's.

@@ -1,4 +1,6 @@
-"""A run's setup: stage, ranks, dtypes and tiers. The argument of every formula for states and traffic."""
+"""A run's setup: stage, ranks, dtypes and tiers. The argument of every formula for states and traffic. A unit is the
+parameters that are gathered and reduced together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bytes of parameters, gradients, masters and moments that one rank holds, by tier."""
+"""Bytes of parameters, gradients, masters and moments that one rank holds, by tier. A unit is the parameters that are
+gathered and reduced together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Bytes per step over each link: between ranks, between device and host, to and from NVMe."""
+"""Bytes per step over each link: between ranks, between device and host, to and from NVMe. A unit is the parameters
+that are gathered and reduced together.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
     one.
 
     Volumes with Ψ parameters and A micro-batches (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 7, for A = 1):
-    stages 0 and 1 reduce at the boundary and gather once, 2Ψ; stage 2 reduces every micro-batch, (A + 1)Ψ; stage 3
-    gathers in forward and backward and reduces, 3AΨ. ``hpz`` moves the backward gather inside the node, ``qwz`` makes
-    an element 8 bits, ``qgz`` makes a gradient 4 bits and reduces inside the node first, then between nodes (Wang et
-    al. 2023, ZeRO++, arXiv 2306.10209, section 3), plus one float32 scale per block. Padding of units to equal shards
-    travels too.
+    stages 0 and 1 reduce once, after the last micro-batch, and gather once, 2Ψ; stage 2 reduces every micro-batch, (A +
+    1)Ψ; stage 3 gathers in forward and backward and reduces, 3AΨ. ``hpz`` moves the backward gather inside the node,
+    ``qwz`` makes an element 8 bits, ``qgz`` makes a gradient 4 bits and reduces inside the node first, then between
+    nodes (Wang et al. 2023, ZeRO++, arXiv 2306.10209, section 3), plus one float32 scale per block. Padding of units to
+    equal shards travels too.
     """
     sizes = unit_sizes(units)
     if setup.world_size == 1:

@@ -57,8 +57,8 @@ class Guesses:
 
 
 class ScriptReads(TorchFunctionMode):
-    """Lets a script format fake scalars as guessed values, and convert fake tensors to lists and NumPy arrays of
-    ones.
+    """Lets a script format fake scalars as guessed values, and convert fake tensors to lists and NumPy arrays of ones.
+    ``guesses``: gives the ones and records the lines.
     """
 
     def __init__(self, guesses: Guesses) -> None:

@@ -1,4 +1,6 @@
-"""The peaks of a run on each tier, with the owners of the live bytes: units of the engine or modules."""
+"""The peaks of a run on each tier, with the owners of the live bytes: units of the engine (parameters that it gathers
+and reduces together) or modules.
+"""
 
 from __future__ import annotations
 
