@@ -84,14 +84,16 @@ class aio_handle:
         return True
 
     def sync_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Read ``buffer.nbytes`` bytes of the file, from ``file_offset`` on, into ``buffer``; return as the class
-        says."""
+        """Read ``buffer.nbytes`` bytes of the file, from ``file_offset`` on, into ``buffer``; finish all transfers in
+        flight and return their number.
+        """
         self.async_pread(buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Write ``buffer`` to the file at ``file_offset``; return as the class says. The file is made if it is
-        missing."""
+        """Write ``buffer`` to the file at ``file_offset``, made if it is missing; finish all transfers in flight and
+        return their number.
+        """
         self.async_pwrite(buffer, filename, file_offset)
         return self.wait()
 
@@ -99,13 +101,13 @@ class aio_handle:
     write = sync_pwrite
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Begin `sync_pread`; return 0. Do not use ``buffer`` until `wait`."""
+        """Begin to read into ``buffer`` as `sync_pread` does; return 0. Do not use ``buffer`` until `wait`."""
         file = self._engine.open(os.fspath(filename), "r")
         self._pending.append((self._engine.read(file, _checked_buffer(buffer), file_offset), file, buffer))
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
-        """Begin `sync_pwrite`; return 0. Do not change ``buffer`` until `wait`."""
+        """Begin to write ``buffer`` as `sync_pwrite` does; return 0. Do not change ``buffer`` until `wait`."""
         file = self._engine.open(os.fspath(filename), "rw")
         self._pending.append((self._engine.write(file, _checked_buffer(buffer), file_offset), file, buffer))
         return 0

@@ -18,8 +18,8 @@ _GIVES_LOCAL_RANK = "zero_deepspeed.with_local_rank"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `deepspeed` and return its exit status, that of `zero-launch`.
 
-    ``arguments``: its words; None for those of `sys.argv`. Unless told `--no_local_rank` or `--no_python`, each rank
-    runs the script through with_local_rank.py.
+    ``arguments``: its words; None for those of `sys.argv`. Without `--no_local_rank` and `--no_python`, each rank runs
+    the script through with_local_rank.py.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(words)

@@ -167,7 +167,9 @@ class Init:
 
 
 def _refuse_configured_elsewhere(**given: bool) -> None:
-    """Raise `UnsupportedError` for an argument that is given; the error names its key of the configuration."""
+    """Raise `UnsupportedError` for an argument of `Init` that is given, with its key of the configuration; ``given``:
+    name of each argument -> whether it is.
+    """
     keys = {
         "zero_param_parallel_group": "zero_hpz_partition_size",
         "zero_quantized_weights": "zero_quantized_weights",
@@ -256,7 +258,9 @@ def unwrap_model_for_generation(model: Any, **_options: Any) -> AbstractContextM
 
 @contextmanager
 def _full_without_hooks(engine: Any) -> Iterator[nn.Module]:
-    """Yield the module of ``engine`` as `unwrap_model_for_generation` says."""
+    """Yield the module of ``engine``, at stage 3 with full parameters and with the engine's hooks paused. Collective at
+    stage 3.
+    """
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return

@@ -1,4 +1,6 @@
-"""Full values and fragments of sharded parameters, their gradients and states, by DeepSpeed's names."""
+"""Full values and fragments of sharded parameters, their gradients and states, by DeepSpeed's names. A fragment is the
+part of one parameter that is in a rank's shard.
+"""
 
 from __future__ import annotations
 

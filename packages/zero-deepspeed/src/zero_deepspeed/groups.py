@@ -42,7 +42,7 @@ def open_sequence_groups(size: int) -> SequenceGroups:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Let every ``sequence_parallel_size`` consecutive ranks share a sequence. Collective; raises `SequenceError`."""
+    """Let every ``sequence_parallel_size`` consecutive ranks share a sequence. Collective. Raises `SequenceError`."""
     open_sequence_groups(sequence_parallel_size)
 
 

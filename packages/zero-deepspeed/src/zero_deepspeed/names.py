@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 
 class Unavailable(str):
-    """The row of a name, or of a whole module, that is not available: the text says what to use
-    instead. A str that is told apart by its class."""
+    """The row of a name, or of a whole module, that is not available: the text says what to use instead. A class of its
+    own tells it from an answer, a plain str.
+    """
 
     __slots__ = ()
 

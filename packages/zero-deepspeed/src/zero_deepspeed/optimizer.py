@@ -161,8 +161,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 def _masters(partition: Partition, unit: Unit) -> list[torch.Tensor]:
-    """Return this rank's masters of a unit: the flat one itself, or copies of those of
-    its fragments in a store; may be empty."""
+    """Return this rank's masters of a unit: the flat one itself, or copies of those of its fragments in a store; empty
+    if there are none.
+    """
     if unit.master is not None:
         return [unit.master]
     if unit.states is None:
