@@ -15,9 +15,9 @@ def remove_stores(path: NvmePath, gone: Callable[[str], bool]) -> list[str]:
     """Remove every store in the folders of ``path`` for whose prefix ``gone`` returns True; return the removed
     prefixes.
 
-    A store that a process has open stays; a prefix of which only the lock file is left is no store, and lock files
-    stay. The links that checkpoints have to its files stay valid. Raises OffloadError for folders that cannot be read
-    or written.
+    A store that a process has open, or that cannot be opened, stays; a prefix of which only the lock file is left is no
+    store, and lock files stay. The links that checkpoints have to its files stay valid. Raises OffloadError for folders
+    that cannot be read.
     """
     paths = folders(path)
     try:

@@ -225,8 +225,8 @@ class NvmeStore:
         self._ring.prefetch(self._filed_shard(name)[0] for name in wanted)
 
     def discard(self, name: str) -> None:
-        """Forget a shard; ShardError while it is acquired or borrowed. A later shard of the same name and size reuses
-        its space in the files.
+        """Forget a shard, after waiting for all transfers under way, whose failure is raised; ShardError while it is
+        acquired or borrowed. A later shard of the same name and size reuses its space in the files.
         """
         if name in self._in_host:
             self._host.discard(name)

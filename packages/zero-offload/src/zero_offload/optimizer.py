@@ -184,8 +184,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """With ``delayed``: wait for the running step, raising its error, and write its weights to the parameters.
-        Otherwise do nothing.
+        """Without ``delayed`` do nothing. With it wait for the running step, raising its error, write its weights to
+        the parameters, and raise the parameters' version counters (also if no step was running).
         """
         self._check_open()
         if isinstance(self._update, DelayedUpdate):

@@ -233,7 +233,7 @@ class Trace:
 
     def _record_ends(self, running: _Transfers) -> None:
         """Wait for each transfer of ``running`` in turn and record its end, until None comes; runs in a thread, which
-        no error ends.
+        no error ends: one of a transfer is recorded, one of the sink kept for `_finished_events`.
         """
         while (transfer := running.get()) is not None:
             hop, name, begin, nbytes, wait = transfer

@@ -49,7 +49,7 @@ def read_states(
     """Yield (fragment, state) for each of ``fragments`` that has any state, in one pass over the slices. A state has
     1-D copies in host memory of all elements; its ``step`` has no dimension.
 
-    ``stale``: include masters whose weights were changed from outside after the last step; else they are left out.
+    ``stale``: include masters whose weights were changed from outside and that no step has replaced yet.
     """
     wanted = {f for f in fragments if any(f.keeps(kind, stale=stale) for kind in f.kinds) or f.step}
     last = {span.fragment: index for index, slice_ in enumerate(slices) for span in slice_ if span.fragment in wanted}

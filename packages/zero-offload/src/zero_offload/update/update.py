@@ -300,7 +300,7 @@ class OffloadedUpdate:
 
     def restart(self, fragments: Collection[str]) -> None:
         """Reset the moments and the step count of the fragments named, not their masters; ShardError for an unknown
-        one.
+        one, after those before it.
         """
         self._check_open()
         self.writes += 1
