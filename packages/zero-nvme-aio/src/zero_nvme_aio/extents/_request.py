@@ -31,10 +31,10 @@ class StoreRequest:
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Block until all of it has ended and return the bytes moved; None waits without end.
+        """Block until all of it has ended and return the bytes moved.
 
-        WaitTimeoutError after `timeout` seconds; ChecksumError for a verified read; else the first error of its parts,
-        as for `Request.wait`, raised once all of them have ended.
+        WaitTimeoutError after `timeout` seconds (None: never); ChecksumError for a verified read; else the first error
+        of its parts, as for `Request.wait`, raised once all of them have ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None

@@ -37,7 +37,8 @@ class ExtentStore:
     every read by default. `resume`: continue from the sealed generations in the folders; unsealed data of a killed
     process is removed. `engine`: shared, or one of its own.
 
-    Raises ExtentError if the folder already holds a store (and `resume` is false), or one that is in use.
+    Raises ExtentError if the folder already holds a store (and `resume` is false), or one that is in use, FormatError
+    if a generation to resume from is damaged, ValueError for arguments out of range.
     """
 
     def __init__(
@@ -169,9 +170,9 @@ class ExtentStore:
         half is current is emptied by a copy (see `carried_bytes`), and others stay beside the new one.
 
         After this call the generation survives a crash; without `durable` only after its `make_durable`, which does the
-        syncing, on any thread, while this store continues. Until then the previous generation stays. Raises the first
-        error of a failed write, and ChecksumError for data to be carried over that was changed on disk; the generation
-        then stays open, and the data concerned can be written again.
+        syncing, on any thread, while this store continues. Until then the previous generation stays; the next call does
+        it first if nobody has. Raises the first error of a failed write, and ChecksumError for data to be carried over
+        that was changed on disk; the generation then stays open, and the data concerned can be written again.
         """
         with self._lock:
             self._check_open()
