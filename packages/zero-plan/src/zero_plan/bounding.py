@@ -48,8 +48,8 @@ def _updated_bytes(rank: RankPlan) -> dict[str, int]:
 
 
 def _rate_key(dtype: str, machine: Machine) -> str:
-    """Return the machine's key of the fastest rate at which products in ``dtype`` may run; an unknown key if there is
-    none.
+    """Return the machine's key of the fastest rate at which products in ``dtype`` may run; a key that no machine has if
+    there is none.
     """
     known = [f"device.{name}" for name in _RATES.get(dtype, ()) if machine.get(f"device.{name}") is not None]
     return known[0] if known else f"device.{dtype}"

@@ -151,7 +151,8 @@ def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path:
 
 
 def _choices(samples: int, nodes: int) -> Iterator[Choice]:
-    """Yield all choices; micro-batches are the powers of two that divide ``samples``, those of one rank in a step.
+    """Yield all choices: micro-batches are the powers of two that divide ``samples``, those of one rank in a step; the
+    optimizer is offloaded only from stage 1, parameters and ZeRO++ vary only at stage 3.
 
     ``nodes``: ZeRO++ is a choice only if there are several.
     """
