@@ -31,8 +31,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     """The torch optimizer of an engine, with attributes and methods of DeepSpeed's ZeRO optimizers.
 
     ``param_groups``, ``state`` and ``defaults`` are the torch optimizer's own objects. ``parameter_offload``: at stage
-    3 an attribute of that name; else None, and no attribute. It keeps no reference to ``engine``: when that is gone,
-    most of it raises `UsageError`.
+    3 an attribute of that name; else None, and no attribute. ``sharded``: what holds the torch optimizer. It keeps no
+    reference to ``engine``: when that is gone, most of it raises `UsageError`.
     """
 
     def __init__(self, engine: Engine, sharded: ShardedOptimizer, parameter_offload: DeepSpeedOptimizer | None) -> None:

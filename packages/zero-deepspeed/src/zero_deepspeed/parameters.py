@@ -102,8 +102,8 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Return whether ``data`` has the full values now, is released, or is being gathered. With one rank: whether
-        the user gathers it.
+        """Return whether ``data`` has the full values now, is released, or is being gathered. See the class about one
+        rank.
         """
         place = _find_unit(self)
         if place is not None:
