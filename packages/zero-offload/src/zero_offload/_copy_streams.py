@@ -81,7 +81,7 @@ class DeviceCopies:
         return name in self._on_device
 
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
-        """Start copying a shard from ``host`` to the device, after a copy of it in the other direction has ended;
+        """Start copying a shard from ``host`` to the device, after waiting for a copy of it in the other direction;
         return the event after which ``host`` may be written again.
         """
         self.settle(name)

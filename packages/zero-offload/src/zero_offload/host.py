@@ -60,7 +60,7 @@ class HostStore:
 
     def acquire(self, name: str) -> torch.Tensor:
         """Return the shard on the compute device, valid until `release`; calls may nest. The copy is ready for work on
-        the current stream; the host does not wait.
+        the current stream; the host waits only for a copy of the shard back to it that is still under way.
         """
         host = self._shard_named(name)
         self._holders[name] = self._holders.get(name, 0) + 1
@@ -105,7 +105,7 @@ class HostStore:
 
     def prefetch(self, names: Sequence[str]) -> None:
         """Start copying these shards to the device, in this order, before they are acquired; do nothing on the CPU and
-        for shards that are there.
+        for shards that are there. Waits as `acquire` does.
         """
         for name in names:
             host = self._shard_named(name)

@@ -327,7 +327,8 @@ def copy_to_host(
 def borrowed_gradient(gradients: CollectedGradients, shard: str, *, dirty: bool) -> Iterator[torch.Tensor]:
     """Return a context manager that yields a shard's collected gradient in host memory (1-D), valid inside the context.
 
-    ``dirty``: the caller changes it, and the change is kept. ShardError on entry if the shard has no gradient.
+    ``dirty``: the caller changes it, and the change is kept, also after an exception. ShardError on entry if the shard
+    has no gradient.
     """
     if not gradients.has(shard):
         raise ShardError(f"'{shard}' has no gradient", tensor=shard)
