@@ -185,8 +185,8 @@ class Engine:
     def sync(self, file: File) -> None:
         """Block until every write submitted to the file before this call is on stable storage.
 
-        Raises the error of a failed write among them, also if its request was never waited for, once; AccessError for a
-        file opened for reading only, ClosedError.
+        Raises the error of a failed write among them, also if its request was never waited for; AccessError for a file
+        opened for reading only, ClosedError.
         """
         native = self._native_file_for(file, True)
         device_failure = file.wait_for_device_writes()
