@@ -154,7 +154,8 @@ def _format_gigabytes(nbytes: int) -> str:
 
 
 def _build_model(path: str) -> nn.Module:
-    """Return the model that ``path``, "MODULE:NAME", names or whose function it names, built on the meta device.
+    """Return the model that ``path``, "MODULE:NAME", names, or that the function of this name returns, built on the
+    meta device.
 
     Adds the working directory to `sys.path`. Raises `PlanError` if there is no such module or name, or if it gives no
     torch module.

@@ -59,8 +59,9 @@ class ScriptSupervisor(DryRunSupervisor):
         self._followed: Engine | None = None
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
-        """Return the configuration for the script's engine: the one asked for, with ``given`` where it says "auto",
-        changed as by `DryRunSupervisor.config`. Notes that the memory in use now is older than the engine.
+        """Return the configuration for the script's engine: the one asked for, with ``given`` where it says "auto", and
+        with the ranks per node asked for, changed as by `DryRunSupervisor.config`. Notes that the memory in use now is
+        older than the engine.
         """
         self._recorder.watch.begin_engine()
         found = fill_auto(self._asked.script.config, _as_dict(given))
