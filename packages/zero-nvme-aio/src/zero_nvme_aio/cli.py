@@ -17,7 +17,9 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C."""
+    """Run the command and return its exit status: 0, 1 after an error (one line on stderr), 130 after Ctrl-C. Arguments
+    that the parser refuses end the program with status 2.
+    """
     options = parser().parse_args(arguments)
     action: Callable[[argparse.Namespace], None] = options.action
     try:
