@@ -137,7 +137,7 @@ class PeakWatch:
         return self.phase, running or (f"after {self._last_done}" if self._last_done else self.phase)
 
     def _peak_of(self, tier: str) -> Peak:
-        """Return the peak of a tier, with its bytes by owner."""
+        """Return the peak of a tier, with its largest owners and the bytes of activations."""
         sums: Counter[tuple[str, str]] = Counter()
         for held, nbytes in self.memory.storages_at_peak(tier):
             sums.update(_bytes_by_owner(held, nbytes))
