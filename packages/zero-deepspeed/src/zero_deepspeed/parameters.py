@@ -198,7 +198,8 @@ class ZeroParameter(nn.Parameter):
     def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
         """Gather this parameter (or those of ``param_list``) until `partition`. Collective.
 
-        Parameters that it holds already, and plain ones, are left as they are; other arguments have no effect.
+        Parameters that an `all_gather` holds already, and plain ones, are left as they are; other arguments have no
+        effect.
         """
         for parameter in [self] if param_list is None else list(param_list):
             if isinstance(parameter, ZeroParameter) and _facts(parameter).held is None:
