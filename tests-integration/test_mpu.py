@@ -16,6 +16,7 @@ import zero_core
 from zero_ckpt import CheckpointError, MismatchError
 from zero_comm import run_ranks
 from zero_core.supervision import supervised
+from zero_sequence import SequenceGroups
 from zero_verify import Bitwise, Recording, Variant, compare
 from zero_verify.recorder import AllStepsTaken, Recorder
 
@@ -283,3 +284,25 @@ def test_what_an_mpu_cannot_say_is_refused_by_name_on_every_rank() -> None:
         assert "get_data_parallel_group" in none
         for said in (lamb,) if torch.__version__ < (2, 9) else (lamb, muon):  # torch 2.9 brought Muon
             assert "PartitionError" in said and "layers.0.up" in said and "model_parallel" in said
+
+
+def with_an_mpu_on_one_rank() -> list[str]:
+    said = []
+    for mpu in (Grid(1), SequenceGroups.open(1)):
+        given = mpu if dist.get_rank() == 0 else None
+        for make in (
+            lambda given=given: zero_core.initialize(model=Net(None).double(), config=settings(2), mpu=given),
+            lambda given=given: zero_core.Init(settings(3), mpu=given).__enter__(),
+        ):
+            try:
+                make()
+                said.append("made")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_an_mpu_on_some_ranks_only_is_refused_on_every_rank() -> None:
+    for answers in run_ranks(with_an_mpu_on_one_rank, 2):
+        for said in answers:
+            assert "DesyncError" in said and "an mpu" in said and "None" in said, said

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .errors import PeerError
+from .errors import DesyncError, PeerError
 
 _KEY = "zero-comm/starting"
 _SPEAK_AFTER_SECONDS = 10.0
@@ -22,8 +22,11 @@ logger = logging.getLogger("zero_comm")
 
 
 @contextmanager
-def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[None]:
+def starting_together(what: str, timeout: timedelta | None = None, *, alike: str = "") -> Iterator[None]:
     """Run the block on every rank of the world, and leave the context when all ranks are through. Issues no collective.
+
+    ``alike``: what a rank brings that all must bring, in words; a rank with other words than the first raises
+    DesyncError instead of running the block.
 
     An exception of the block is raised on its rank; the others raise PeerError with that cause within a second of
     reaching the end of their own blocks. They also raise PeerError after ``timeout`` (default: 30 minutes), naming the
@@ -38,6 +41,7 @@ def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[N
     number = store.add(f"calls/{rank}", 1)  # in the store: a process may have had several engines
     meeting = PrefixStore(str(number), store)
     try:
+        _check_alike(meeting, what, alike)
         yield
     except BaseException as failure:
         meeting.compare_set("failed", "", json.dumps([rank, f"{type(failure).__name__}: {failure}"]))
@@ -47,6 +51,13 @@ def starting_together(what: str, timeout: timedelta | None = None) -> Iterator[N
         _wait(meeting, store, number, what, timeout or timedelta(minutes=30))
     except dist.DistError as error:
         raise PeerError(f"{what}: the process that keeps the ranks' store is gone: {error}") from error
+
+
+def _check_alike(meeting: Store, what: str, alike: str) -> None:
+    """Raise DesyncError if the first rank to come gave another ``alike``; see `starting_together`."""
+    first, theirs = json.loads(meeting.compare_set("alike", "", json.dumps([dist.get_rank(), alike])))
+    if theirs != alike:
+        raise DesyncError(f"{what}: expected the same on every rank, got {theirs} on rank {first} and {alike} here")
 
 
 def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zero_ckpt import CheckpointError, Coordinator, MismatchError
 from zero_ckpt.coordination import run_on_all_ranks
 from zero_ckpt.torch import DistCoordinator
-from zero_comm import Control, Message, open_group
+from zero_comm import Control, Message, open_group, starting_together
 from zero_partition import ModelParts, TensorParallelModel, UnsplitModel
 
 from .errors import UsageError
@@ -139,13 +139,14 @@ def model_parallel(mpu: Any) -> ModelParallel:
     ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists; if ``get_sequence_parallel_world_size()`` is above
     1, ``get_sequence_parallel_group()`` and ``get_sequence_data_parallel_group()`` instead of the data-parallel group.
-    Raises `UsageError` on every rank if they are missing, for groups that form no grid, and for other axes."""
-    world = list(range(dist.get_world_size()))
+    Raises on every rank: `UsageError` if they are missing, for groups that form no grid, and for other axes;
+    `DesyncError` or `PeerError` if only some ranks have an mpu."""
+    with starting_together("initialize(mpu=…)", alike="None" if mpu is None else "an mpu"):
+        world = list(range(dist.get_world_size()))
     if mpu is None:
         return ModelParallel(0, 1, [world], [[rank] for rank in world])
     control = Control(open_group([world], "gloo"))
     try:
-        told: list[Any]
         try:
             answer: Any = _rows_of(mpu)
         except UsageError as error:
@@ -153,8 +154,7 @@ def model_parallel(mpu: Any) -> ModelParallel:
         told = [message.payload for message in control.exchange(Message("initialize", "mpu", 0, answer))]
     finally:
         control.close()
-    refusal: str | None = next((said for said in told if isinstance(said, str)), None) or _misfit(told)
-    if refusal is not None:
+    if refusal := next((said for said in told if isinstance(said, str)), None) or _misfit(told):
         raise UsageError(f"mpu: {refusal}")
     data_rows, model_rows = (sorted({tuple(rows[axis]) for rows in told}) for axis in (0, 1))
     rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
