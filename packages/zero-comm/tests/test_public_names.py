@@ -20,6 +20,7 @@ NAMES = [
     "LedgerRow",
     "Mesh",
     "Message",
+    "NO_STEP",
     "PeerError",
     "QuantizedGather",
     "QuantizedReduce",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import struct
 
 import pytest
@@ -19,12 +20,12 @@ HEADER = struct.Struct("<8sIIIIQQQ")
 SLOT = struct.Struct("<QQqQd24s16s112s64s")
 
 
-def write_flight_record(path, names, *, waiting=0, slots=4):
+def write_flight_record(path, names, *, waiting=0, slots=4, steps=()):
     """A flight recorder as zero-comm writes it, by its description."""
     data = bytearray(HEADER.pack(b"ZCRING01", slots, SLOT.size, 0, 2, len(names), waiting, 0).ljust(64, b"\0"))
     data += bytes(slots * SLOT.size)
-    for number, name in enumerate(names, start=1):
-        row = (number, number, 5, 64, 0.0, b"1", b"gather", name.encode(), b"train.py:3")
+    for number, (name, step) in enumerate(itertools.zip_longest(names, steps, fillvalue=5), start=1):
+        row = (number, number, step, 64, 0.0, b"1", b"gather", name.encode(), b"train.py:3")
         SLOT.pack_into(data, 64 + (number - 1) % slots * SLOT.size, *row)
     path.write_bytes(data)
 
@@ -44,6 +45,15 @@ def test_a_ring_is_read_with_its_newest_entries(tmp_path):
     (tmp_path / "other").write_bytes(bytes(200))
     with pytest.raises(ValueError, match="not a flight recorder in format 1"):
         read_flight_record(tmp_path / "other")
+
+
+def test_collectives_without_a_step_do_not_hide_the_step(tmp_path):
+    for rank, steps in enumerate(([7, -1, -1], [-1, -1, -1])):
+        write_flight_record(tmp_path / str(rank), list("abc"), waiting=3, steps=steps)
+    watcher = Watcher({rank: tmp_path / str(rank) for rank in range(3)})
+    watcher.read()
+    assert str(watcher.records[0].awaited) == "gather of 'c', 64 bytes at train.py:3"
+    assert [watcher.step_of(rank) for rank in range(3)] == [7, None, None]
 
 
 def test_the_first_difference_is_found_and_ranks_that_agree_are_listed_together():

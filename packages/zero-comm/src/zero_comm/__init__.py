@@ -22,7 +22,7 @@ from .replicated import Reduction, ReplicatedReduce
 from .setup import await_connections, default_device, init
 from .slices import SliceSum, TreeSum, sum_slices
 from .starting import starting_together
-from .tag import Tag
+from .tag import NO_STEP, Tag
 from .testing import RanksFailedError, run_ranks
 from .topology import Topology, node_name
 from .work import Work
@@ -40,6 +40,7 @@ __all__ = [
     "LedgerRow",
     "Mesh",
     "Message",
+    "NO_STEP",
     "PeerError",
     "QuantizedGather",
     "QuantizedReduce",

@@ -24,7 +24,7 @@ from .leaving import close_at_exit, destroy_group
 from .ledger import Ledger
 from .meeting import meet
 from .stacks import describe_failure, excused_exceptions
-from .tag import Tag
+from .tag import Tag, in_step
 from .topology import ONE_NODE, Topology
 from .vitals import carried_bytes
 from .watch import Watch
@@ -41,8 +41,9 @@ _FAILED = "failed"
 class Message:
     """One rank's message at a point where all ranks agree.
 
-    ``kind``, ``name`` and ``step`` identify the call; ``payload`` is plain data (JSON). `Control` fills in the others
-    from `Watched`: the micro-batches that the rank has counted, its request and the bits that it announces.
+    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call; ``payload`` is plain data (JSON). `Control` fills
+    in the others from `Watched`: the micro-batches that the rank has counted, its request and the bits that it
+    announces.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Message:
 
     def __str__(self) -> str:
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
-        return f"{self.kind} '{self.name}' in step {self.step}{after}"
+        return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
 
     def same_call(self, other: Message) -> bool:
         """Return whether kind, name and step are equal: both ranks are at the same call."""

@@ -3,10 +3,10 @@
 [Note: flight recorder format 1] All numbers are little-endian. A header of 64 bytes: magic `ZCRING01`, slots (u32),
 bytes per slot (u32), rank (u32), world size (u32), entries written so far (u64), the entry that this rank waits for or
 0 (u64), entries finished so far (u64), the first entry whose wait failed since one succeeded or 0 (u64), padding.
-Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its
-number (u64), its sequence in its group (u64), step (i64), bytes that must be equal on every rank or 0 (u64), seconds
-since the epoch (f64), and four zero-padded UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its
-end), call site (64). A reader takes entries up to the header's count, which is written after the slot.
+Then the slots; entry n (from 1) is in slot (n - 1) mod slots: its number (u64), its sequence in its group (u64), step
+(i64; -1: none), bytes that must be equal on every rank or 0 (u64), seconds since the epoch (f64), and four zero-padded
+UTF-8 strings: group (24 bytes), phase (16), name (112; of a longer one its end), call site (64). A reader takes entries
+up to the header's count, which is written after the slot.
 """
 
 from __future__ import annotations

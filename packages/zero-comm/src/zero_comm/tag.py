@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+NO_STEP = -1
+"""The step of a collective whose caller counts none."""
 Phase = Literal["gather", "reduce", "publish", "broadcast", "control", "checkpoint", "exchange"]
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Names one collective: its phase, the unit or parameter (``name``), and the optimizer step.
+    """Names one collective: its phase, the unit or parameter (``name``), and the optimizer step (or `NO_STEP`).
 
     The flight recorder adds a running number per group, so that two ranks' entries can be compared.
     """
@@ -20,4 +22,9 @@ class Tag:
     step: int = 0
 
     def __str__(self) -> str:
-        return f"{self.phase} of '{self.name}' in step {self.step}"
+        return f"{self.phase} of '{self.name}'{in_step(self.step)}"
+
+
+def in_step(step: int) -> str:
+    """Return ``step`` as it stands in messages: " in step 3", nothing for `NO_STEP`."""
+    return "" if step == NO_STEP else f" in step {step}"

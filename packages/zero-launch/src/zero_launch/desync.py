@@ -28,7 +28,7 @@ class RecordedCollective:
     """One collective of one rank, as its flight recorder has it.
 
     ``number``: in the order in which the rank started its collectives, from 1. ``sequence``: within its process
-    ``group``. ``step``: the optimizer step. ``same_bytes``: its size, which every rank must have; 0 where sizes may
+    ``group``. ``step``: the optimizer step; -1 for none. ``same_bytes``: its size, which every rank must have; 0 where sizes may
     differ. ``phase``: the kind of collective. ``name``: of the unit or parameter. ``site``: the line of code that asked
     for it, or empty.
     """
@@ -55,7 +55,8 @@ class RecordedCollective:
     def __str__(self) -> str:
         size = f", {self.same_bytes} bytes" if self.same_bytes else ""
         site = f" at {self.site}" if self.site else ""
-        return f"{self.phase} of '{self.name}' in step {self.step}{size}{site}"
+        step = f" in step {self.step}" if self.step >= 0 else ""
+        return f"{self.phase} of '{self.name}'{step}{size}{site}"
 
 
 @dataclass(frozen=True)
@@ -250,9 +251,10 @@ class Watcher:
             self._progress, self._moved_at = progress, time.monotonic()
 
     def step_of(self, rank: int) -> int | None:
-        """Return the optimizer step of a rank's newest collective when last read; None without any."""
+        """Return the optimizer step of a rank's newest collective that has one, when last read; None without any."""
         record = self.records.get(rank)
-        return record.entries[-1].step if record is not None and record.entries else None
+        entries = () if record is None else record.entries
+        return next((entry.step for entry in reversed(entries) if entry.step >= 0), None)
 
     @property
     def stalled(self) -> bool:

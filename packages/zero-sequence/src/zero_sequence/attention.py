@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from zero_comm import Group, Tag
+from zero_comm import NO_STEP, Group, Tag
 
 from .errors import SequenceError
 from .exchange import heads_to_sequence, sequence_to_heads
@@ -86,7 +86,7 @@ class UlyssesAttention:
         with self._dropout(named.get("dropout", 0.0), query.device):
             seen = _LocalModule(module, full[0].shape[1] // full[1].shape[1], self._name)
             output, _ = core(seen, *full, attention_mask, **named)
-        back = heads_to_sequence(output, self._group, Tag("exchange", f"{place}: outputs"))
+        back = heads_to_sequence(output, self._group, Tag("exchange", f"{place}: outputs", NO_STEP))
         self._inputs.attention_calls += 1
         return back[:, :, : query.shape[1]] if plan.padding else back, None
 
@@ -98,7 +98,7 @@ class UlyssesAttention:
         if plan.padding:
             query = pad(query, (0, 0, 0, 0, 0, plan.padding))
         sent = [query, _for_ranks(plan, key), _for_ranks(plan, value)]
-        here = sequence_to_heads(sent, self._group, Tag("exchange", f"{place}: queries, keys, values"))
+        here = sequence_to_heads(sent, self._group, Tag("exchange", f"{place}: queries, keys, values", NO_STEP))
         if plan.places is None:
             return tuple(here)
         mine = torch.tensor(plan.places[self._group.rank], device=query.device)

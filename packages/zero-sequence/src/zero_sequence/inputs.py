@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_comm import Group, Tag
+from zero_comm import NO_STEP, Group, Tag
 
-_TAG = Tag("exchange", "masks and positions")
+_TAG = Tag("exchange", "masks and positions", NO_STEP)
 
 
 @dataclass(frozen=True)

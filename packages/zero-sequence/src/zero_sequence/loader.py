@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
-from zero_comm import Message, Tag
+from zero_comm import NO_STEP, Message, Tag
 
 from .batches import split_batch
 from .errors import SequenceError
 from .groups import SequenceGroups
 
-_TAG = Tag("exchange", "batches")
+_TAG = Tag("exchange", "batches", NO_STEP)
 Source = Literal["each", "same"]
 
 
@@ -93,7 +93,7 @@ class SequenceLoader:
             said: Any = None if batch is None else _header(mine[0])
         except SequenceError as error:
             said = str(error)
-        told = self._groups.control.agree(Message("data", "batch", 0, said))
+        told = self._groups.control.agree(Message("data", "batch", NO_STEP, said))
         for rank, theirs in enumerate(told):
             if isinstance(theirs, str):
                 raise SequenceError(f"the batch of rank {rank} of the sequence group: {theirs}")

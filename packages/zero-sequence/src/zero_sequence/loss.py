@@ -7,9 +7,9 @@ from typing import Any, cast
 import torch
 from torch.nn.functional import pad
 
-from zero_comm import Group, Tag
+from zero_comm import NO_STEP, Group, Tag
 
-_TAG = Tag("exchange", "loss")
+_TAG = Tag("exchange", "loss", NO_STEP)
 
 
 class _SumOverRanks(torch.autograd.Function):

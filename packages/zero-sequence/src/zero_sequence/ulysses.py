@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from zero_comm import Message
+from zero_comm import NO_STEP, Message
 
 from .attention import AttentionDropout, AttentionOptions, UlyssesAttention
 from .errors import SequenceError
@@ -114,7 +114,7 @@ class Ulysses:
             said: Any = _facts(model, named)
         except SequenceError as error:
             said = str(error)
-        told = self._groups.control.agree(Message("forward", type(model).__name__, 0, said))
+        told = self._groups.control.agree(Message("forward", type(model).__name__, NO_STEP, said))
         for rank, theirs in enumerate(told):
             if isinstance(theirs, str):
                 raise SequenceError(f"rank {rank} of the sequence group: {theirs}")

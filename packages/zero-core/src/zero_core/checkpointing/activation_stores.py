@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from zero_comm import Group, Tag
+from zero_comm import NO_STEP, Group, Tag
 from zero_core.errors import UsageError
 
 Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
@@ -62,7 +62,7 @@ class PartitionedStore:
     def _gathered(self, part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the tensor of ``shape`` whose padded shard ``part`` is. Collective."""
         full = part.new_empty(part.numel() * self._group.world_size)
-        self._group.all_gather(full, part, Tag("gather", "a checkpointed activation")).wait()
+        self._group.all_gather(full, part, Tag("gather", "a checkpointed activation", NO_STEP)).wait()
         return full[: shape.numel()].view(shape)
 
 
