@@ -28,9 +28,9 @@ class RecordedCollective:
     """One collective of one rank, as its flight recorder has it.
 
     ``number``: in the order in which the rank started its collectives, from 1. ``sequence``: within its process
-    ``group``. ``step``: the optimizer step; -1 for none. ``same_bytes``: its size, which every rank must have; 0 where sizes may
-    differ. ``phase``: the kind of collective. ``name``: of the unit or parameter. ``site``: the line of code that asked
-    for it, or empty.
+    ``group``. ``step``: the optimizer step; -1 for none. ``same_bytes``: its size, which every rank must have; 0 where
+    sizes may differ. ``phase``: the kind of collective. ``name``: of the unit or parameter. ``site``: the line of code
+    that asked for it, or empty.
     """
 
     number: int
