@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that suggests, for an unknown word, the known one that is spelt most like it."""
+    """An argument parser that suggests, for an unknown word, the known one that is spelt most like it. Named as the
+    parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, with the suggestion if there is one, and end the process with status 2."""

@@ -23,7 +23,7 @@ _PENDING_BYTES = 256 << 20
 
 class Request(Protocol):
     """A transfer under way, as `zero_nvme_aio` returns it; `wait` returns the bytes transferred or raises OSError, and
-    `checksum` is None until then, or if none was requested."""
+    `checksum` is None until then, or if none was requested. Named as what satisfies it."""
 
     @property
     def checksum(self) -> str | None: ...

@@ -53,7 +53,7 @@ def _command_entry_points() -> EntryPoints:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser, also of each command, that suggests the known word that is spelt most like an unknown one."""
+    """A parser that suggests the known word most like an unknown one. Named as the parsers of other commands."""
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the ``message``, with the nearest known word, and exit with status 2."""

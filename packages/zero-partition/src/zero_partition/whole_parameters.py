@@ -20,7 +20,7 @@ def is_whole(partition: Partition, parameter: nn.Parameter) -> bool:
 def set_whole(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Write rank 0's ``value`` into a parameter for which `is_whole`, on every rank. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` on every rank if one has another shape.
+    Other ranks pass any tensor of the parameter's shape. Raises `PartitionError` on every rank if one passes another.
     """
     name, refusal = partition.name_of(parameter) or "", None
     if value.shape != parameter.shape:
