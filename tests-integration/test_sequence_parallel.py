@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import training
-from sequence_runs import MICRO, STEPS, Run, make, one_process, over_ranks, settings
+from sequence_runs import MICRO, STEPS, Run, make, one_process, over_ranks, settings, start, steps
 
 import zero_core
 from zero_comm import run_ranks
@@ -67,6 +68,36 @@ def test_what_else_an_engine_does_is_done_over_shards() -> None:
 @pytest.mark.soak
 def test_what_else_an_engine_does_is_done_over_shards_of_several_samples() -> None:
     check(run_ranks(over_ranks, 4, COMPOSED), COMPOSED, 2)
+
+
+def failing_in_forward(run: Run) -> tuple[str, float]:
+    """Train until rank 1 fails in the forward pass of step 2, catches that, and does nothing more; return what the
+    other rank raised, and after how many seconds."""
+    groups = SequenceGroups.open(run.sequence)
+    engine = start(run, groups)
+    steps(engine, groups, 1)
+    if dist.get_rank() == 1:
+
+        def fail(*_: Any) -> None:
+            raise ValueError("no such expert")
+
+        engine.module.model.layers[1].mlp.register_forward_pre_hook(fail)
+    began = time.monotonic()
+    try:
+        steps(engine, groups, 1)
+    except Exception as error:
+        said, seconds = f"{type(error).__name__}: {error}", time.monotonic() - began
+    if dist.get_rank() == 1:
+        time.sleep(20)
+    return said, seconds
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=SOAK)])
+def test_a_rank_that_fails_and_lives_on_ends_the_exchanges_of_its_sequence_with_its_cause(stage: int) -> None:
+    (said, seconds), (own, _) = run_ranks(failing_in_forward, 2, Run(2, stage))
+    assert "no such expert" in own
+    assert "rank 1 failed: ValueError: no such expert" in said, said
+    assert seconds < 18
 
 
 class WithoutStates:

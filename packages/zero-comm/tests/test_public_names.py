@@ -11,6 +11,7 @@ NAMES = [
     "AlikeStore",
     "Codec",
     "CommError",
+    "Connections",
     "Control",
     "DesyncError",
     "EngineGroups",

@@ -6,6 +6,7 @@ Read `group.py` first: it holds the all-gather, the reduce-scatter and the broad
 from __future__ import annotations
 
 from .alike import AlikeStore
+from .connections import Connections
 from .control import Control, Message
 from .device_slices import sum_slices_on_device
 from .differentiable import all_to_all
@@ -31,6 +32,7 @@ __all__ = [
     "AlikeStore",
     "Codec",
     "CommError",
+    "Connections",
     "Control",
     "DesyncError",
     "EngineGroups",

@@ -37,6 +37,10 @@ class Connections:
         finally:
             self._inodes |= set(open_sockets()) - before
 
+    def include(self, other: Connections) -> None:
+        """Also cut, in `sever`, the connections that ``other`` has recorded so far."""
+        self._inodes |= other._inodes
+
     def sever(self) -> int:
         """Shut down the recorded connections that are still open, forget all, and return the number shut down.
 

@@ -80,7 +80,8 @@ class Control:
         self.world_size = 1 if process_group is None else dist.get_world_size(process_group)
         self.ledger = ledger if ledger is not None else Ledger()
         self.topology: Topology = ONE_NODE
-        self.watched = Watched()
+        self.watched = self._shown = Watched()
+        self._explain: Callable[[CommError], CommError] | None = None
         self._watch: Watch | None = None
         self.reopen(process_group)
 
@@ -297,6 +298,10 @@ class Control:
             stopped_after=stopped_after,
         )
 
+    def show_waits(self, watched: Watched, explain: Callable[[CommError], CommError]) -> None:
+        """From now on, show in ``watched`` what this rank waits for here, and have ``explain`` replace errors."""
+        self._shown, self._explain = watched, explain
+
     def end_watch(self) -> None:
         """Stop the thread that `watch` started, if there is one."""
         watch, self._watch = self._watch, None
@@ -322,15 +327,15 @@ class Control:
                 tag,
                 [(work, None)],
                 ticket=ticket,
-                explain=self.explain,
-                watched=self.watched,
+                explain=self._explain or self.explain,
+                watched=self._shown,
                 ledger=self.ledger,
             )
             gathering.wait(patience)
             return [bytes(r.numpy()) for r in received]
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
-        self.watched.waiting = (doing, time.monotonic(), True)
+        self._shown.waiting = (doing, time.monotonic(), True)
         try:
             began = time.perf_counter()
             received_by_rank, pending = self._start_exchange(body, tag)
@@ -344,9 +349,9 @@ class Control:
         except RuntimeError as error:
             who = "a rank" if awaited is None else f"rank {awaited}"
             failure = PeerError(f"{who} left or did not answer while this rank was at {doing}: {error}")
-            raise self.explain(failure) from error
+            raise (self._explain or self.explain)(failure) from error
         finally:
-            self.watched.waiting = None
+            self._shown.waiting = None
         return [bytes(r.numpy()) for r in received_by_rank]
 
     def _count(self, tag: Tag, nbytes: int) -> None:

@@ -243,6 +243,10 @@ class Group:
             watched=self._watched,
         )
 
+    def show_waits(self, watched: Watched, explain: Callable[[CommError], CommError]) -> None:
+        """From now on, show in ``watched`` what this rank waits for, and have ``explain`` replace errors."""
+        self._watched, self._explain = watched, explain
+
     def close(self) -> None:
         """Destroy the process group; peers that still wait on it get an error. May be called again."""
         if self._process_group is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,16 @@ class EngineGroups:
         if self.gather.rank == number:
             self.replicate.broadcast(tensor, replica, tag).wait()
         self.gather.broadcast(tensor, number, tag).wait()
+
+    def cover(self, groups: Iterable[Group | Control], connections: Connections) -> None:
+        """Have the engine's watch cover ``groups`` that others have opened, with ``connections``, for the same ranks.
+
+        A wait in them counts as one of the engine's, their errors name the cause that a rank has reported, and `abort`
+        cuts their connections, which `reopen` does not open again.
+        """
+        for group in groups:
+            group.show_waits(self.control.watched, self.control.explain)
+        self._connections.include(connections)
 
     def abort(self, failure: BaseException, *, when: str = "") -> None:
         """Destroy all groups because this rank cannot continue, so that no rank waits for it. Does not wait.

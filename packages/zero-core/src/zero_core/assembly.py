@@ -109,8 +109,7 @@ def assemble(
         if on.type != "cpu":
             torch.accelerator.set_device_index(on)
         check_clients(resolved)
-        record = open_record(resolved, on)
-        ledger = ledger_for(resolved, dist.get_rank())
+        record, ledger = open_record(resolved, on), ledger_for(resolved, dist.get_rank())
         if record is not None:
             ledger = record.ledger(ledger)
     with starting_together("zero_core.initialize"):  # no rank may fail and exit while others still connect
@@ -150,6 +149,8 @@ def assemble(
         if training_data is not None:
             engine.training_dataloader = engine.data_loader(training_data)
         engine.observer = supervisor().observer(engine)
+    if hasattr(mpu, "join_engine"):
+        mpu.join_engine(groups)
     return engine
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from zero_comm import Control, Group, Ledger, Message, open_group, starting_together
+from zero_comm import Connections, Control, EngineGroups, Group, Ledger, Message, open_group, starting_together
 
 from .errors import SequenceError
 
@@ -35,6 +35,7 @@ class SequenceGroups:
         control: Control,
         data_group: dist.ProcessGroup | None,
         rows: tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]],
+        connections: Connections,
     ) -> None:
         self.sequence = sequence
         self.batches = batches
@@ -43,6 +44,7 @@ class SequenceGroups:
         self.rank = sequence.rank
         self.size = sequence.world_size
         self._data = Group(data_group, ledger=self.ledger)
+        self._connections = connections
         self._alone = Group(None)
         self.sequence_rows, self.data_rows = rows
 
@@ -69,12 +71,19 @@ class SequenceGroups:
         book = ledger if ledger is not None else Ledger()
         rows = [list(range(start, start + size)) for start in range(0, world, size)]
         columns = [list(range(place, world, size)) for place in range(size)]
-        with starting_together("SequenceGroups.open"):
+        connections = Connections()
+        with starting_together("SequenceGroups.open"), connections.recording():
             sequence = Group(open_group(rows), ledger=book)
             batches = Group(open_group(rows, "gloo"), ledger=book)
             control = Control(open_group(rows, "gloo"), ledger=book)
             data = open_group(columns)
-        return cls(sequence, batches, control, data, (rows, columns))
+        return cls(sequence, batches, control, data, (rows, columns), connections)
+
+    def join_engine(self, groups: EngineGroups) -> None:
+        """Have the engine with these ``groups`` watch over this rank's exchanges: a rank that fails, is stopped or
+        makes no further call then ends those that its peers wait in, with its cause. `zero_core.initialize` calls it.
+        """
+        groups.cover((self.sequence, self.batches, self.control, self._data), self._connections)
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         """Return torch's group of the ranks that share this rank's sequences."""
