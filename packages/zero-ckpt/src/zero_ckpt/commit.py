@@ -323,10 +323,11 @@ def is_checkpoint_directory(path: Path) -> bool:
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Return the directories in `root` that were written as checkpoints, whole or not, sorted by name; none if it is no
-    directory.
+    """Return the directories in `root` into which a checkpoint was written, whole or not, sorted by name; none if it is
+    no directory.
 
-    Links, and names that cannot be a tag, are left out.
+    Links, and names that cannot be a tag, such as the remains of a save, are left out. Raises OSError when `root`
+    cannot be listed.
     """
     if not root.is_dir():
         return []

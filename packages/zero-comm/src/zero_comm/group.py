@@ -259,7 +259,8 @@ class Group:
         return range(self.world_size)
 
     def _count(self, tag: Tag, slice_bytes: int) -> None:
-        """Count a collective in which this rank sends ``slice_bytes`` bytes to every other rank."""
+        """Count in the ledger a collective in which this rank sends ``slice_bytes`` bytes to every other rank, and what
+        of it goes to other nodes; `issued` is the caller's to raise."""
         self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)
 
     def _uses_direct_messages(self, tensor: torch.Tensor) -> bool:

@@ -38,7 +38,8 @@ class CopyStream:
         copy is done already.
 
         Neither tensor may be written until the event has completed, and ``target`` is not valid before; `join` makes
-        work wait for it.
+        work wait for it. A device's tensor may be dropped before, as its memory is not reused until the copy has ended;
+        host memory has to be kept, and to be pinned for the copy to run beside computation.
         """
         if self._stream is None:
             with nullcontext() if self._trace is None else self._trace.span(self._hop, "copy", nbytes_of(target)):
