@@ -29,10 +29,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NO_TESTS_COLLECTED = 5
-LANES = 5
-"""Suites at a time: of three, whose ranks wait for each other, two cores are idle half of the time. Tests hold no bound
+LANES = 3
+"""Suites at a time: of two, whose ranks wait for each other, two cores are idle half of the time. Tests hold no bound
 on wall time that a busy machine could miss; benches measure alone."""
-PARTS = {"tests-integration": 4, "zero-core": 3}
+PARTS = {"tests-integration": 2, "zero-core": 2}
 """Suites whose files are dealt out to several processes when suites run side by side."""
 LONGEST = ("tests-integration", "zero-core", "zero-launch", "zero-plan", "zero-ckpt", "zero-comm")
 """Suites that begin first, so that none of them runs on alone at the end."""
