@@ -1,4 +1,4 @@
-"""What goes wrong below is a typed error above, with numbers, and the engine continues."""
+"""Errors of the system become typed errors with numbers, and the engine continues."""
 
 from __future__ import annotations
 

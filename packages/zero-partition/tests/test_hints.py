@@ -1,4 +1,4 @@
-"""What a training script probably did not mean is refused, or said once."""
+"""Steps that a training script probably did not mean are refused, or said once."""
 
 from __future__ import annotations
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -25,6 +28,16 @@ def test_the_command_writes_a_page_and_prints_its_path(tmp_path: Path, capsys: p
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
     assert data_of(tmp_path / "report.html")["totals"]["steps"] == 5
+
+
+def test_open_gives_the_page_to_the_browser(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(steps=3))
+    browser, asked = tmp_path / "browser", tmp_path / "asked"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {asked}\n')
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "zero_report", str(tmp_path), "--open"]
+    subprocess.run(command, env={**os.environ, "BROWSER": f"{browser} %s"}, check=True, capture_output=True)
+    assert asked.read_text().strip() == (tmp_path / "report.html").as_uri()
 
 
 def test_no_record_is_exit_status_1_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a rank keeps for backward falls as one over the ranks of a sequence."""
+"""The activations that a rank keeps for backward fall as one over the ranks of a sequence."""
 
 from __future__ import annotations
 

@@ -33,14 +33,18 @@ class Overwriting(nn.Module):
         return found
 
 
+def engine_of(model: nn.Module, stage: int) -> zero_core.Engine:
+    zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
 def refusals(stage: int) -> list[str]:
     said = []
     for again in (False, True):
         model = Overwriting(again=again)
-        zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine = engine_of(model, stage)
         try:
             engine.backward(engine(torch.ones(2, 6)).sum())
             engine.step()
@@ -52,12 +56,9 @@ def refusals(stage: int) -> list[str]:
 
 
 def outlives_its_graph(stage: int) -> bool:
-    """Whether a result that its own operation saves is alive after a forward whose loss was dropped."""
+    """Return whether a result that its own operation saves is alive after a forward whose loss was dropped."""
     model = Overwriting(again=False)
-    zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engine_of(model, stage)
     engine(torch.ones(2, 6))
     gc.collect()
     lives = model.hidden() is not None
@@ -67,10 +68,7 @@ def outlives_its_graph(stage: int) -> bool:
 
 def refused_without_hooks(stage: int) -> str:
     model = Overwriting(again=False)
-    zero = {"stage": stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engine_of(model, stage)
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
             engine(torch.ones(2, 6))

@@ -37,7 +37,7 @@ class BufferedExtent:
 
 @dataclass(frozen=True)
 class Pack:
-    """What one buffer of at least ``nbytes`` holds: parts of extents that are read and written together."""
+    """The parts of extents that one buffer of at least ``nbytes`` holds, which are read and written together."""
 
     name: str
     parts: tuple[BufferedExtent, ...]

@@ -34,7 +34,7 @@ class _Saved:
 
 
 class _Packed:
-    """What autograd holds in place of a tensor that an operation saved.
+    """The object that autograd holds in place of a tensor that an operation saved.
 
     ``moved``: the tensor on the tier, None if it stays. ``stays``: whether it stays; saved-tensor hooks that wrap those
     of this context read it, to store such a tensor elsewhere. ``tensor``: shares the version counter of the saved

@@ -37,7 +37,7 @@ class DeviceSquare:
 
     @property
     def is_here(self) -> bool:
-        """Whether `read` returns without waiting for the device."""
+        """True if `read` returns without waiting for the device."""
         return self._arriving is None or self._arriving.is_here
 
     def read(self) -> float:

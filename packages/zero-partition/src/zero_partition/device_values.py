@@ -19,7 +19,7 @@ class HostCopy:
 
     @property
     def is_here(self) -> bool:
-        """Whether `read` returns without waiting for the device."""
+        """True if `read` returns without waiting for the device."""
         return self._event.query()
 
     def read(self) -> list[float]:

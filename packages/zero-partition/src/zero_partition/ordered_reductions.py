@@ -86,7 +86,7 @@ class OrderedReductions:
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """True while a reducing backward pass is running."""
         return self._queue is not None
 
     @property
@@ -96,7 +96,7 @@ class OrderedReductions:
 
     @property
     def over_limit(self) -> bool:
-        """Whether more reductions, or elements, are in flight than there should be; never for one reduction alone."""
+        """True if more reductions, or elements, are in flight than there should be; never for one reduction alone."""
         count = len(self._travelling)
         return count > _IN_FLIGHT or (count > 1 and sum(one.numel for one in self._travelling) > self._bucket_numel)
 

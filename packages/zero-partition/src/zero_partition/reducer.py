@@ -62,7 +62,7 @@ class Reducer:
 
     @property
     def active(self) -> bool:
-        """Whether a reducing backward pass is running."""
+        """True while a reducing backward pass is running."""
         return self._reductions.active
 
     @property

@@ -75,7 +75,7 @@ class Route:
 
     @property
     def rounds(self) -> bool:
-        """Whether passes compute with weights that a codec has rounded; gathers for the user are exact all the same."""
+        """True if passes compute with weights that a codec has rounded; gathers for the user are exact all the same."""
         return self._quantized is not None
 
     @property
