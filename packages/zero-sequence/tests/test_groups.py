@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from sequence_ranks import failure_of
+from torch.distributed.distributed_c10d import _world
 
 from zero_comm import run_ranks
 from zero_sequence import SequenceGroups
 
 
 def places(size: int) -> dict[str, Any]:
+    before = len(_world.pg_map)
     groups = SequenceGroups.open(size)
     told = {
         "sequence": dist.get_process_group_ranks(groups.get_sequence_parallel_group()),
@@ -28,6 +30,7 @@ def places(size: int) -> dict[str, Any]:
     }
     groups.close()
     groups.close()
+    told["left"] = len(_world.pg_map) - before
     return told
 
 
@@ -40,6 +43,7 @@ def test_consecutive_ranks_share_a_sequence_and_equal_places_the_data(size: int)
         assert told["all"] == [0, 1, 2, 3]
         assert told["model"] == [rank]
         assert told["numbers"] == ((place, size), (number, 4 // size), (rank, 4), (0, 1))
+        assert told["left"] == 0
 
 
 def refused() -> list[str]:

@@ -248,11 +248,15 @@ class Group:
         self._watched, self._explain = watched, explain
 
     def close(self) -> None:
-        """Destroy the process group; peers that still wait on it get an error. May be called again."""
+        """Destroy the process group, and the one that `torch_group` made; peers that still wait on it get an error. May
+        be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group)
             self._process_group = None
+        if self._alone is not None:
+            destroy_group(self._alone)
+            self._alone = None
 
     def coded_ranks(self, device: torch.device) -> Sequence[int]:
         """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: all."""
