@@ -89,6 +89,12 @@ def elements() -> int:
     return sum(p.numel() for p in Transformer().parameters())
 
 
+def kept_elements() -> int:
+    """Parameters of the unit that stays gathered between forward and backward: that of the head, with two blocks."""
+    model = Transformer()
+    return sum(p.numel() for part in (model.embedding, *model.blocks[:2]) for p in part.parameters())
+
+
 def loopback_bytes() -> int:
     """What the kernel has sent over the loopback device of this process's network namespace."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():

@@ -7,6 +7,7 @@ With Ψ parameters on N ranks, accumulation 1 and no persistent parameters, one 
     stage 2   the same                                                         = 2Ψ
     stage 3   Ψ gathered for forward + Ψ gathered for backward + Ψ reduced     = 3Ψ
 
+less, at stage 3, the unit that backward needs first, which stays gathered since forward.
 Elements are as wide as what travels: the parameter dtype. One exception: in bf16, stage 0 gathers the averaged gradient
 in the dtype it was accumulated in (float32), so that its optimizer sees what those of the other stages see.
 """
@@ -22,7 +23,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from _wire_training import BLOCKS, bytes_per_step, elements
+from _wire_training import BLOCKS, bytes_per_step, elements, kept_elements
 
 from zero_comm import run_ranks
 
@@ -47,7 +48,9 @@ def formula(stage: int, dtype: str) -> float:
     reduced = elements() * ITEMSIZE[dtype]
     if stage == 0:
         return reduced + elements() * ITEMSIZE["fp32"]
-    return reduced + reduced * (2 if stage == 3 else 1)
+    if stage == 3:
+        return 3 * reduced - kept_elements() * ITEMSIZE[dtype]
+    return 2 * reduced
 
 
 @pytest.mark.parametrize("stage", STAGES)

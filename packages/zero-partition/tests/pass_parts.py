@@ -12,13 +12,14 @@ from memory_groups import MemoryRank
 from zero_partition.agreement import Agreement, Liveness
 from zero_partition.arrivals import GradientArrivals
 from zero_partition.calls import ModuleCalls
-from zero_partition.gatherer import Gatherer, OrderedGathers
+from zero_partition.gatherer import Gatherer
 from zero_partition.gradient_hook import GradientHook
 from zero_partition.gradients import UnitGradients
 from zero_partition.held_gradients import HeldGradients
 from zero_partition.interleaving import Interleaving
 from zero_partition.live import UnitState
 from zero_partition.messages import StepNumber
+from zero_partition.ordered_gathers import OrderedGathers
 from zero_partition.ordered_reductions import OrderedReductions
 from zero_partition.recovery import Recovery
 from zero_partition.reducer import Reducer

@@ -11,9 +11,9 @@ from memory_groups import MemoryRank, run_threads
 from zero_comm import CommError, DesyncError
 from zero_partition import PartitionError
 from zero_partition.agreement import Agreement, Liveness
-from zero_partition.gatherer import OrderedGathers
 from zero_partition.live import UnitState
 from zero_partition.messages import LockStep, StepNumber
+from zero_partition.ordered_gathers import OrderedGathers
 from zero_partition.ordered_reductions import OrderedReductions
 from zero_partition.route import Secondary
 from zero_partition.training_loop import FollowedLoop

@@ -8,9 +8,10 @@ import pytest
 import torch
 from memory_groups import MemoryRank, run_threads
 
-from zero_partition.gatherer import Gatherer, OrderedGathers
+from zero_partition.gatherer import Gatherer
 from zero_partition.live import UnitState
 from zero_partition.messages import StepNumber
+from zero_partition.ordered_gathers import OrderedGathers
 from zero_partition.unit import Unit
 
 UNITS = 5

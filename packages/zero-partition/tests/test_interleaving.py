@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from memory_groups import MemoryRank, run_threads
 
 from zero_partition.agreement import Agreement, Liveness
-from zero_partition.gatherer import Gatherer, OrderedGathers
+from zero_partition.gatherer import Gatherer
 from zero_partition.interleaving import Interleaving
 from zero_partition.messages import LockStep, StepNumber
+from zero_partition.ordered_gathers import OrderedGathers
 from zero_partition.ordered_reductions import OrderedReductions
 from zero_partition.reducer import Reducer
 from zero_partition.training_loop import FollowedLoop

@@ -45,13 +45,15 @@ def presence() -> dict[str, Any]:
         model(tokens())
     facts["after evaluation"] = gathered_bytes(parts)
     facts["released"] = all(u.state is UnitState.RELEASED for u in parts.units if u.releasable)
-    return {"facts": facts, "most": max(most), "all": sum(sizes)}
+    return {"facts": facts, "most": max(most), "all": sum(sizes), "sizes": sizes}
 
 
 def test_units_take_no_memory_outside_passes_and_not_all_of_it_inside() -> None:
     for result in run_ranks(presence, 2):
         facts = result["facts"]
         assert facts.pop("released") is True
+        between = [facts.pop(f"after forward {step}") for step in range(2)]  # the unit that backward begins with
+        assert set(between) <= set(result["sizes"])
         assert set(facts.values()) == {0}, facts
         assert 0 < result["most"] <= result["all"]
 

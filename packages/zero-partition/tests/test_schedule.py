@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_partition.schedule import GatherSchedule, merge_orders
+from zero_partition.ordered_gathers import GatherSchedule, merge_orders
 
 ORDERS = st.lists(st.lists(st.integers(0, 12), max_size=12), max_size=5)
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from zero_comm import CommError, Message
 
 from .errors import STEP_DROPPED, EditRefusedError, PartitionError
-from .gatherer import OrderedGathers
 from .messages import LockStep, Observations, StepNumber, decode_each, distinct
+from .ordered_gathers import OrderedGathers
 from .ordered_reductions import OrderedReductions
 from .unit import Unit
 from .user_edits import UserEdits
@@ -215,7 +215,7 @@ class Agreement:
     def note_changed(self, unit: Unit) -> None:
         """Record that this rank alone has changed the weights in its shard of ``unit``.
 
-        At the next agreement point all ranks drop what they have gathered of it elsewhere (`Route.weights_changed`).
+        At the next agreement point all ranks drop what they have gathered of it elsewhere (`Unit.forget_copies`).
         """
         self._changed.add(unit.index)
 
@@ -225,7 +225,7 @@ class Agreement:
         self.synced = False
         self._changed.clear()
         for unit in self._units:
-            unit.route.weights_changed()
+            unit.forget_copies()
 
     def _message(self, kind: str, name: str, payload: Any) -> Message:
         """Return a message of this kind and name, with ``payload`` and this rank's observations, which count as
@@ -253,7 +253,7 @@ class Agreement:
         if any(one.reductions for one in told):
             self._reductions.learn([one.reductions for one in told])
         for index in {index for one in told for index in one.changed}:
-            self._units[index].route.weights_changed()
+            self._units[index].forget_copies()
         with self._liveness.writing("what user code has changed"):
             self._edits.settle([one.edits for one in observed], kind)
         if len({one.discards for one in told}) > 1:

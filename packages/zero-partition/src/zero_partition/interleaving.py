@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from .gatherer import OrderedGathers
 from .messages import LockStep, distinct
+from .ordered_gathers import OrderedGathers
 from .ordered_reductions import OrderedReductions
 from .unit import Unit
 

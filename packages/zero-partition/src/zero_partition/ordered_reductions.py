@@ -11,9 +11,9 @@ import torch
 
 from zero_comm import Work
 
-from .gatherer import OrderedGathers
 from .gradients import UnitGradients
 from .messages import Completion, ReductionsSeen, StepNumber
+from .ordered_gathers import OrderedGathers
 
 _IN_FLIGHT = 2  # reductions that are not finished: one travels while the next unit's gradients arrive
 _LEARNING_PASSES = 3  # the order is learned from so many passes at most, from fewer if they repeat

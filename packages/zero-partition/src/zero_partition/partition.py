@@ -308,6 +308,7 @@ class Partition:
             self.states.close()
         self.residency.close()
         for unit in self.units:
+            unit.drop_kept()
             leave_memory(unit.flat)
             for parameter in unit.parameters:
                 disown(parameter)

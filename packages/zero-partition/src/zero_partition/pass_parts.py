@@ -10,10 +10,11 @@ from zero_comm import Control
 from .agreement import Agreement, Liveness
 from .arrivals import GradientArrivals
 from .calls import ModuleCalls
-from .gatherer import Gatherer, OrderedGathers
+from .gatherer import Gatherer
 from .gradient_watch import GradientWatch
 from .held_gradients import HeldGradients
 from .interleaving import Interleaving
+from .ordered_gathers import OrderedGathers
 from .recovery import Recovery
 from .reducer import Reducer
 from .released_use import ReleasedUse

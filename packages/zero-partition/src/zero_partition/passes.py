@@ -9,8 +9,9 @@
 3. `enter_module` of every module gathers its units; the gathers that come next are issued ahead.
 4. `exit_module` releases the units whose modules have all run.
 5. `exit_module` of the outermost module ends the pass: gathers that this rank did not need are joined, and everything
-   is released. Where the order may lack units that another rank needs, the ranks meet. A pass that failed is
-   abandoned instead (recovery.py).
+   is released; the unit that backward gathers first keeps its memory, and backward restores it without a gather. Where
+   the order may lack units that another rank needs, the ranks meet. A pass that failed is abandoned instead
+   (recovery.py).
 
 A **backward pass** lasts from `begin_backward` to `end_backward`. When the user calls ``loss.backward()``, the first
 gradient, or the first use of a unit, begins it, and the end of autograd's run ends it.
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -50,6 +52,21 @@ from .unit import Unit
 BACKWARD = "backward"
 FORWARD = "forward"
 STEP = "step"
+
+
+class _BackwardTerms(NamedTuple):
+    """What the ranks agree on before a backward pass.
+
+    Attributes:
+        pending: the units (indices) that it may reduce.
+        late: the units to reduce first, as they have late gradients of the pass before, which must not be added to this
+            pass's in the parameters' dtype.
+        restores: every rank has kept the same unit since forward, so that none gathers it again.
+    """
+
+    pending: set[int]
+    late: list[int]
+    restores: bool
 
 
 class Passes:
@@ -179,7 +196,7 @@ class Passes:
             self._check_buffers()
         self._calls.restart()
         self._agreement.agree(FORWARD, name)
-        self._gatherer.begin(key)
+        self._gatherer.begin(key, before=BACKWARD if self._unannounced.trains else None)
         self._last_forward = key
         if self._unannounced.trains and self._absent() is not None:
             self._saved.open()
@@ -238,23 +255,21 @@ class Passes:
             self._reducer.forget_late()
         if not self._sharded and not reduces:
             return
-        pending, late = self._agree_backward(reduces=reduces)
+        pending, late, restores = self._agree_backward(reduces=reduces)
         self._reducer.reduce_scatter_now(late)
         if self._sharded:
-            self._gatherer.begin(BACKWARD, like_reversed=self._last_forward)
+            self._gatherer.begin(BACKWARD, like_reversed=self._last_forward, restores=restores)
         if self._sharded and reduces:
             self._interleaving.begin()
         if reduces:
             self._reducer.begin(pending)
 
-    def _agree_backward(self, *, reduces: bool) -> tuple[set[int], list[int]]:
-        """Meet the other ranks before a backward pass; return the units (indices) that it may reduce, and those to
-        reduce first. The latter have late gradients of the pass before, which must not be added to this pass's in the
-        parameters' dtype. ``reduces``: this rank's pass reduces gradients."""
+    def _agree_backward(self, *, reduces: bool) -> _BackwardTerms:
+        """Meet the other ranks before a backward pass. ``reduces``: this rank's pass reduces gradients."""
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
-        everyones = distinct(self._agreement.agree(BACKWARD, "", mine))
+        everyones = distinct(self._agreement.agree(BACKWARD, "", [*mine, self._gathers.kept]))
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
-        return pending, sorted(late)
+        return _BackwardTerms(pending, sorted(late), len({one[2] for one in everyones}) == 1)
 
     def before_backward(self, units: Sequence[Unit]) -> None:
         """Gather the releasable ones of ``units``, whose parameters autograd is about to read, and release frozen units

@@ -7,9 +7,10 @@ from typing import Any
 
 from zero_comm import CommError, EngineGroups
 
-from .gatherer import Gatherer, OrderedGathers
+from .gatherer import Gatherer
 from .interleaving import Interleaving
 from .messages import PassProgress, StepNumber
+from .ordered_gathers import OrderedGathers
 from .ordered_reductions import OrderedReductions
 from .reducer import Reducer
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .errors import ReleasedParameterError
-from .gatherer import OrderedGathers
 from .live import UnitState
+from .ordered_gathers import OrderedGathers
 from .released import mark_released
 from .unannounced import UnannouncedUse
 from .unit import Unit

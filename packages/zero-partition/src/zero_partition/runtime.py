@@ -17,7 +17,7 @@ from .arrivals import GradientArrivals
 from .calls import ModuleCalls
 from .compilation import CompiledRegions
 from .errors import PartitionError
-from .gatherer import Gatherer, OrderedGathers
+from .gatherer import Gatherer
 from .gradient_watch import GradientWatch
 from .gradients import UnitGradients
 from .held_gradients import HeldGradients
@@ -26,6 +26,7 @@ from .interception import Interception
 from .interleaving import Interleaving
 from .live import LiveElements
 from .messages import StepNumber
+from .ordered_gathers import OrderedGathers
 from .ordered_reductions import OrderedReductions
 from .pass_parts import PassParts
 from .passes import Passes, forward_key

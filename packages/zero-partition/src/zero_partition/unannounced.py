@@ -10,8 +10,9 @@ from torch import nn
 
 from .agreement import Liveness
 from .errors import ReleasedParameterError
-from .gatherer import Gatherer, OrderedGathers
+from .gatherer import Gatherer
 from .live import UnitState
+from .ordered_gathers import OrderedGathers
 from .reducer import Reducer
 from .unit import Unit
 

@@ -47,6 +47,8 @@ class Unit:
         edits: finds and keeps changes that user code made to the parameters.
         readers: background readers of shard, master and states (a checkpoint that is being written).
         pins: number of user gathers that keep the parameters gathered across passes.
+        kept: the unit is released, but its flat buffer keeps its memory and the values of the last gather, for
+            `restore_kept`.
         hidden: the parameters read NaN, because `hide` was called and `show` was not yet.
         keeps_masters: this rank's masters have a higher precision than the weights.
     """
@@ -86,6 +88,7 @@ class Unit:
         if releasable:
             self._live.note_new_unit(layout.numel)
         self.lent = False
+        self.kept = False
         self._work: Work | None = None
         self._is_exact = True
         self.hidden = False
@@ -135,6 +138,7 @@ class Unit:
             self.edits.collect_written(self.views, exact=self._is_exact)
         if self.state is UnitState.RELEASED:
             self._placeholders.verify(None if exact else self.edits.versions)
+            self.drop_kept()
             self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         tag = Tag("gather", self.name, step)
         if self.route.can_use_secondary(exact=exact):
@@ -176,19 +180,50 @@ class Unit:
         self._placeholders.install()
         self._free_flat()
 
-    def release(self) -> None:
-        """Free the flat buffer and make the parameters placeholders; do nothing for a released or unreleasable unit.
+    def release(self, *, keep: bool = False) -> None:
+        """Free the flat buffer and make the parameters placeholders; do nothing for a unit that is never released.
 
         A gather in flight is finished first, and what user code wrote is kept as edits. Memory of which code still
-        holds a view is left to that view; see [Note: views that code keeps] in flat_memory.py.
+        holds a view is left to that view; see [Note: views that code keeps] in flat_memory.py. ``keep``: keep the flat
+        buffer for `restore_kept`, unless code holds its memory or has changed the parameters.
         """
-        if not self.releasable or self.state is UnitState.RELEASED:
+        if not self.releasable:
+            return
+        if self.state is UnitState.RELEASED:
+            if not keep:
+                self.drop_kept()
             return
         self.wait_gather()
         self.edits.collect_written(self.views, exact=self._is_exact)
         self.edits.forget_lent()
         self._placeholders.install()
-        self._free_flat()
+        self.kept = keep and not (self.lent or self.memory.is_held or self.edits.pending or self.edits.refused)
+        if self.kept:
+            self.state = UnitState.RELEASED
+        else:
+            self._free_flat()
+
+    def restore_kept(self) -> None:
+        """Make the parameters views of the flat buffer that `release` has kept; the unit is gathered then. Sends
+        nothing. Raises `ReleasedParameterError` as `issue_gather` does."""
+        self._placeholders.verify(self.edits.versions)
+        self.kept = False
+        self._install_views()
+        self.state = UnitState.GATHERED
+        self.edits.apply_pending(self.views)
+
+    def forget_copies(self) -> None:
+        """Drop what earlier gathers have left besides the shards, as the weights have changed: secondary shards, and a
+        kept flat buffer."""
+        self.route.weights_changed()
+        self.drop_kept()
+
+    def drop_kept(self) -> None:
+        """Free the flat buffer if `release` has kept it; `restore_kept` is not possible any more."""
+        if self.kept:
+            self.kept = False
+            self.state = UnitState.GATHERED
+            self._free_flat()
 
     def release_keeping_views(self) -> None:
         """Like `release`, but leave the present storage, with its values, to the views that the user or autograd holds;
@@ -244,7 +279,7 @@ class Unit:
         parameters stay gathered but have sharded masters; else None. Does nothing for frozen units; weights that a tier
         has updated are in the shard already. Collective."""
         if self.plan.trainable:
-            self.route.weights_changed()
+            self.forget_copies()
         if self.master is not None and self.master.numel() == self.layout.numel:
             if self.master is not self.flat:
                 self.flat.copy_(self.master)
@@ -263,7 +298,7 @@ class Unit:
         Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`;
         sends nothing."""
         self.readers.wait()
-        self.route.weights_changed()
+        self.forget_copies()
         start, end = self.layout.shard_range(self.route.rank)
         shard = self._residency.acquire(self.name)
         if not shard.is_set_to(self.flat[start:end]):
@@ -348,7 +383,7 @@ class Unit:
         """Copy this rank's fragments of full ``values`` (by parameter number) into the shard and the master, after
         waiting for `readers`; secondary shards, and masters on a tier, count as out of date then."""
         self.readers.wait()
-        self.route.weights_changed()
+        self.forget_copies()
         shard = self._residency.acquire(self.name)
         copy_fragments(self.layout.fragments(self.route.rank), self.names, values, shard, self.master)
         self._residency.release(self.name, dirty=True)
@@ -359,7 +394,7 @@ class Unit:
         drops checksums and secondary shards of the old values. Every rank calls it at the same point."""
         self.readers.wait()
         self.edits.forget_checksums()
-        self.route.weights_changed()
+        self.forget_copies()
         return self._residency.acquire(self.name)
 
     def give_back_shard(self) -> None:

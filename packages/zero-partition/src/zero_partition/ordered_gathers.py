@@ -1,0 +1,297 @@
+"""The order in which units are gathered in each pass: agreed between the ranks, learned, and issued."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import cast
+
+from .host_facts import storage_address
+from .live import UnitState
+from .messages import StepNumber
+from .unit import Unit
+
+
+def merge_orders(observed: Iterable[Sequence[int]]) -> list[int]:
+    """Merge the orders (unit numbers) that the ranks observed, given in rank order, into one; every rank computes the
+    same result.
+
+    The first order is kept; a unit that only later ones have is inserted behind its predecessor there, or at the front.
+    Repeats of a unit are ignored.
+    """
+    merged: list[int] = []
+    for order in observed:
+        place = -1
+        for unit in dict.fromkeys(order):
+            if unit in merged:
+                place = merged.index(unit)
+            else:
+                place += 1
+                merged.insert(place, unit)
+    return merged
+
+
+class GatherSchedule:
+    """The order in which one pass gathers units, each at most once.
+
+    Attributes:
+        order: the units, by index.
+        issued: number of gathers that this rank has issued in the running pass.
+    """
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = list(order)
+        self._index = {unit: i for i, unit in enumerate(self.order)}
+        self.issued = 0
+
+    def restart(self) -> None:
+        """Begin a new pass, in which no gather is issued yet."""
+        self.issued = 0
+
+    def position(self, unit: int) -> int:
+        """Return the index of ``unit`` in the order; -1 if the pass does not gather it."""
+        return self._index.get(unit, -1)
+
+    def pending_until(self, unit: int) -> list[int] | None:
+        """Return the indices of the units whose gathers have to be issued, in order, up to that of ``unit``; None if
+        the pass does not gather it or has issued it already."""
+        index = self._index.get(unit)
+        if index is None or index < self.issued:
+            return None
+        return self.order[self.issued : index + 1]
+
+    def remaining(self) -> list[int]:
+        """Return the indices of the units whose gathers are not issued yet, in order."""
+        return self.order[self.issued :]
+
+    def advance(self, count: int) -> None:
+        """Count the next ``count`` gathers of the order as issued."""
+        self.issued += count
+
+
+class OrderedGathers:
+    """The gathers of one engine, issued in the order that the ranks have agreed for each pass.
+
+    Issuing a gather never waits for another rank. A pass is known by a key, its name ("backward", or "forward of" a
+    module), under which its order is learned. ``units``: all units; a unit's index is its position in it. ``step``:
+    number for the tags of the gathers.
+    """
+
+    def __init__(self, units: Sequence[Unit], step: StepNumber) -> None:
+        self._units = units
+        self._step = step
+        self._releasable = [u.index for u in units if u.releasable]
+        self._schedules: dict[str, GatherSchedule] = {}
+        self._learned: set[str] = set()
+        self._key = ""
+        self._schedule: GatherSchedule | None = None
+        self._used: dict[int, None] = {}
+        self._fresh: set[int] = set()
+        self._observed: dict[str, list[int]] = {}
+        self._outside: list[Unit] = []
+        self._by_address: dict[int, Unit] = {}
+        self._kept: Unit | None = None
+        self._restores = False
+
+    @property
+    def active(self) -> bool:
+        """Return whether a pass is running."""
+        return self._schedule is not None
+
+    @property
+    def key(self) -> str:
+        """Return the key of the running pass, or of the last one; empty before the first."""
+        return self._key
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Return the unit indices of the running pass, or of the last one, in the order of their gathers; empty before
+        the first pass."""
+        schedule = self._schedule if self._schedule is not None else self._schedules.get(self._key)
+        return () if schedule is None else schedule.order
+
+    @property
+    def used(self) -> Collection[int]:
+        """Return the indices of the units that this rank used in the running or last pass, in order of first use."""
+        return self._used.keys()
+
+    @property
+    def issued(self) -> int:
+        """Return how many gathers of the running pass's order this rank has issued; 0 outside a pass."""
+        return 0 if self._schedule is None else self._schedule.issued
+
+    @property
+    def remaining(self) -> Sequence[int]:
+        """Return the indices of the units whose gathers the running pass has not issued yet, in order; empty outside a
+        pass."""
+        return () if self._schedule is None else self._schedule.remaining()
+
+    def position(self, unit: Unit) -> int:
+        """Return the index of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs."""
+        return self._schedule.position(unit.index) if self._schedule is not None else -1
+
+    def note_use(self, unit: Unit) -> None:
+        """Record that this rank uses ``unit`` in the running pass; do nothing outside a pass."""
+        if self._schedule is not None:
+            self._used[unit.index] = None
+
+    def is_present(self, unit: Unit) -> bool:
+        """Return whether ``unit`` is gathered now, by a gather that was issued in the running (or last) pass."""
+        return unit.index in self._fresh and unit.state is UnitState.GATHERED
+
+    def is_used(self, unit: Unit) -> bool:
+        """Return whether this rank has used ``unit`` in the running pass and `is_present` holds."""
+        return unit.index in self._used and self.is_present(unit)
+
+    def is_issued(self, unit: Unit) -> bool:
+        """Return whether the gather of ``unit`` was issued in the running (or last) pass, and the unit was not released
+        since."""
+        return unit.index in self._fresh and unit.state is not UnitState.RELEASED
+
+    @property
+    def kept(self) -> int:
+        """Return the index of the unit that `keep` has kept, for `begin`; -1 if there is none, or it changed since."""
+        return self._kept.index if self._kept is not None and self._kept.kept else -1
+
+    def keep(self, unit: Unit) -> None:
+        """Release ``unit``, whose flat buffer the next pass may use without a gather (see `Unit.release`)."""
+        unit.release(keep=True)
+        self._kept = unit
+
+    def first_of(self, key: str, *, after: str) -> int:
+        """Return the index of the unit that a pass of this ``key`` gathers first, by its order or, before its first
+        pass, the last of the pass ``after``; -1 if neither gathers any."""
+        order = self._schedules[key].order if key in self._schedules else self._schedules[after].order[::-1]
+        return order[0] if order else -1
+
+    def begin(self, key: str, *, like_reversed: str | None = None, restores: bool = False) -> None:
+        """Start the pass of this ``key`` in its learned order; issue nothing yet. The first time, the order is the
+        reverse of that of the pass ``like_reversed`` (a key) if that one is learned, else module order.
+
+        ``restores``: every rank has `kept` the same unit, which this pass does not gather again. Else what this rank
+        has kept is freed.
+        """
+        self._restores = restores
+        if self._kept is not None and not restores:
+            self._kept.drop_kept()
+            self._kept = None
+        if key not in self._schedules:
+            order = self._releasable
+            if like_reversed is not None and like_reversed in self._learned:
+                order = self._schedules[like_reversed].order[::-1]
+            self._schedules[key] = GatherSchedule(order)
+        self._key = key
+        self._schedule = self._schedules[key]
+        self._schedule.restart()
+        self._used = {}
+        self._fresh.clear()
+
+    def issue_next(self) -> Unit:
+        """Issue the next gather of the running pass and return its unit. Call it only if some are `remaining`."""
+        schedule = cast(GatherSchedule, self._schedule)
+        unit = self._units[schedule.order[schedule.issued]]
+        schedule.advance(1)
+        self._issue(unit)
+        self._fresh.add(unit.index)
+        return unit
+
+    def issue_until(self, count: int) -> None:
+        """Issue gathers until at least the first ``count`` of the running pass's order, or all of it, are issued;
+        do nothing outside a pass."""
+        while self._schedule is not None and self._schedule.issued < min(count, len(self._schedule.order)):
+            self.issue_next()
+
+    def issue_through(self, unit: Unit) -> bool:
+        """Issue the gathers of the running pass's order up to that of ``unit``.
+
+        Return False, and issue nothing, if the pass has issued that gather before, does not gather the unit, or no pass
+        runs.
+        """
+        ahead = self._schedule.pending_until(unit.index) if self._schedule is not None else None
+        if ahead is None:
+            return False
+        self.issue_until(self.issued + len(ahead))
+        return True
+
+    def serve_request(self, index: int, mine: bool) -> None:
+        """Gather unit ``index``, which some rank has requested, after the rest of the pass's order. ``mine``: this rank
+        has requested it too, and waits for it itself; else the unit is released again if it was released before.
+        Collective: every rank calls it at the same point."""
+        self.issue_until(len(self.order))  # the group's order is the same on all ranks
+        unit = self._units[index]
+        absent = unit.state is UnitState.RELEASED
+        self._issue(unit)
+        if mine:
+            self._fresh.add(index)
+        elif absent:
+            unit.release()
+
+    def unit_of_storage(self, address: int) -> Unit | None:
+        """Return the gathered unit whose flat buffer has the storage at ``address``; None if there is none."""
+        unit = self._by_address.get(address)
+        return unit if unit is not None and unit.holds_storage(address) else None
+
+    def note_outside(self, unit: Unit) -> None:
+        """Have the next `release_outside`, at the next agreement point outside passes, release ``unit``, which was
+        gathered outside passes."""
+        self._outside.append(unit)
+
+    def release_outside(self) -> None:
+        """Release the units given to `note_outside` since the last call unless they are pinned; autograd graphs keep
+        memory they saved."""
+        outside, self._outside = self._outside, []
+        for unit in outside:
+            if not unit.pinned:
+                unit.release()
+
+    def close(self, *, observed: bool) -> None:
+        """End the running pass, and keep the units that it used for `take_observed` if its order lacks one of them or
+        is not learned yet.
+
+        ``observed``: False if this rank only issued gathers for others, so that the units it used say nothing.
+        """
+        order = set(self.order)
+        if observed and (self._key not in self._learned or not order.issuperset(self._used)):
+            self._observed[self._key] = list(self._used)
+        self._schedule = None
+
+    def abandon(self) -> None:
+        """End the running pass, which has failed; nothing is learned from it."""
+        self._schedule = None
+        self._used = {}
+        self._fresh.clear()
+
+    def reset(self) -> None:
+        """Forget the running pass, all learned orders, and units waiting for `release_outside`: ranks may have learned
+        different orders."""
+        self.abandon()
+        self._schedules.clear()
+        self._learned.clear()
+        self._observed.clear()
+        self._outside.clear()
+
+    def take_observed(self) -> dict[str, list[int]]:
+        """Return and forget this rank's observations since the last call: by key of a pass, the indices of the units in
+        order of first use."""
+        observed, self._observed = self._observed, {}
+        return observed
+
+    def learn(self, observed_by_rank: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """Merge what the ranks have observed into the learned orders; same result on every rank.
+
+        ``observed_by_rank``: each rank's `take_observed`, in rank order; of ranks that observed the same the first is
+        enough.
+        """
+        for key in dict.fromkeys(k for observed in observed_by_rank for k in observed):
+            base = [self._schedules[key].order] if key in self._learned else []
+            order = merge_orders([*base, *(observed[key] for observed in observed_by_rank if key in observed)])
+            self._schedules[key] = GatherSchedule(order)
+            self._learned.add(key)
+
+    def _issue(self, unit: Unit) -> None:
+        """Issue the gather of ``unit``, or restore it where the pass may, and remember its storage's address for
+        `unit_of_storage`."""
+        if self._restores and unit.index == self.kept:
+            unit.restore_kept()
+        else:
+            unit.issue_gather(self._step.value)
+        self._by_address[unit.flat.untyped_storage().data_ptr() or storage_address(unit.flat)] = unit
