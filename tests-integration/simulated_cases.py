@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from simulated_accelerator import Report, configure, host_access, watch
 
+from zero_offload import HostStore, park, unpark
+
 DEVICE = "sim"
 N = 1000
 
@@ -285,3 +287,17 @@ def trained(device: str, dtype: torch.dtype) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, **{name: value.cpu() for name, value in model.state_dict().items()}}
+
+
+def parked_twice() -> list[tuple[int, bool]]:
+    """Return the address in host memory of what was parked, and whether its values came back, for two times."""
+    configure(seed=0)
+    store = HostStore(device=DEVICE, keep_memory=True)
+    tensors = {"moments": torch.arange(4096.0, device=DEVICE)}
+    seen = []
+    for _ in range(2):
+        park(tensors, store)
+        address = store.borrow("moments").data_ptr()
+        unpark(tensors, store)
+        seen.append((address, torch.equal(tensors["moments"].cpu(), torch.arange(4096.0))))
+    return seen

@@ -220,3 +220,8 @@ def test_failure_of_an_operation_is_raised_where_the_host_waits() -> None:
 
 def test_library_lies_outside_the_checkout(tmp_path: object) -> None:
     assert os.path.dirname(os.path.dirname(__file__)) not in str(library())
+
+
+def test_pinned_memory_of_parked_states_is_used_again() -> None:
+    first, second = run_simulated(cases.parked_twice, 1)[0]
+    assert first == second and first[1]

@@ -81,6 +81,7 @@ class Offloading:
         self._make_budget = budget
         self._budget = self.new_budget()
         self._activations = self._activation_tier(model)
+        self._parking: HostStore | None = None
         self._steps = 0
         self._trace_saved = section.trace is None
         self._keeps_freed_memory = self._set_freed_memory()
@@ -211,9 +212,12 @@ class Offloading:
 
     def parking_store(self, device: str, pin: bool) -> HostStore | NvmeStore:
         """Return an empty store on ``device`` ("cpu" or "nvme") for `Engine.offload_states`. ``pin``: host memory that
-        is pinned. Raises `UsageError` for other devices, and if no `nvme_path` is configured."""
+        is pinned, and stays so for the next call. Raises `UsageError` for other devices, and without `nvme_path`."""
         if device == "cpu":
-            return HostStore(device=self._device, pin=pin)
+            if not pin:
+                return HostStore(device=self._device, pin=False)
+            self._parking = self._parking or HostStore(device=self._device, keep_memory=True)
+            return self._parking
         if device != "nvme":
             raise UsageError(f"engine.offload_states(device=…): expected 'cpu' or 'nvme', got {device!r}")
         zero = self._config.zero_optimization

@@ -78,10 +78,11 @@ class ParkedStates:
         self.nbytes = park(self._held, store)
 
     def bring_back(self) -> None:
-        """Move all states back to where they were, show hidden weights and close the store; idempotent."""
+        """Move all states back to where they were, show hidden weights, close a store in files; idempotent."""
         unpark(self._held, self._store)
         self._held.clear()
-        self._store.close()
+        if isinstance(self._store, NvmeStore):
+            self._store.close()
         for unit in self._shown:
             unit.show()
         self._shown.clear()

@@ -24,14 +24,22 @@ class HostStore:
 
     Call order per shard: `put`, then any number of `prefetch` (optional), `acquire`, use, `release`; `flush` before
     anything else reads the host's copy. `borrow` and `give_back` are for work on the host. An unknown name raises
-    ShardError. ``pin`` false keeps the memory pageable. ``trace`` records the copies.
+    ShardError. ``pin`` false keeps the memory pageable. ``keep_memory``: `discard` keeps pinned memory for the next
+    shard of that name, as pinning takes long; else, and for a shard of another size, it is freed. ``trace`` records the
+    copies.
     """
 
     def __init__(
-        self, *, device: torch.device | str | None = None, pin: bool = True, trace: Trace | None = None
+        self,
+        *,
+        device: torch.device | str | None = None,
+        pin: bool = True,
+        keep_memory: bool = False,
+        trace: Trace | None = None,
     ) -> None:
         self.device = compute_device(device)
         self._pin = pin and self.device.type != "cpu"
+        self._keep_memory = keep_memory and self._pin
         self._blocks: dict[str, HostBlock] = {}
         self._shards: dict[str, torch.Tensor] = {}
         self._holders: dict[str, int] = {}
@@ -53,7 +61,9 @@ class HostStore:
         if self._copies is not None:
             self._copies.forget(name)
         nbytes = nbytes_of(shard)
-        block = HostBlock(nbytes, HostUse("parameter shards", pin=self._pin, parts=((name, nbytes),)))
+        block = self._blocks.pop(name, None) if self._keep_memory else None
+        if block is None or block.nbytes != nbytes:
+            block = HostBlock(nbytes, HostUse("parameter shards", pin=self._pin, parts=((name, nbytes),)))
         self._blocks[name] = block
         self._shards[name] = block.view(0, shard.numel(), shard.dtype)
         self._shards[name].copy_(shard.detach())
@@ -118,13 +128,15 @@ class HostStore:
             self._copies.flush()
 
     def discard(self, name: str) -> None:
-        """Forget a shard and free its memory; ShardError while it is acquired."""
+        """Forget a shard and free its memory, or keep that for the next one; ShardError while it is acquired."""
         self._shard_named(name)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before discarding it", tensor=name)
         if self._copies is not None:
             self._copies.forget(name)
-        del self._shards[name], self._blocks[name]
+        del self._shards[name]
+        if not self._keep_memory:
+            del self._blocks[name]
 
     def close(self) -> None:
         """Forget all shards and free their memory. May be called twice."""
