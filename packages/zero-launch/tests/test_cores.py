@@ -5,7 +5,7 @@ import os
 import pytest
 
 import zero_launch
-from zero_launch.cores import bindings, threads_per_rank, usable_cores
+from zero_launch.cores import bindings, one_thread_advice, threads_per_rank, usable_cores
 
 
 @pytest.mark.parametrize(("content", "expected"), [("150000 100000", 2), ("50000 100000", 1), ("100000 100000\n", 1)])
@@ -62,3 +62,14 @@ def test_cores_that_cannot_be_given_are_refused(monkeypatch):
         bindings(1, "1-3")
     with pytest.raises(ValueError, match="core 1 is named twice"):
         bindings(1, "0-1,1")
+
+
+def test_a_rank_that_has_one_thread_and_more_cores_is_advised(monkeypatch):
+    share = usable_cores()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    advice = one_thread_advice(1, 1)
+    assert (f"1 of this rank's {share} cores" in advice) is (share > 1)
+    assert one_thread_advice(share, 1) == "" or share == 1
+    assert one_thread_advice(1, share) == ""  # one core each
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert one_thread_advice(1, 1) == ""  # the user's own choice, by torch.set_num_threads

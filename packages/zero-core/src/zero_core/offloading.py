@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -32,6 +33,8 @@ from zero_partition import element_positions
 from .errors import UsageError
 from .swap_folders import check_swap_folders, remove_abandoned
 from .text import say
+
+logger = logging.getLogger("zero_core")
 
 if TYPE_CHECKING:
     from zero_partition import MakeStates, Residency, ShardNeeds, StateTier
@@ -142,6 +145,7 @@ class Offloading:
         self, optimizer: Optimizer, tier_options: TierOptions, shards: Sequence[ShardNeeds], residency: Residency
     ) -> StateTier:
         """Make, keep as `update` and return the tier for masters and states; ``shards``: one per trained unit."""
+        self._advise_on_threads()
         groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
@@ -261,6 +265,13 @@ class Offloading:
     def memory(self) -> dict[str, int]:
         """Return the bytes of offloaded activations that wait for backward now, by tier; none without a tier."""
         return {} if self._activations is None else self._activations.memory()
+
+    def _advise_on_threads(self) -> None:
+        """Warn where the update on the CPU has one thread and could have more."""
+        from zero_launch.cores import one_thread_advice  # only where it is needed, as it takes 0.1 s
+
+        if advice := one_thread_advice(torch.get_num_threads(), self.processes):
+            logger.warning(advice)
 
     def close(self) -> None:
         """Write an unwritten trace, remove files of activations, and return kept free memory to the system."""

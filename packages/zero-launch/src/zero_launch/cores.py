@@ -29,6 +29,18 @@ def threads_per_rank(nproc: int) -> int:
     return max(1, usable_cores() // nproc)
 
 
+def one_thread_advice(threads: int, nproc: int) -> str:
+    """Return advice for a rank whose computations have one of ``threads``, as OMP_NUM_THREADS says, though each of
+    the ``nproc`` ranks of its host may have several cores; empty if there is none to give."""
+    share = threads_per_rank(nproc)
+    if threads > 1 or share == 1 or os.environ.get("OMP_NUM_THREADS") != "1":
+        return ""
+    return (
+        f"OMP_NUM_THREADS is 1, so the optimizer's update on the CPU uses 1 of this rank's {share} cores. torchrun and "
+        f"Accelerate set it where the environment does not: set OMP_NUM_THREADS={share}, or start with zero-launch"
+    )
+
+
 def parse_cores(text: str) -> list[int]:
     """Return the cores of a list such as `1,3-5`: 1, 3, 4, 5. Raises ValueError for anything else, and for a core that
     is named twice."""
