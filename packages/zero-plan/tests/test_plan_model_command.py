@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 120, **WIDTHS}
 VIT = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 16, "patch_size": 8, **WIDTHS}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_key_value_heads": 2}
 ENGINE = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -54,6 +55,14 @@ def test_a_model_of_images_and_the_tables(tmp_path: Path, capsys: pytest.Capture
     checkpoint = "rank 1 of 2: a save, which writes", "rank 1 of 2: loading a checkpoint of world size 1"
     for title in ("rank 0 of 2: between two steps", "at the peak", "rank 1 of 2: sent in a step", *checkpoint):
         assert title in printed
+
+
+def test_a_mixture_of_experts_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = write(tmp_path, model=MIXTRAL, ds=ENGINE)
+    assert main([*command, "--batch", "1x64", "--world-size", "2", "--rank", "0", "--json"]) == 0
+    [rank] = json.loads(capsys.readouterr().out)["ranks"]
+    experts = 3 * 2 * 32 * 64 * (64 * 2)  # three products of two layers: multiply, add, for two experts of each token
+    assert rank["flops"]["float32"] >= 3 * experts  # forward and both products of backward
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from .operations import Operations
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DRY_RUN = os.path.dirname(__file__) + os.sep
 _ALLOWED_DEVICES = ("cpu", "meta")
+_GROUPED_MM = torch.ops.aten._grouped_mm.default
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
 
 ANSWERS: dict[tuple[str, str], bool | int] = {
@@ -109,7 +110,10 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = _without_index(kwargs or {})
         outermost, self._in_operation = not self._in_operation, True
         try:
-            result = self.dispatch(func, types, args, kwargs)
+            if func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+                result: Any = _grouped_product(*args, **kwargs)
+            else:
+                result = self.dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(func, args, error)
         except FakeTensorDeviceMismatchError as error:
@@ -190,6 +194,18 @@ def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool
     if not isinstance(out, FakeTensor) or not isinstance(given, FakeTensor):
         return False
     return out.shape == given.shape and bool(out.fake_device == given.fake_device) and out.is_contiguous()
+
+
+def _grouped_product(
+    one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, **_more: Any
+) -> torch.Tensor:
+    """Return an empty tensor of the shape and dtype of ``torch._grouped_mm(one, other, offs)``. torch's own rule for
+    shapes knows bfloat16 only, though the operation takes other dtypes.
+    """
+    shape = [one.size(-2), other.size(-1)]
+    if one.dim() == other.dim():
+        shape.insert(0, one.size(0) if offs is None else offs.numel())
+    return one.new_empty(shape)
 
 
 def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,20 @@ _ON_CPU: dict[Any, tuple[Any, int]] = {
 the arguments."""
 
 
+def _grouped_product_flops(one: torch.Tensor, other: torch.Tensor, *_more: Any, **_named: Any) -> int:
+    """Return the FLOPs of ``torch._grouped_mm(one, other, …)``: of a product of matrices, each with its group of rows,
+    columns or contracted elements, in which every element of ``one`` (of ``other``, where the columns are grouped) is
+    multiplied as often as the product has columns (rows)."""
+    if other.dim() == 2 and one.dim() == 3:
+        return 2 * other.numel() * one.size(1)
+    return 2 * one.numel() * other.size(-1)
+
+
+_WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {
+    _aten._grouped_mm: _grouped_product_flops,  # the experts of Transformers' mixtures
+}
+
+
 class Operations:
     """Counts the floating-point operations of matrix products, convolutions and attention; causal attention counts
     half.
@@ -39,7 +53,7 @@ class Operations:
         """
         packet = getattr(func, "overloadpacket", None)
         found, place = _ON_CPU.get(packet, (packet, -1))
-        formula: Callable[..., int] | None = flop_registry.get(found)
+        formula: Callable[..., int] | None = flop_registry.get(found) or _WITHOUT_FORMULA.get(packet)
         if formula is None:
             return
         flops = formula(*args, **(kwargs or {}), out_val=result)
