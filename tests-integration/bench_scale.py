@@ -1,11 +1,13 @@
 """Two billion parameters on one process and a drive: built, trained and measured within 8 GiB of memory.
 
     python tests-integration/bench_scale.py [--layers 40] [--width 2048] [--steps 5] [--limit GIB] [--folder PATH]
-                                            [--trace FILE]
+                                            [--trace FILE] [--plan]
 
 The model is built inside `zero_core.Init`, whose parameters go to files as they are drawn; parameters and gradients
 are bfloat16, masters and both moments float32, all of them in files; a batch is 1 x 256 tokens. A control group
-enforces the limit (RLIMIT_DATA where none can be made). It needs 40 GB of disk and takes minutes.
+enforces the limit (RLIMIT_DATA where none can be made). It needs 40 GB of disk and takes minutes. ``--plan`` has
+zero-plan say first what the run needs on this machine, and then prints planned beside measured: memory, bytes that a
+step reads and writes, and its time.
 """
 
 from __future__ import annotations
@@ -19,24 +21,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from _memory_limits import MemoryGroup, find_parent, memory_groups, peak_bytes
 
 HERE = Path(__file__).resolve()
+EXAMPLES = HERE.parents[1] / "docs" / "examples"
 NEEDED_BYTES = 40_000_000_000
 TOKENS = 256
 
 
-def train(args: argparse.Namespace) -> None:
-    """In the limited process."""
-    sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples"))
-    import torch
-    from model import GPT, Shape
-
-    import zero_core
-
+def configuration(args: argparse.Namespace) -> dict[str, Any]:
     nvme = {"device": "nvme", "nvme_path": str(args.folder), "buffer_count": 3}
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
@@ -52,6 +49,46 @@ def train(args: argparse.Namespace) -> None:
         "offload": {"report": True, **({"trace": str(args.trace), "trace_steps": 1} if args.trace else {})},
         "steps_per_print": float("inf"),
     }
+
+
+def planned(args: argparse.Namespace) -> dict[str, float]:
+    """What zero-plan says of the run: bytes of a tier, bytes read and written by a step, least seconds of a step."""
+    sys.path.insert(0, str(EXAMPLES))
+    import torch
+    from model import GPT, Shape
+
+    from zero_plan import plan, step_bounds, step_time
+    from zero_plan.probe import probe
+
+    config = {**configuration(args), "offload": {}}
+
+    def build() -> torch.nn.Module:
+        import zero_core
+
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with zero_core.Init(config):
+                return GPT(Shape(args.layers, args.width, TOKENS))
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long)
+    [rank] = plan(build, config, batch=(tokens, tokens), world_size=1).ranks
+    time = step_time(step_bounds(rank, probe(disk=str(args.folder), disk_size="1 GiB"), world_size=1))
+    needs = {f"{tier} bytes": nbytes for tier, nbytes in rank.needs().items()}
+    moved = {"read bytes": rank.read, "written bytes": rank.written}
+    return {**needs, **moved, f"seconds ({time.binding})": time.least}
+
+
+def train(args: argparse.Namespace) -> None:
+    """In the limited process."""
+    sys.path.insert(0, str(EXAMPLES))
+    import torch
+    from model import GPT, Shape
+
+    import zero_core
+
+    config = configuration(args)
     begin = time.perf_counter()
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -119,6 +156,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=8.0, help="GiB")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to be used")
     parser.add_argument("--trace", type=Path, help="write what moved in the first step there, for ui.perfetto.dev")
+    parser.add_argument("--plan", action="store_true", help="plan the run before it is measured")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -134,6 +172,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         args.folder = Path(folder)
+        if args.plan:
+            begin = time.perf_counter()
+            for what, amount in planned(args).items():
+                print(f"planned: {what} {amount:,.1f}")
+            print(f"planned in {time.perf_counter() - begin:.0f} s", flush=True)
         try:
             find_parent()
         except OSError as error:

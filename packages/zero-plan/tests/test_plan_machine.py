@@ -168,6 +168,21 @@ def test_machine_prints_presets_values_and_files(capsys: Any) -> None:
     assert "arXiv 2104.07857" in capsys.readouterr().out
 
 
+DRIVES = ("disk.capacity", "disk.read_and_write")
+
+
+def test_a_drive_that_reads_and_writes_at_once_bounds_a_step_once(capsys: Any) -> None:
+    words = ["estimate", "--shape", "gpt2-xl", "--machine", "dgx-2", "--dtype", "fp16", "--offload-optimizer", "nvme"]
+    times = []
+    for more in ([], ["--set", "disk.read_and_write=30 GB/s"]):
+        assert main([*words, "--checkpointing", "full", "--json", *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        times.append(found["time"])
+    moved = 16 * (found["tiers"]["disk_read"] + found["tiers"]["disk_write"])
+    assert times[1]["binding"] == "disk, both ways" and times[1]["least"] == pytest.approx(moved / 30e9)
+    assert times[1]["most"] == pytest.approx(times[0]["most"])
+
+
 def test_probe_measures_this_machine(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("zero_nvme_aio")
@@ -178,7 +193,7 @@ def test_probe_measures_this_machine(capsys: Any, tmp_path: Path, monkeypatch: p
     target = tmp_path / "here.toml"
     assert main(["probe", "--out", str(target), "--disk", str(tmp_path), "--disk-size", "64 MiB"]) == 0
     machine = load_machine(str(target))
-    for key in ("device.fp32", "device.bf16", "node.host_memory_bandwidth", "disk.read", "disk.write", "disk.capacity"):
+    for key in ("device.fp32", "device.bf16", "node.host_memory_bandwidth", "disk.read", "disk.write", *DRIVES):
         assert machine.need(key) > 0 and "probe" in machine.values[key].source
     assert list(tmp_path.iterdir()) == [target]
     assert "--disk" in refused(capsys, "probe", "--disk", str(tmp_path / "absent"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .limits import Bound
+from .limits import Bound, both_ways
 from .machine import Machine
 from .planned import RankPlan
 
@@ -34,7 +34,8 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
         ("disk read", per_node * rank.read, "disk.read"),
         ("disk write", per_node * rank.written, "disk.write"),
     ]
-    rows = (Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount)
+    rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
+    rows += both_ways(machine, per_node * rank.read, per_node * rank.written)
     return tuple(_with_network_rate(row, machine, per_node, world_size) for row in rows)
 
 

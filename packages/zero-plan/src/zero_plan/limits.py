@@ -18,13 +18,15 @@ class Bound(NamedTuple):
     """The least time per step that one resource takes: ``amount`` / ``rate``.
 
     ``amount``: bytes or floating-point operations in a step, of all ranks that share the resource. ``rate``: per
-    second; None if the machine does not give it. ``key``: the machine's key of ``rate``.
+    second; None if the machine does not give it. ``key``: the machine's key of ``rate``. ``is_sum``: the amount is that
+    of other rows together, which share the resource.
     """
 
     resource: str
     amount: float
     rate: float | None
     key: str
+    is_sum: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -56,7 +58,17 @@ def bounds(
         ("disk write", ranks * tiers.disk_write, "disk.write"),
     ]
     rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
+    rows += both_ways(machine, ranks * tiers.disk_read, ranks * tiers.disk_write)
     return tuple(_with_network_rate(row, machine, setup) if row.key == "node.link" else row for row in rows)
+
+
+def both_ways(machine: Machine, read: float, written: float) -> list[Bound]:
+    """Return the bound of drives that read and write bytes at the same time, in a list; empty if they do only one of
+    the two, or the machine does not give the rate."""
+    rate = machine.get("disk.read_and_write")
+    if rate is None or not read or not written:
+        return []
+    return [Bound("disk, both ways", read + written, rate, "disk.read_and_write", is_sum=True)]
 
 
 def _with_network_rate(row: Bound, machine: Machine, setup: Setup) -> Bound:
@@ -93,11 +105,12 @@ class StepTime(NamedTuple):
 def step_time(rows: tuple[Bound, ...]) -> StepTime:
     """Return the bounds on a step from those of its resources. Raises `PlanError` if no rate is known."""
     known = [(row.seconds, row.resource) for row in rows if row.seconds is not None]
+    apart = sum(row.seconds for row in rows if row.seconds is not None and not row.is_sum)
     unknown = tuple(row.key for row in rows if row.seconds is None)
     if not known:
         raise PlanError(f"nothing bounds the step: the machine gives none of {', '.join(unknown) or 'the rates'}")
     least, binding = max(known)
-    return StepTime(least, sum(seconds for seconds, _ in known), binding, unknown)
+    return StepTime(least, max(least, apart), binding, unknown)
 
 
 class Wear(NamedTuple):

@@ -35,6 +35,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "disk.capacity": ("bytes", "of a node's drives together"),
     "disk.read": ("bytes/s", "of a node's drives together"),
     "disk.write": ("bytes/s", "of a node's drives together"),
+    "disk.read_and_write": ("bytes/s", "of both together, while the drives read and write at the same time"),
     "disk.endurance": ("bytes", "rated writes to a node's drives together (TBW)"),
 }
 """Every key of a machine file -> its unit and its meaning."""

@@ -133,18 +133,26 @@ def _disk_values(folder: Path, size: int) -> dict[str, float]:
     blocks = max(1, size // BLOCK_BYTES)
     data = bytearray(os.urandom(1 << 20)) * (BLOCK_BYTES >> 20)
     with _scratch_file(folder) as path, zero_nvme_aio.Engine() as engine:
-        writes, reads = [], []
+        writes, reads, both = [], [], []
         with engine.open(path, "rw") as file:
+
+            def write() -> list[Any]:
+                return [engine.write(file, data, n * BLOCK_BYTES) for n in range(blocks)]
+
+            def read(into: bytearray) -> list[Any]:
+                return [engine.read(file, into, n * BLOCK_BYTES) for n in range(blocks)]
+
+            apart = bytearray(BLOCK_BYTES)
             for _ in range(REPETITIONS):
-                writes.append(
-                    _timed_seconds(lambda: [engine.write(file, data, n * BLOCK_BYTES) for n in range(blocks)])
-                )
-                reads.append(_timed_seconds(lambda: [engine.read(file, data, n * BLOCK_BYTES) for n in range(blocks)]))
+                writes.append(_timed_seconds(write))
+                reads.append(_timed_seconds(lambda: read(data)))
+                both.append(_timed_seconds(lambda: [r for pair in zip(write(), read(apart), strict=True) for r in pair]))
     total = blocks * BLOCK_BYTES
     return {
         "disk.capacity": shutil.disk_usage(folder).total,
         "disk.read": total / min(reads),
         "disk.write": total / min(writes),
+        "disk.read_and_write": 2 * total / min(both),
     }
 
 
