@@ -60,13 +60,13 @@ def test_what_is_printed_fits_the_published_schema(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pods_have_what_the_job_needs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = printed(kind, *USUAL, "--nnodes", "4", *FULL, "-m", "project.train", "$(HOME)", capsys=capsys)
+    found, _ = printed(kind, *USUAL, "--nnodes", "4", *FULL, "-m", "project.train", "--verbose", capsys=capsys)
     assert found["metadata"] == {"name": "run-1", "namespace": "team"}
     for pod in pod_specs(found):
         (container,) = pod["containers"]
         command = container["command"]
         assert command[:4] == ["zero-launch", "--nproc", "8", "--requeue"]
-        assert command[-3:] == ["--module", "project.train", "$$(HOME)"]  # which Kubernetes would fill in
+        assert command[-3:] == ["--module", "project.train", "--verbose"]
         assert "--no_ssh" in command and "--bind_cores_to_rank" in command and "/ckpt/logs" in command
         token = next(row for row in container["env"] if row["name"] == "ZERO_LAUNCH_TOKEN")
         assert token["valueFrom"]["secretKeyRef"] == {"name": "run-1-token", "key": "token"}
@@ -77,6 +77,17 @@ def test_pods_have_what_the_job_needs(kind: str, capsys: pytest.CaptureFixture[s
         assert pod["volumes"][1]["persistentVolumeClaim"] == {"claimName": "data"}
         assert pod["volumes"][3]["emptyDir"] == {"sizeLimit": "900Gi"}
         assert pod["terminationGracePeriodSeconds"] == 600
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kubernetes_replaces_nothing_in_what_the_user_wrote(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--log-dir", "/logs/$(HOME)", "--record", "$(RECORD)", "train.py", "$(HOME)", "$$(HOME)"]
+    found, _ = printed(kind, *USUAL, "--nnodes", "2", *words, capsys=capsys)
+    for pod in pod_specs(found):
+        command = pod["containers"][0]["command"]
+        assert command[command.index("--log-dir") + 1] == "/logs/$$(HOME)"
+        assert command[command.index("--record") + 1] == "$$(RECORD)"
+        assert command[-2:] == ["$$(HOME)", "$$$$(HOME)"] and "$(POD_IP)" in command
 
 
 def test_restarts_are_counted_by_job_and_what_saved_before_it_ended_is_not_counted(

@@ -152,6 +152,11 @@ def _jobset(pods: Pods) -> dict[str, Any]:
     return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _metadata(pods), "spec": spec}
 
 
+def _literal(words: Sequence[str]) -> list[str]:
+    """Return ``words`` of a command line with every `$` escaped: Kubernetes replaces `$(NAME)`, and `$$` by `$`."""
+    return [word.replace("$", "$$") for word in words]
+
+
 def _metadata(pods: Pods) -> dict[str, Any]:
     """Return the object's `metadata`: its name, and its namespace if one was named."""
     return {"name": pods.name, **({"namespace": pods.namespace} if pods.namespace else {})}
@@ -164,7 +169,7 @@ def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, 
     ``variables``: environment variables that these need, as Kubernetes writes them. With a single pod none of them is
     used.
     """
-    command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *pods.options]
+    command = ["zero-launch", "--nproc", str(pods.nproc), "--requeue", *_literal(pods.options)]
     container: dict[str, Any] = {"name": _CONTAINER, "image": pods.image}
     if pods.nodes > 1:
         where = ["--nnodes", str(pods.nodes), "--node_rank", node_rank]
@@ -177,7 +182,7 @@ def _pod(pods: Pods, *, node_rank: str, address: str, variables: list[dict[str, 
             {"name": TOKEN_VARIABLE, "valueFrom": token},
         ]
         container["ports"] = [{"name": "pytorchjob-port", "containerPort": pods.port}]
-    container["command"] = [*command, *(word.replace("$(", "$$(") for word in pods.arguments)]  # the script's own
+    container["command"] = [*command, *_literal(pods.arguments)]
     requests = {"cpu": pods.cpus, "memory": pods.memory}
     resources: dict[str, Any] = {}
     if any(requests.values()):
