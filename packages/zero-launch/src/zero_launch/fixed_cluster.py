@@ -126,8 +126,16 @@ class FixedCluster(Cluster):
     def _lose(self, peer: Peer, why: str) -> None:
         """Give up a host that had begun: count its ranks as failed at its last message; restart or stop the job.
 
-        During a restart, begin the next round if all others are ready, or stop the job if too few hosts are left.
+        During a restart, begin the next round if all others are ready, or stop the job if too few hosts are left. The
+        same before a round has begun, but no rank has failed then: print ``why`` if the job continues.
         """
+        if not self._restarting and peer.state not in ("running", "done"):
+            peer.state = "lost"
+            if self._stopping is None:
+                self._continue_without(why)
+            if self._stopping is None:
+                self._say(why)
+            return
         heard_at = time.time() - (0.0 if peer.channel is None else peer.channel.silence)
         ended_well = peer.state == "done"
         peer.state = "lost"
@@ -136,12 +144,19 @@ class FixedCluster(Cluster):
         for rank, pid in sorted(peer.ranks.items()):
             self._lost.append((heard_at, RankFailure(rank, peer.name, pid, None, why, detail, seconds)))
             detail = ""
-        if self._stopping is None and (not peer.ranks or ended_well):
+        if self._stopping is not None:
+            return
+        if not peer.ranks or ended_well:
             self._troubles.append(why)
-        if self._restarting and len(self._roster.present) < self._minimum:
+        if self._restarting:
+            self._continue_without(why)
+        elif not self._restart():
+            self._stop(why)
+
+    def _continue_without(self, why: str) -> None:
+        """Begin the next round if all hosts that are left are ready; stop the job, for ``why``, if they are too few."""
+        if len(self._roster.present) < self._minimum:
             self._restarting = False
             self._stop(why)
-        elif self._restarting and all(other.state == "ready" for other in self._roster.present):
+        elif all(peer.state == "ready" for peer in self._roster.present):
             self._begin_round()
-        elif not self._restarting and self._stopping is None and not self._restart():
-            self._stop(why)
