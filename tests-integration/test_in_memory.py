@@ -13,13 +13,15 @@ import training
 from training import Run
 
 from zero_comm import run_ranks
+from zero_core import UsageError
+from zero_core.checkpoint.in_memory import default_folder
 
 EVERY, STEPS, LAST = 2, 5, 8
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
 
 
-def start(run: Run, stage: int, zero: dict[str, Any]) -> Any:
-    """An engine whose nodes' memory is the folder `memory` below each rank's working directory."""
+def start(run: Run, stage: int, zero: dict[str, Any], path: str | None = "memory") -> Any:
+    """An engine whose nodes' memory is the folder ``path`` below each rank's working directory; the default if None."""
     import torch
     import zoo
 
@@ -28,7 +30,7 @@ def start(run: Run, stage: int, zero: dict[str, Any]) -> Any:
     model = zoo.build(run.variant, training.DTYPES["fp32" if run.dtype == "bf16" else run.dtype])
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.LR, weight_decay=0.01)
     config = training.config(run, stage, dist.get_world_size(), **zero)
-    config["checkpoint"] = {"in_memory": {"every": EVERY, "path": "memory"}}
+    config["checkpoint"] = {"in_memory": {"every": EVERY} if path is None else {"every": EVERY, "path": path}}
     return zero_core.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
@@ -178,6 +180,48 @@ def two_runs(root: Path, run: Run) -> list[tuple[int, str] | None]:
 def test_a_run_does_not_go_on_from_what_another_left_in_memory(tmp_path: Path) -> None:
     for found in run_ranks(two_runs, 2, tmp_path, Run(dtype="fp64")):
         assert found == [None, (2, "memory"), None, (2, "memory")]
+
+
+def in_default_folders(root: Path, run: Run) -> tuple[list[tuple[int, str] | None], list[bool], dict[str, bytes]]:
+    """What two runs that name no folder for their copies begin with, the first of them twice; which of the folders are
+    there; and the first run's result."""
+    found: list[tuple[int, str] | None] = []
+    weights: dict[str, bytes] = {}
+    for folder, until in (("one", STEPS), ("other", EVERY), ("one", LAST)):
+        engine = start(run, 3, {}, None)
+        resumed = engine.resume(root / folder)
+        found.append(None if resumed is None else (resumed.step, resumed.source))
+        training.train(engine, run, engine.global_steps, until)
+        weights = training.bits(training.weights(engine))
+        engine.destroy()
+    return found, [Path(default_folder(str(root / folder))).is_dir() for folder in ("one", "other")], weights
+
+
+def test_a_run_that_names_no_folder_has_one_in_memory_for_its_checkpoints_folder(tmp_path: Path) -> None:
+    run = Run(dtype="fp64")
+    try:
+        ended = run_ranks(in_default_folders, 2, tmp_path, run)
+    finally:
+        for folder in ("one", "other"):
+            shutil.rmtree(default_folder(str(tmp_path / folder)), ignore_errors=True)
+    (tmp_path / "b").mkdir()
+    expected = run_ranks(undisturbed, 2, tmp_path / "b", run, 3, {})
+    for rank, (found, kept, weights) in enumerate(ended):
+        assert found == [None, None, (4, "memory")] and kept == [True, True]
+        assert weights == expected[rank]
+
+
+def no_folder(root: Path) -> str:
+    engine = start(Run(dtype="fp64"), 1, {}, None)
+    with pytest.raises(UsageError) as caught:
+        training.train(engine, Run(dtype="fp64"), 0, 1)
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_copies_of_a_run_that_has_named_no_folder_at_all_are_refused_at_the_first_step(tmp_path: Path) -> None:
+    expected = "checkpoint.in_memory.every is 2, but no folder is known: set checkpoint.in_memory.path, or call"
+    assert all(told.startswith(expected) for told in run_ranks(no_folder, 2, tmp_path))
 
 
 def test_a_first_start_says_so(tmp_path: Path) -> None:

@@ -181,6 +181,13 @@ def test_relative_paths_become_those_of_the_current_folder(tmp_path: Path, monke
     assert config.checkpoint.path == "out/ck"
 
 
+def test_copies_in_memory_need_no_folder_but_an_empty_name_is_none(loaded):
+    section = loaded({"checkpoint": {"in_memory": {"every": 20}}}).checkpoint.in_memory
+    assert section.every == 20 and section.path is None
+    with pytest.raises(ConfigError, match="checkpoint.in_memory.path: expected a folder"):
+        loaded({"checkpoint": {"in_memory": {"every": 20, "path": ""}}})
+
+
 def test_an_empty_text_is_not_corrected_to_an_empty_text():
     with pytest.raises(ConfigError) as caught:
         Config.load({"zero_optimization": {"offload_param": {"nvme_path": ""}}}, world_size=1)

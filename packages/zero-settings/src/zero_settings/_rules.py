@@ -155,12 +155,11 @@ def _recomputation_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _in_memory_problems(config: ConfigFile) -> list[Problem]:
-    """Return a problem if `checkpoint.in_memory.every` is set without a path; otherwise none."""
-    section = config.checkpoint.in_memory
-    if not section.every or section.path:
+    """Return a problem if `checkpoint.in_memory.path` is empty; otherwise none."""
+    if config.checkpoint.in_memory.path != "":
         return []
-    expected = "expected a folder in each node's memory with checkpoint.in_memory.every, such as /dev/shm/my-run"
-    return [Problem("checkpoint.in_memory.path", expected, "null")]
+    expected = "expected a folder in each node's memory, such as /dev/shm/my-run, or null"
+    return [Problem("checkpoint.in_memory.path", expected, '""')]
 
 
 def _interval_problems(config: ConfigFile) -> list[Problem]:

@@ -65,7 +65,8 @@ class InMemorySection(Section):
     every: NaturalInt = Field(default=0, description="Optimizer steps between two copies; 0 is off.")
     path: Text | None = Field(
         default=None,
-        description="A folder in each node's memory that no other user can write, such as /dev/shm/NAME; created.",
+        description="A folder in each node's memory that no other user can write, such as /dev/shm/NAME; created. "
+        "By default one below /dev/shm, named for the folder of `engine.resume`, or of the first save.",
     )
 
 

@@ -109,8 +109,9 @@ class Checkpoints:
         return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 
     def check_folder(self) -> None:
-        """Raise `UsageError` if steps save by themselves (``checkpoint.interval``) and no folder is known."""
+        """Raise `UsageError` if steps save or copy the state by themselves and no folder is known."""
         self._periodic.check(self._orders.root)
+        self._in_memory.check(self._orders.root)
 
     def before_step(self) -> None:
         """Put the launcher's order and this rank's notices into the messages that the ranks exchange in this step."""

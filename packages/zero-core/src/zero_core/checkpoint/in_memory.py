@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from zero_ckpt import CheckpointError, Manifest, TensorEntry
+from zero_ckpt import Manifest, TensorEntry
 from zero_ckpt.torch import Found, NodeMemory
 
 from ..offloading import Offloading
@@ -16,6 +18,7 @@ from ..state import TrainingState
 from .fragments import master_fragments
 from .intervals import StateIntervals
 from .names import named_parameters
+from .periodic import require_folder
 from .saving import check_room, checkpoint_options, own_group
 from .tier_files import TierFiles
 
@@ -24,22 +27,30 @@ _RUN = "run"
 
 
 class InMemory:
-    """Copies the engine's state into the memory of the nodes, as the section ``checkpoint.in_memory`` says."""
+    """Copies the engine's state into the memory of the nodes, as the section ``checkpoint.in_memory`` says; into
+    `default_folder` unless that names a path. ``run``, in its methods: the folder of the run's checkpoints on disk;
+    None, if `resume` and saves have not named it yet, stands for ``checkpoint.path``."""
 
     def __init__(self, state: TrainingState, offloading: Offloading) -> None:
         section = state.config.checkpoint.in_memory
         self._state, self._offloading = state, offloading
-        self._every, self._path = section.every, Path(section.path or ".")
+        self._every, self._path, self._disk = section.every, section.path, state.config.checkpoint.path
         self._memory: NodeMemory | None = None
         self._group: dist.ProcessGroup | None = None
 
+    def check(self, run: str | None) -> None:
+        """Raise `UsageError` if copies are to be made, but no folder is known for them, nor one of the ``run``."""
+        if self._every:
+            key = "checkpoint.in_memory"
+            require_folder(f"{key}.every is {self._every}", f"{key}.path", self._path or run or self._disk)
+
     def after_step(self, run: str | None) -> bool:
-        """Start a copy if one is due, and return whether one was. Collective if so. ``run``: the folder of the run's
-        checkpoints on disk, by which `find` knows the run; None if unknown. Raises `zero_ckpt.CheckpointError`."""
+        """Start a copy if one is due, and return whether one was. Collective if so. Raises
+        `zero_ckpt.CheckpointError`."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
-        memory, parts = self._open(), state.partition
+        memory, parts = self._open(run), state.partition
         parts.runtime.agree("copy into node memory", "", None)  # the folder may differ from node to node
         parts.finish_updates()
         files = TierFiles(state, self._offloading, memory.directory)
@@ -52,13 +63,14 @@ class InMemory:
         return True
 
     def find(self, run: str) -> Found | None:
-        """Return the newest complete copy in node memory that names ``run``, a folder of checkpoints, or no run; None
-        if there is none, or if copies are off. Collective."""
-        return self._open().find(lambda manifest: _is_of(manifest, run)) if self._every else None
+        """Return the newest complete copy in node memory that names ``run`` or no run; None if there is none, or if
+        copies are off. Later copies go into the folder of this ``run``. Collective."""
+        self.close()
+        return self._open(run).find(lambda manifest: _is_of(manifest, run)) if self._every else None
 
-    def fetch(self, found: Found) -> Path:
+    def fetch(self, found: Found, run: str) -> Path:
         """Copy files of ``found`` that this node's ranks read to it; return the folder above its tag. Collective."""
-        return self._open().fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
+        return self._open(run).fetch(found, lambda manifest: files_to_read(self._state, manifest)).parent
 
     @property
     def has_failed(self) -> bool:
@@ -87,12 +99,18 @@ class InMemory:
                 dist.destroy_process_group(self._group)
             self._group = None
 
-    def _open(self) -> NodeMemory:
+    def _open(self, run: str | None) -> NodeMemory:
         """Return the node memory, opened at the first call with a process group of its own. Collective then."""
         if self._memory is None:
+            folder = Path(self._path or default_folder(str(run or self._disk)))
             self._group = own_group(self._state)
-            self._memory = NodeMemory(self._state.model_part.subfolder(self._path), self._group, allow=check_room)
+            self._memory = NodeMemory(self._state.model_part.subfolder(folder), self._group, allow=check_room)
         return self._memory
+
+
+def default_folder(run: str) -> str:
+    """Return where a node keeps this user's copies of the run with checkpoints in ``run``, an absolute path."""
+    return f"/dev/shm/zero-{os.geteuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:16]}"
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:
@@ -141,10 +159,3 @@ def _overlapping(tensor: TensorEntry, spans: list[tuple[int, int]], *, same_shap
         end = piece.offset + piece.length
         if not same_shape or any(first < end and piece.offset < last for first, last in spans):
             yield piece.file
-
-
-def warn_not_loadable(found: Found, problem: CheckpointError) -> None:
-    """Log a warning that the copy in node memory cannot be loaded and the checkpoint on disk is loaded instead."""
-    logger.warning(
-        "the copy of step %d in the nodes' memory cannot be loaded, the disk is next: %s", found.step, problem
-    )

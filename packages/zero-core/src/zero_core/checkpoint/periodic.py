@@ -60,11 +60,7 @@ class Fixed:
 
     def check(self, root: str | None) -> None:
         """Raise `UsageError` if there is neither a ``path`` nor a ``root``."""
-        if self._path is None and root is None:
-            raise UsageError(
-                f"checkpoint.interval is {self._steps}, but no folder is known: set checkpoint.path, or call "
-                "engine.resume(folder) before the first step"
-            )
+        require_folder(f"checkpoint.interval is {self._steps}", "checkpoint.path", self._path or root)
 
     def is_due(self) -> bool:
         """Return false: rank 0 need not tell the others, as every rank counts the steps itself in `after_step`."""
@@ -92,11 +88,7 @@ class Automatic:
 
     def check(self, root: str | None) -> None:
         """Raise `UsageError` if there is neither a ``path`` nor a ``root``."""
-        if self._path is None and root is None:
-            raise UsageError(
-                'checkpoint.interval is "auto", but no folder is known: set checkpoint.path, or call '
-                "engine.resume(folder) before the first step"
-            )
+        require_folder('checkpoint.interval is "auto"', "checkpoint.path", self._path or root)
 
     def is_due(self) -> bool:
         """Return whether the chooser finds a save due after the step that begins; rank 0's answer counts."""
@@ -125,6 +117,14 @@ class Automatic:
         chosen = self._chooser.save_completed(self._clock())
         if chosen is not None and self._state.reports:
             logger.warning("%s", interval_text(chosen, self._chooser))
+
+
+def require_folder(setting: str, key: str, folder: str | None) -> None:
+    """Raise `UsageError` if ``folder`` is None, which ``setting`` needs and ``key`` could name."""
+    if folder is None:
+        raise UsageError(
+            f"{setting}, but no folder is known: set {key}, or call engine.resume(folder) before the first step"
+        )
 
 
 def interval_text(chosen: ChosenInterval, chooser: IntervalChooser) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from zero_ckpt import CheckpointError, NotFoundError, open_checkpoint
 
 from ..state import TrainingState
-from .in_memory import InMemory, warn_not_loadable
+from .in_memory import InMemory
 from .saving import coordinator_of
 
 logger = logging.getLogger("zero_core")
@@ -55,11 +55,12 @@ def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run:
         on_disk = None
     if found is not None and (on_disk is None or found.step >= on_disk.step):
         try:
-            path, client = load(memory.fetch(found), found.tag)
+            path, client = load(memory.fetch(found, run), found.tag)
         except CheckpointError as problem:
             if on_disk is None:
                 raise
-            warn_not_loadable(found, problem)
+            text = "the copy of step %d in the nodes' memory cannot be loaded, the disk is next: %s"
+            logger.warning(text, found.step, problem)
         else:
             return Resumed(state.counters.global_steps, "memory", path, client)
     if on_disk is None:
