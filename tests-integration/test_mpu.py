@@ -260,9 +260,34 @@ class Odd(Grid):
         return self._model_group if dist.get_rank() == 3 else super().get_data_parallel_group()
 
 
+class Unset(Grid):
+    """Rank 3 has not set its groups up."""
+
+    def get_data_parallel_group(self) -> Any:
+        return self._groups if dist.get_rank() == 3 else super().get_data_parallel_group()
+
+
+class Elsewhere(Grid):
+    """Rank 3 names a group that it is not in."""
+
+    def get_data_parallel_group(self) -> Any:
+        others = dist.new_group([0, 2])
+        return others if dist.get_rank() == 3 else super().get_data_parallel_group()
+
+
+class DataOnly:
+    """An mpu without the model-parallel half."""
+
+    def __init__(self) -> None:
+        self.get_data_parallel_group = lambda: dist.group.WORLD
+
+
 def refused() -> list[str]:
     said = []
     for mpu, config in (
+        (Unset(2), settings(0)),
+        (Elsewhere(2), settings(0)),
+        (DataOnly(), settings(0)),
         (Wrong(2), settings(0)),
         (Odd(2), settings(0)),
         (object(), settings(0)),
@@ -278,7 +303,10 @@ def refused() -> list[str]:
 
 
 def test_what_an_mpu_cannot_say_is_refused_by_name_on_every_rank() -> None:
-    for pipeline, odd, none, lamb, muon in run_ranks(refused, 4):
+    for unset, elsewhere, half, pipeline, odd, none, lamb, muon in run_ranks(refused, 4):
+        for said, name in ((unset, "AttributeError: 'Unset' object has no"), (elsewhere, "ValueError: ")):
+            assert said.startswith(f"UsageError: mpu: on rank 3 it raised {name}"), said
+        assert half.startswith("UsageError: mpu: expected an mpu with get_tensor_model_parallel_group or")
         assert "UsageError" in pipeline and "pipeline parallelism" in pipeline
         assert "UsageError" in odd and "rank 1's data-parallel group is [1, 3], rank 3's is [2, 3]" in odd
         assert "get_data_parallel_group" in none

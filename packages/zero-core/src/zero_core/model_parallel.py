@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,26 +139,30 @@ def model_parallel(mpu: Any) -> ModelParallel:
     ``get_data_parallel_group()`` and the group, rank and world size called ``tensor_model_parallel``,
     ``slice_parallel`` or ``model_parallel``, the first that exists; if ``get_sequence_parallel_world_size()`` is above
     1, ``get_sequence_parallel_group()`` and ``get_sequence_data_parallel_group()`` instead of the data-parallel group.
-    Raises on every rank: `UsageError` if they are missing, for groups that form no grid, and for other axes;
+    Raises on every rank: `UsageError` if they are missing or raise, for groups that form no grid, and for other axes;
     `DesyncError` or `PeerError` if only some ranks have an mpu."""
     with starting_together("initialize(mpu=…)", alike="None" if mpu is None else "an mpu"):
         world = list(range(dist.get_world_size()))
     if mpu is None:
         return ModelParallel(0, 1, [world], [[rank] for rank in world])
     control = Control(open_group([world], "gloo"))
+    own, cause = None, None
     try:
         try:
-            answer: Any = _rows_of(mpu)
+            own = _own_rows(mpu)
+            answer: Any = [own.data_rows[0], own.model_rows[0]]
         except UsageError as error:
             answer = str(error)
+        except Exception as error:
+            cause, answer = error, f"on rank {dist.get_rank()} it raised {type(error).__name__}: {error}"
         told = [message.payload for message in control.exchange(Message("initialize", "mpu", 0, answer))]
     finally:
         control.close()
-    if refusal := next((said for said in told if isinstance(said, str)), None) or _misfit(told):
-        raise UsageError(f"mpu: {refusal}")
+    refusal = next((said for said in told if isinstance(said, str)), None) or _misfit(told)
+    if own is None or refusal:
+        raise UsageError(f"mpu: {refusal}") from cause
     data_rows, model_rows = (sorted({tuple(rows[axis]) for rows in told}) for axis in (0, 1))
-    rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
-    return ModelParallel(rank, size, data_rows, model_rows, _getter(mpu, "group")(), _sequence_size(mpu))
+    return replace(own, data_rows=data_rows, model_rows=model_rows)
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
@@ -176,38 +180,33 @@ def _getter(mpu: Any, what: str) -> Callable[[], Any]:
         if hasattr(mpu, name):
             found: Callable[[], Any] = getattr(mpu, name)
             return found
-    raise UsageError(f"mpu: expected an object with {' or '.join(names)}, got {type(mpu).__name__}")
+    raise UsageError(f"expected an mpu with {' or '.join(names)}, got {type(mpu).__name__}")
 
 
-def _rows_of(mpu: Any) -> list[list[int]]:
-    """Return the global ranks of this rank's data-parallel and of its model-parallel group. Raises `UsageError`."""
+def _own_rows(mpu: Any) -> ModelParallel:
+    """Return what `model_parallel` does, with the rows of this rank alone. Raises `UsageError`, and what mpus raise."""
     for name, axis in _OTHER_AXES.items():
-        if hasattr(mpu, name) and getattr(mpu, name)() > 1:
-            ranks = getattr(mpu, name)()
+        if (ranks := getattr(mpu, name, lambda: 1)()) > 1:
             raise UsageError(f"{name}() is {ranks}, but {axis} is not supported; tensor and sequence parallelism are")
-    size = _sequence_size(mpu)
-    getter = f"get_{'sequence_' if size > 1 else ''}data_parallel_group"
+    shared = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
+    getter = f"get_{'sequence_' if shared > 1 else ''}data_parallel_group"
     if not hasattr(mpu, getter):
-        raise UsageError(f"expected an object with {getter}, got {type(mpu).__name__}")
+        raise UsageError(f"expected an mpu with {getter}, got {type(mpu).__name__}")
     data = dist.get_process_group_ranks(getattr(mpu, getter)())
-    start = data.index(dist.get_rank()) // size * size
-    if size > 1 and dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) != data[start : start + size]:
-        sequence = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
-        raise UsageError(f"the ranks {sequence} that share a sequence must be {size} consecutive ones of {data}")
-    model = dist.get_process_group_ranks(_getter(mpu, "group")())
+    start = data.index(dist.get_rank()) // shared * shared
+    sequence = dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) if shared > 1 else [data[start]]
+    if sequence != data[start : start + shared]:
+        raise UsageError(f"the ranks {sequence} that share a sequence must be {shared} consecutive ones of {data}")
+    group = _getter(mpu, "group")()
+    model = dist.get_process_group_ranks(group)
     rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
     if size != len(model) or model.index(dist.get_rank()) != rank:
         raise UsageError(f"rank {rank} of {size} does not fit its model-parallel group of the global ranks {model}")
-    return [data, model]
-
-
-def _sequence_size(mpu: Any) -> int:
-    """Return the number of ranks that share a sequence; 1 if the mpu does not say."""
-    return int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
+    return ModelParallel(rank, size, [data], [model], group, shared)
 
 
 def _misfit(told: list[list[list[int]]]) -> str | None:
-    """Return why ``told``, `_rows_of` by rank, are not the rows and columns of one grid; None if they are."""
+    """Return why ``told``, the rows by rank, are not the rows and columns of one grid; None if they are."""
     for rank, (data, model) in enumerate(told):
         for axis, row in (("data", data), ("model", model)):
             for other in row:
