@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zero_settings import Config, ConfigError
+from zero_settings import Config, ConfigError, absolute_path
 
 
 @pytest.mark.parametrize(
@@ -179,6 +179,21 @@ def test_relative_paths_become_those_of_the_current_folder(tmp_path: Path, monke
     assert absolute.zero_optimization.offload_param.nvme_path is None
     assert absolute.raw == written and absolute.provenance("checkpoint.path") == "user"
     assert config.checkpoint.path == "out/ck"
+
+
+def test_a_relative_path_says_when_the_working_directory_no_longer_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    gone = "the working directory no longer exists"
+    config = Config.load({"train_batch_size": 1, "checkpoint": {"interval": 9, "path": "out"}}, world_size=1)
+    with pytest.raises(FileNotFoundError, match=f"'out' is a relative path, but {gone}"):
+        config.with_absolute_paths()
+    with pytest.raises(ConfigError, match=gone):
+        Config.load("ds.json", world_size=1)
+    assert absolute_path("/a/../b") == "/b"
 
 
 def test_copies_in_memory_need_no_folder_but_an_empty_name_is_none(loaded):

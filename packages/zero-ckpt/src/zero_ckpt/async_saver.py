@@ -26,6 +26,7 @@ from .direct import default_copy, make_sink
 from .dry_run import current_dry_run
 from .errors import CheckpointError
 from .plain import to_plain
+from .relative import absolute
 from .saving import save_sharded
 from .snapshot import Arena, CopyUnderWay, LaterIntervals, no_intervals
 from .types import Coordinator, Interval, SoloCoordinator
@@ -108,9 +109,10 @@ class AsyncSaver:
             raise ValueError("this AsyncSaver is closed")
         self._require_own_process()
         arena = self._arenas.get()
-        arguments: dict[str, Any] = {"root": Path(root).absolute(), "tag": tag, **options}  # the script may chdir
+        arguments: dict[str, Any] = {"root": root, "tag": tag, **options}
         copying: CopyUnderWay | None = None
         try:
+            arguments["root"] = absolute(Path(root))  # the script may chdir
             copying = arena.start(memory)
             arguments |= meanwhile()
             for key in ("client_state", "config", "rank_state"):

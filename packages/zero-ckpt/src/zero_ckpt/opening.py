@@ -15,6 +15,7 @@ from .coordination import run_on_all_ranks
 from .errors import DamagedError, NotFoundError, ReplacedError
 from .latest import LATEST_NAME, check_tag, is_tag, read_latest
 from .reader import Checkpoint, OpenReport
+from .relative import start_of
 from .types import Coordinator, SoloCoordinator
 
 _LOOKS = 50
@@ -71,8 +72,7 @@ def _whereabouts(directory: Path) -> str:
     """Return what is in the place of a root that holds no checkpoint, as the end of an error; empty if that is nothing
     of note."""
     if not directory.exists():
-        here = "" if directory.is_absolute() else f"; the working directory is {Path.cwd()}"
-        return f": {directory} does not exist{here}"
+        return f": {directory} does not exist{start_of(directory)}"
     roots = roots_below(directory)
     return f", but its folders {', '.join(roots)} hold some; name one of them as the root" if roots else ""
 

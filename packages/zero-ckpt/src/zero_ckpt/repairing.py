@@ -21,6 +21,7 @@ from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
 from .locking import root_lock
+from .relative import start_of
 from .twins import restore_slices
 from .verifying import checkpoints_in, verify_candidate
 
@@ -64,7 +65,7 @@ def require_root(directory: Path) -> None:
     A checkpoint's own directory is no root.
     """
     if not directory.is_dir():
-        raise NotFoundError(f"{directory} is not a directory")
+        raise NotFoundError(f"{directory} is not a directory{start_of(directory)}")
     if holds_checkpoint(directory):
         raise NotFoundError(f"{directory} is a checkpoint itself; name the root that it is in: {directory.parent}")
     if is_root(directory):

@@ -23,6 +23,7 @@ from .plain import to_plain
 from .plan import Holding, SavePlan, make_plan
 from .retention import prune
 from .scripts import leave_script
+from .relative import absolute
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
 from .writer import OpenSink, interval_length
 
@@ -115,6 +116,7 @@ class _Save:
         only checked. Raises CheckpointError for an argument that cannot be saved.
         """
         check_new_tag(self.tag)
+        absolute(self.root)
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")
         if type(extras["step"]) is not int or extras["step"] < 0:

@@ -12,6 +12,7 @@ from zero_settings.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from zero_settings._optim_keys import SchedulerSection
+    from zero_settings._paths import absolute_path
     from zero_settings._prepare import REMOVED_KEYS
     from zero_settings._source import read
     from zero_settings._tool_keys import ActivationCheckpointing, FlopsProfiler
@@ -31,6 +32,7 @@ _LAZY = {
     "ReportRow": "config",
     "SchedulerSection": "_optim_keys",
     "ZeroOptimization": "_zero_keys",
+    "absolute_path": "_paths",
     "autocast_modules": "precision",
     "known_keys": "keys",
     "loss_scale": "precision",
@@ -51,6 +53,7 @@ __all__ = [
     "ReportRow",
     "SchedulerSection",
     "ZeroOptimization",
+    "absolute_path",
     "autocast_modules",
     "known_keys",
     "loss_scale",

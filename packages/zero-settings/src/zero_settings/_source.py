@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_settings._paths import start_of_relative_paths
 from zero_settings.errors import ConfigError, Problem, show
 
 
@@ -55,7 +56,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except OSError as error:
-        action = "" if path.is_absolute() else f"the working directory is {Path.cwd()}"
+        action = "" if path.is_absolute() else start_of_relative_paths()
         got = error.strerror or str(error)
         raise ConfigError(Problem(str(path), "expected a readable JSON file", got, action=action)) from error
     except UnicodeDecodeError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from pydantic import PrivateAttr, ValidationError
 from zero_settings import _batch, _rules
 from zero_settings._base import PositiveInt, thaw
 from zero_settings._explain import explain
+from zero_settings._paths import absolute_path
 from zero_settings._prepare import PreparedSource, prepare
 from zero_settings._rules import rank_problems, virtual_ranks
 from zero_settings._source import read
@@ -135,11 +135,11 @@ class Config(ConfigFile):
 
     def with_absolute_paths(self) -> Config:
         """Return a copy in which the paths of files and folders are absolute; relative ones start at the current
-        directory. Those that are null or empty stay."""
+        directory. Those that are null or empty stay. Raises FileNotFoundError if that directory no longer exists."""
         values = dict(leaves(self))
         given = {path: values[path] for path in _PATHS if values[path]}
         absolute = {
-            path: os.path.abspath(value) if isinstance(value, str) else tuple(map(os.path.abspath, value))
+            path: absolute_path(value) if isinstance(value, str) else tuple(map(absolute_path, value))
             for path, value in given.items()
         }
         return _rules.with_values(self, absolute)

@@ -14,6 +14,7 @@ from ..errors import CheckpointError, DamagedError, NotFoundError
 from ..latest import is_tag, read_latest
 from ..locating import open_spec, split_spec
 from ..opened import read_bounded
+from ..relative import start_of
 from .checks import require_torch
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
 
         return SafetensorsSource([path])
     if not path.is_dir():
-        here = "" if path.is_absolute() else f"; the working directory is {Path.cwd()}"
-        raise NotFoundError(f"{path} does not exist{here}")
+        raise NotFoundError(f"{path} does not exist{start_of(path)}")
     if holds_checkpoint(path) or list_tags(path):
         return open_spec(os.fspath(spec))
     folder = _tagged(path, which)

@@ -1,0 +1,28 @@
+"""Relative paths start at the working directory, which may be gone."""
+
+from __future__ import annotations
+
+import os
+
+_GONE = "the working directory no longer exists"
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """Return ``path`` as an absolute, normalised path.
+
+    Raises FileNotFoundError if it is relative and the working directory no longer exists.
+    """
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{os.fspath(path)!r} is a relative path, but {_GONE}; change to one that does, or name an absolute path"
+        ) from error
+
+
+def start_of_relative_paths() -> str:
+    """Return, for a message, which directory the working directory is, or that it is gone."""
+    try:
+        return f"the working directory is {os.getcwd()}"
+    except FileNotFoundError:
+        return _GONE
