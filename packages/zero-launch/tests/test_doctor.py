@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zero_launch import doctor, facts
+from zero_launch.cli import main
 from zero_launch.hostfile import Hostfile
 from zero_launch.transport import Transport
 
@@ -46,3 +47,13 @@ def test_what_hosts_say_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) 
     doctor._print(reports, problems, ["c: [/]"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3:] == ["problem a: no such file [/opt/env]", "problem b: [red] shell", "note c: [/]"]
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["slurm-script", "--nodes", "1", "--nproc", "1", "t.py"], ["train.py"]])
+def test_a_command_says_when_its_working_directory_no_longer_exists(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert main(words) == 2
+    assert capsys.readouterr().err == "zero-launch: the working directory no longer exists: change to one that does\n"

@@ -21,9 +21,9 @@ from .latest import check_new_tag, require_replaceable, write_latest
 from .manifest import MANIFEST_NAME, FileEntry, Manifest, Slice, TensorEntry
 from .plain import to_plain
 from .plan import Holding, SavePlan, make_plan
+from .relative import absolute
 from .retention import prune
 from .scripts import leave_script
-from .relative import absolute
 from .types import Coordinator, FileExtent, Interval, SoloCoordinator, is_kind
 from .writer import OpenSink, interval_length
 

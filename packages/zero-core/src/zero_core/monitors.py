@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from zero_settings import absolute_path
+
 if TYPE_CHECKING:
     from zero_settings import Config
 
@@ -191,9 +193,9 @@ def _enabled(config: Config) -> list[Monitor]:
     monitors: list[Monitor] = []
     settings = {key: value for key, value in config.raw.items() if key != "comet"}  # that section may hold a secret
     if config.csv_monitor.enabled:
-        monitors.append(CsvMonitor(Path(config.csv_monitor.output_path).absolute() / config.csv_monitor.job_name))
+        monitors.append(CsvMonitor(Path(absolute_path(config.csv_monitor.output_path), config.csv_monitor.job_name)))
     if config.tensorboard.enabled:
-        folder = Path(config.tensorboard.output_path).absolute()
+        folder = Path(absolute_path(config.tensorboard.output_path))
         monitors.append(TensorBoardMonitor(folder / config.tensorboard.job_name))
     if config.wandb.enabled:
         section = config.wandb

@@ -54,6 +54,38 @@ def goes_elsewhere(root: str, changes: dict[str, Any]) -> list[str]:
     return [path.name for path in elsewhere.iterdir()]
 
 
+def removed(root: str) -> list[str]:
+    """What calls with relative paths raise once the script's working directory is gone."""
+    told = []
+    gone = Path(root, "gone")
+    gone.mkdir()
+    with pytest.MonkeyPatch.context() as script:
+        script.chdir(gone)
+        engine = zero_core.initialize(model=build(), config=config(2))[0]
+        gone.rmdir()
+        for call in (
+            lambda: engine.save_checkpoint("out"),
+            lambda: engine.load_checkpoint("out"),
+            lambda: engine.resume("out"),
+            lambda: zero_core.initialize(model=build(), config="ds.json"),
+            lambda: zero_core.initialize(model=build(), config=config(2, checkpoint={"interval": 1, "path": "out"})),
+            lambda: zero_core.initialize(model=build(), config=config(2, csv_monitor={"enabled": True})),
+        ):
+            try:
+                call()
+                told.append("returned")
+            except Exception as error:
+                told.append(str(error))
+        script.chdir(root)
+        engine.destroy()
+    return told
+
+
+def test_calls_with_relative_paths_say_when_the_working_directory_is_gone(tmp_path: Path) -> None:
+    (told,) = run_ranks(removed, 1, str(tmp_path))
+    assert all("the working directory no longer exists" in text for text in told), told
+
+
 @pytest.mark.parametrize("case", CONFIGURED)
 def test_relative_folders_stay_where_they_were_named(case: str, tmp_path: Path) -> None:
     assert run_ranks(goes_elsewhere, 1, str(tmp_path), CONFIGURED[case]) == [["own"]]

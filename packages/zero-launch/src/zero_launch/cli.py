@@ -46,6 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep_from_collector()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        os.getcwd()
+    except FileNotFoundError:
+        _say("the working directory no longer exists: change to one that does")
+        return 2
+    try:
         if words[:1] == ["doctor"]:
             from zero_launch import doctor
 

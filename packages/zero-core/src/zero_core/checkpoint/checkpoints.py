@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_ckpt import LoadReport
+from zero_settings import absolute_path
 
 from ..errors import UsageError
 from ..failures import Failures
@@ -102,9 +103,10 @@ class Checkpoints:
         runtime = self._state.partition.runtime
         runtime.reopen("resume")
         with self._failures.abort_all_on_failure():
+            run = absolute_path(load_dir)
             runtime.agree("resume", "", None)
         self.wait()
-        self._orders.root = run = os.path.abspath(load_dir)
+        self._orders.root = run
         root = self._state.model_part.folder(Path(load_dir))
         return resume(self._state, self._in_memory, root, self._load_everything, run=run)
 

@@ -16,6 +16,7 @@ from torch import nn
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState
 from zero_offload import BudgetError, HostBudget
+from zero_settings import absolute_path
 
 from ..errors import UsageError
 from ..offloading import Offloading
@@ -90,7 +91,7 @@ class Saver:
         said.append(parts.added.digest())
         choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
         answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)
-        root = root.absolute()  # the script may change its working directory before the files are written
+        root = Path(absolute_path(root))  # the script may change its working directory before the files are written
         _refuse_inside_accumulation([accumulated for accumulated, *_ in answers], state)
         _refuse_restructured([name for _, name, *_ in answers])
         _refuse_unsavable([value for _, _, value, _ in answers])
