@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -45,3 +46,24 @@ def test_a_rank_that_raises_is_reported_with_its_traceback_and_the_next_call_wor
 def test_a_rank_that_does_not_answer_is_named_and_ended() -> None:
     with pytest.raises(TimeoutError, match=r"rank\(s\) \[1\] gave no answer in 1 s"):
         run_ranks(sleep, 2, 600.0, timeout=1.0)
+
+
+class Interrupted(BaseException):
+    """As what a test's own time limit raises from a signal handler."""
+
+
+def test_a_call_that_is_cut_short_ends_its_workers_and_the_next_has_its_own_results() -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    before = run_ranks(facts, 2, "before")
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        with pytest.raises(Interrupted):
+            run_ranks(sleep, 2, 2.0)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    after = run_ranks(facts, 2, "after")
+    assert [found[2] for found in after] == ["after", "after"]
+    assert {found[3] for found in after}.isdisjoint(found[3] for found in before)

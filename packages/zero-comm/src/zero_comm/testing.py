@@ -95,22 +95,34 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     in rank order.
 
     ``fn``, ``args`` and the results must be picklable (``fn``: a function at module level). Workers run torch with one
-    thread and are reused: what a call changes in its process stays, except after a failure, which ends all workers.
+    thread and are reused: what a call changes in its process stays, except after an exception, which ends all workers.
     Raises `RanksFailedError` with the tracebacks of all ranks that raised, and TimeoutError when no rank has answered
     for ``timeout`` seconds.
     """
     pool = _pool()
     workers = pool.get_workers(world_size)
     prefix = pool.next_prefix()
-    for rank, (_, connection) in enumerate(workers):
-        connection.send((fn, args, rank, world_size, prefix))
+    try:
+        for rank, (_, connection) in enumerate(workers):
+            connection.send((fn, args, rank, world_size, prefix))
+        results, failures = _answers([connection for _, connection in workers], timeout)
+        if failures:
+            raise RanksFailedError(failures)
+    except BaseException:  # also what a test's own time limit raises: workers may be in the middle of the call
+        pool.close()
+        raise
+    return [results[rank] for rank in range(world_size)]
+
+
+def _answers(connections: list[Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+    """Return the results of the ranks that returned and the tracebacks of those that raised, once all have answered.
+    ``connections``: by rank. Raises TimeoutError when no rank has answered for ``timeout`` seconds."""
     results: dict[int, Any] = {}
     failures: dict[int, Any] = {}
-    pending: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(workers)}
+    pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(connections)}
     while pending:
         ready = wait(list(pending), timeout)
         if not ready:
-            pool.close()
             raise TimeoutError(
                 f"rank(s) {sorted(pending.values())} gave no answer in {timeout:.0f} s"
                 + "".join(f"\n--- rank {r} ---\n{t}" for r, t in sorted(failures.items()))
@@ -122,10 +134,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             except EOFError:
                 ok, value = False, "the process ended without an answer"
             (results if ok else failures)[rank] = value
-    if failures:
-        pool.close()
-        raise RanksFailedError(failures)
-    return [results[rank] for rank in range(world_size)]
+    return results, failures
 
 
 def _serve(connection: Connection, port: int) -> None:
