@@ -308,3 +308,14 @@ class _SlowCopies(DeviceCopies):
     def fetch(self, name: str, host: torch.Tensor) -> torch.Event | None:
         super().fetch(name, host)
         return _SlowEvent()  # type: ignore[return-value]
+
+
+def test_a_shard_in_host_memory_of_an_nvme_store_keeps_its_size_and_dtype(tmp_path: Path) -> None:
+    with NvmeStore(tmp_path, device="cpu", buffer_count=1, host_bytes=80_000) as store:
+        store.put("kept", torch.ones(1000))
+        for other in (torch.ones(100_000), torch.ones(500), torch.ones(1000, dtype=torch.float16)):
+            with pytest.raises(ShardError, match="'kept' was put with 4000 bytes of torch.float32, got"):
+                store.put("kept", other)
+        store.put("kept", torch.full((1000,), 2.0))
+        assert store.acquire("kept").sum() == 2000
+        store.release("kept", dirty=False)

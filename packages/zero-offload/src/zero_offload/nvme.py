@@ -74,7 +74,7 @@ class NvmeStore:
         self._packs: dict[str, tuple[Pack, torch.dtype]] = {}
         self._holders: dict[str, int] = {}
         self._dirty: set[str] = set()
-        self._in_host: set[str] = set()
+        self._in_host: dict[str, tuple[int, torch.dtype]] = {}
         self._copies = None if self.device.type == "cpu" else DeviceCopies(self.device, trace)
         self._generations: list[Generation] = []
         self._copying: deque[tuple[torch.Event | None, Pack]] = deque()  # buffers that copies to the device read
@@ -108,22 +108,18 @@ class NvmeStore:
         """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing
         starts, `flush` waits for it. A shard that fits into ``host_bytes`` stays in host memory.
 
-        ShardError for another size or dtype of a shard in files, and while the shard to be replaced is acquired;
+        ShardError for another size or dtype, and while the shard to be replaced is acquired;
         StoreFullError if every buffer is held; ValueError unless it is 1-D.
         """
         check_shard(name, shard)
         if name in self._in_host or self._fits_host(name, shard):
+            _require_alike(name, shard, *self._in_host.get(name, (nbytes_of(shard), shard.dtype)))
             self._host.put(name, shard)
-            self._in_host.add(name)
+            self._in_host[name] = nbytes_of(shard), shard.dtype
             return
         pack = lay_out(name, [(name, 0, nbytes_of(shard))])
-        if self._packs.setdefault(name, (pack, shard.dtype)) != (pack, shard.dtype):
-            known, dtype = self._packs[name]
-            raise ShardError(
-                f"'{name}' was put with {known.parts[0].nbytes} bytes of {dtype}, "
-                f"got {nbytes_of(shard)} bytes of {shard.dtype}",
-                tensor=name,
-            )
+        known, dtype = self._packs.setdefault(name, (pack, shard.dtype))
+        _require_alike(name, shard, known.parts[0].nbytes, dtype)
         if self._holders.get(name):
             raise ShardError(f"'{name}' is acquired; release it before putting another in its place", tensor=name)
         self._store.declare(name, pack.parts[0].nbytes, DTYPE_NAMES.get(shard.dtype, "U8"))
@@ -230,7 +226,7 @@ class NvmeStore:
         """
         if name in self._in_host:
             self._host.discard(name)
-            self._in_host.discard(name)
+            del self._in_host[name]
             return
         pack, _ = self._filed_shard(name)
         if self._holders.get(name):
@@ -335,6 +331,15 @@ class NvmeStore:
 def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
     """Return the bytes of a buffer that belong to the shard, as ``dtype``."""
     return buffer[: pack.parts[0].nbytes].view(dtype)
+
+
+def _require_alike(name: str, shard: torch.Tensor, nbytes: int, dtype: torch.dtype) -> None:
+    """Raise ShardError unless a new shard has the size and dtype of the one of its name that it replaces."""
+    if (nbytes_of(shard), shard.dtype) != (nbytes, dtype):
+        raise ShardError(
+            f"'{name}' was put with {nbytes} bytes of {dtype}, got {nbytes_of(shard)} bytes of {shard.dtype}",
+            tensor=name,
+        )
 
 
 def _close_and_remove(store: ExtentStore) -> None:
