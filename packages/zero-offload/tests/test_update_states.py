@@ -292,3 +292,12 @@ def test_a_failed_step_gives_everything_back_and_asks_for_a_saved_state() -> Non
     update.write(saved)
     assert same_states(states_of(update), saved)
     update.close()
+
+
+def test_a_restart_with_an_unknown_name_changes_nothing() -> None:
+    update, _ = trained(None, 2)
+    before = states_of(update)
+    with pytest.raises(ShardError, match="nobody"):
+        update.restart([*before, "nobody"])
+    assert same_states(states_of(update), before)
+    update.close()

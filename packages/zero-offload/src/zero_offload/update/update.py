@@ -300,11 +300,12 @@ class OffloadedUpdate:
 
     def restart(self, fragments: Collection[str]) -> None:
         """Reset the moments and the step count of the fragments named, not their masters; ShardError for an unknown
-        one, after those before it.
+        one, and none is reset then.
         """
         self._check_open()
+        named = [self._fragment_named(name) for name in fragments]
         self.writes += 1
-        for fragment in map(self._fragment_named, fragments):
+        for fragment in named:
             fragment.step, fragment.has_moments = 0, False
 
     def reset(self) -> None:
