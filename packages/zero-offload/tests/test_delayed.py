@@ -152,3 +152,19 @@ def test_the_optimizer_of_a_model_may_be_delayed() -> None:
         assert float((weights(model) - weights(masters)).abs().max()) < 1e-12
     with pytest.raises(ValueError, match="delayed: expected gradients='host'"):
         OffloadedOptimizer(make(), delayed=True)
+
+
+def test_finishing_where_no_step_runs_leaves_a_forward_pass_usable() -> None:
+    model = nn.Linear(3, 2)
+    x = torch.ones(1, 3, requires_grad=True)
+    with OffloadedOptimizer(model, lr=1e-2, gradients="host", delayed=True) as optimizer:
+        for _ in range(2):
+            optimizer.finish()
+            loss = model(x).sum()
+            optimizer.state_dict()  # which calls `finish`
+            loss.backward()
+            optimizer.step()
+        loss = model(x).sum()
+        optimizer.finish()  # writes weights
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

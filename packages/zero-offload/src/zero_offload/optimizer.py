@@ -185,13 +185,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def finish(self) -> None:
         """Without ``delayed`` do nothing. With it wait for the running step, raising its error, write its weights to
-        the parameters, and raise the parameters' version counters (also if no step was running).
+        the parameters, and raise the parameters' version counters; do nothing if no step is running.
         """
         self._check_open()
         if isinstance(self._update, DelayedUpdate):
             known = [member for member in self._members if member.version == member.param._version]
-            self._update.finish()
-            self._note_written(known)
+            if self._update.finish():
+                self._note_written(known)
 
     def _note_written(self, members: Sequence[Member]) -> None:
         """Record that the members' weights are now those of their masters, and raise the parameters' version counters,
