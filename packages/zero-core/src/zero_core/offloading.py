@@ -275,10 +275,10 @@ class Offloading:
 
     def close(self) -> None:
         """Write an unwritten trace, remove files of activations, and return kept free memory to the system."""
-        if self._keeps_freed_memory:
-            malloc.return_free_memory()
         if self._activations is not None:
             self._activations.close()
+        if self._keeps_freed_memory:
+            malloc.return_free_memory()
         if self.trace is not None:
             if not self._trace_saved:
                 self._save_trace()

@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
+from zero_core.instruments import NoInstruments
 from zero_report import SpanKind, read_run, write_report
 from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
@@ -342,3 +345,21 @@ def test_a_failure_is_on_top_of_the_page(alone: None, tmp_path: Path) -> None:
     verdict = analyse(read_run(tmp_path)).verdict
     assert verdict.ended.startswith("Rank 0 failed first: RuntimeError")
     assert write_report(tmp_path).exists()
+
+
+def test_a_part_whose_measurement_cannot_begin_is_not_under_way(alone: None, tmp_path: Path) -> None:
+    class Broken(NoInstruments):
+        @contextmanager
+        def during(self, part: str) -> Iterator[None]:
+            raise RuntimeError("no timer")
+            yield
+
+    engine = start(1, **recorded(tmp_path))
+    instruments = engine._parts.instruments
+    instruments._inner, inner = Broken(), instruments._inner
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no timer"), instruments.during("forward"):
+            raise AssertionError("the block ran")
+        assert [kind for kind, *_ in instruments.under_way()] == [SpanKind.DATA]
+    instruments._inner = inner
+    engine.destroy()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,7 +64,7 @@ class RecordingInstruments:
     def during(self, part: str) -> AbstractContextManager[None]:
         """Return a context that measures one of `PARTS`, or "save"."""
         kind = _KINDS.get(part)
-        return self._inner.during(part) if kind is None else _TimedPart(self, part, kind, self._inner.during(part))
+        return self._inner.during(part) if kind is None else self._timed(part, kind)
 
     def loss(self, loss: torch.Tensor) -> None:
         """Keep a loss for the step's row."""
@@ -114,7 +113,19 @@ class RecordingInstruments:
         self._checkpoints.close()
         self._close()
 
-    def begin(self, part: str, kind: SpanKind) -> float:
+    @contextmanager
+    def _timed(self, part: str, kind: SpanKind) -> Iterator[None]:
+        """Record the block as ``part``, around the context of the inner instruments."""
+        begin = self._begin(part, kind)
+        try:
+            with self._inner.during(part):
+                yield
+        except BaseException as error:
+            self._end(part, kind, begin, error)
+            raise
+        self._end(part, kind, begin, None)
+
+    def _begin(self, part: str, kind: SpanKind) -> float:
         """Begin ``part`` and return the time (`time.perf_counter`). Before a forward pass with gradients, record the
         time outside the engine as a wait for data, and continue at the step of a checkpoint that was loaded."""
         now = time.perf_counter()
@@ -133,7 +144,7 @@ class RecordingInstruments:
         self._open.append((kind, part, now, 0))
         return now
 
-    def end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
+    def _end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
         """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it; sample
         memory, but not after a save."""
         now = time.perf_counter()
@@ -148,25 +159,3 @@ class RecordingInstruments:
             facts = {"follows": True} if isinstance(error, PeerError) else {}
             self._writer.note("failure", text=f"{type(error).__name__}: {error}", **facts)
         self._idle_since = time.perf_counter()
-
-
-class _TimedPart:
-    """The context of one part: records it, around the context of the inner instruments."""
-
-    __slots__ = ("_begin", "_inner", "_kind", "_of", "_part")
-
-    def __init__(
-        self, of: RecordingInstruments, part: str, kind: SpanKind, inner: AbstractContextManager[None]
-    ) -> None:
-        self._of, self._part, self._kind, self._inner = of, part, kind, inner
-
-    def __enter__(self) -> None:
-        self._begin = self._of.begin(self._part, self._kind)
-        self._inner.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        handled = self._inner.__exit__(kind, error, trace)
-        self._of.end(self._part, self._kind, self._begin, error)
-        return handled
