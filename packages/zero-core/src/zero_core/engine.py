@@ -260,8 +260,8 @@ class Engine(nn.Module):
 
         The newest copy in the nodes' memory (``checkpoint.in_memory``; a folder for each ``load_dir`` by default) is
         loaded if it is complete and not older than the newest checkpoint in ``load_dir``, else, or if the copy cannot
-        be loaded (with a warning), that checkpoint. Saves that `step` makes by itself use ``load_dir`` from then on.
-        Collective. Raises `zero_ckpt.CheckpointError` on every rank when there are checkpoints and none can be loaded.
+        be loaded (with a warning), that checkpoint. Collective. Raises `zero_ckpt.CheckpointError` on every rank when
+        there are checkpoints and none can be loaded.
         """
         return self._parts.checkpoints.resume(load_dir)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,10 +151,9 @@ def model_parallel(mpu: Any) -> ModelParallel:
         try:
             own = _own_rows(mpu)
             answer: Any = [own.data_rows[0], own.model_rows[0]]
-        except UsageError as error:
-            answer = str(error)
         except Exception as error:
-            cause, answer = error, f"on rank {dist.get_rank()} it raised {type(error).__name__}: {error}"
+            said = f"on rank {dist.get_rank()} it raised {type(error).__name__}: {error}"
+            cause, answer = error, str(error) if isinstance(error, UsageError) else said
         told = [message.payload for message in control.exchange(Message("initialize", "mpu", 0, answer))]
     finally:
         control.close()
@@ -167,19 +166,16 @@ def model_parallel(mpu: Any) -> ModelParallel:
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
     """Return the mpu's tensor-parallel group, under any of its names; None for no mpu. Raises `UsageError`."""
-    if mpu is None:
-        return None
-    group: dist.ProcessGroup | None = _getter(mpu, "group")()
+    group: dist.ProcessGroup | None = None if mpu is None else _read(mpu, "group")
     return group
 
 
-def _getter(mpu: Any, what: str) -> Callable[[], Any]:
-    """Return the mpu's tensor-parallel method for ``what`` ("rank", "world_size", "group"). Raises `UsageError`."""
+def _read(mpu: Any, what: str) -> Any:
+    """Return the mpu's tensor-parallel ``what`` ("rank", "world_size", "group"). Raises `UsageError`."""
     names = [prefix + what for prefix in _TENSOR_PARALLEL]
     for name in names:
         if hasattr(mpu, name):
-            found: Callable[[], Any] = getattr(mpu, name)
-            return found
+            return getattr(mpu, name)()
     raise UsageError(f"expected an mpu with {' or '.join(names)}, got {type(mpu).__name__}")
 
 
@@ -197,9 +193,9 @@ def _own_rows(mpu: Any) -> ModelParallel:
     sequence = dist.get_process_group_ranks(mpu.get_sequence_parallel_group()) if shared > 1 else [data[start]]
     if sequence != data[start : start + shared]:
         raise UsageError(f"the ranks {sequence} that share a sequence must be {shared} consecutive ones of {data}")
-    group = _getter(mpu, "group")()
+    group = _read(mpu, "group")
     model = dist.get_process_group_ranks(group)
-    rank, size = _getter(mpu, "rank")(), _getter(mpu, "world_size")()
+    rank, size = _read(mpu, "rank"), _read(mpu, "world_size")
     if size != len(model) or model.index(dist.get_rank()) != rank:
         raise UsageError(f"rank {rank} of {size} does not fit its model-parallel group of the global ranks {model}")
     return ModelParallel(rank, size, [data], [model], group, shared)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
+from zero_offload import malloc
 from zero_partition import PartitionError
 
 
@@ -56,3 +58,25 @@ def test_the_optimizer_of_a_destroyed_engine_is_refused_by_name(stage: int, worl
     for step, again in run_ranks(uses_after_destroy, world_size, stage):
         assert "after engine.destroy()" in step and "'0.weight'" in step + again
         assert "engine stepped that is destroyed" in again and "Build a new optimizer" in again
+
+
+def test_free_memory_is_returned_once_activations_have_freed_theirs(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activations = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 1}
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "keep_freed_memory": True,
+        "offload": {"activations": activations},
+    }
+    engine = zero_core.initialize(model=nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)), config=config)[0]
+    engine.backward(engine(torch.ones(64, 8)).sum())
+    engine.step()
+    assert list(tmp_path.iterdir())
+    left: list[list[Path]] = []
+    give_back = malloc.return_free_memory
+    monkeypatch.setattr(malloc, "return_free_memory", lambda: (left.append(list(tmp_path.iterdir())), give_back()))
+    engine.destroy()
+    malloc.keep_freed_memory(False)
+    assert [[path for path in paths if path.suffix != ".lock"] for paths in left] == [[]]

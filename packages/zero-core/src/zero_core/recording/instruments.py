@@ -115,19 +115,9 @@ class RecordingInstruments:
 
     @contextmanager
     def _timed(self, part: str, kind: SpanKind) -> Iterator[None]:
-        """Record the block as ``part``, around the context of the inner instruments."""
-        begin = self._begin(part, kind)
-        try:
-            with self._inner.during(part):
-                yield
-        except BaseException as error:
-            self._end(part, kind, begin, error)
-            raise
-        self._end(part, kind, begin, None)
-
-    def _begin(self, part: str, kind: SpanKind) -> float:
-        """Begin ``part`` and return the time (`time.perf_counter`). Before a forward pass with gradients, record the
-        time outside the engine as a wait for data, and continue at the step of a checkpoint that was loaded."""
+        """Record the block as ``part``, around the context of the inner instruments. Before a forward pass with
+        gradients, record the time outside the engine as a wait for data, and continue at the step of a checkpoint that
+        was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -140,9 +130,15 @@ class RecordingInstruments:
             self.units.forward()
         elif part == "backward":
             self.units.backward()
-        now = time.perf_counter()
-        self._open.append((kind, part, now, 0))
-        return now
+        begin = time.perf_counter()
+        self._open.append((kind, part, begin, 0))
+        try:
+            with self._inner.during(part):
+                yield
+        except BaseException as error:
+            self._end(part, kind, begin, error)
+            raise
+        self._end(part, kind, begin, None)
 
     def _end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
         """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it; sample
