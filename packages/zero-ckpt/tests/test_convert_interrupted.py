@@ -119,7 +119,7 @@ def test_two_conversions_to_one_target_do_not_mix(tmp_path: Path) -> None:
         convert(Counting(open_source(tmp_path / "ckpt"), stop=6), tmp_path / "out.bin", workers=1)
     with (tmp_path / ".out.bin.conversion").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CheckpointError, match="is being written by another conversion"):
+        with pytest.raises(CheckpointError, match="is being written by another process"):
             convert(tmp_path / "ckpt", tmp_path / "out.bin")
     blocks(tmp_path)  # another source: nothing of the first is kept
     again = Counting(open_source(tmp_path / "ckpt"))
@@ -137,12 +137,12 @@ def test_a_file_that_another_run_finishes_before_it_is_locked_stays_whole(
     def finish_before(fd: int, how: int) -> None:
         if not path.exists():
             monkeypatch.setattr("fcntl.flock", lock)
-            first.finish()
+            first.finish(overwrite=False)
         lock(fd, how)
 
     monkeypatch.setattr("fcntl.flock", finish_before)
     second = PartialFile(path, 6, b"second")
     assert path.read_bytes() == b"done"
     second.write(b"second", 0)
-    second.finish()
+    second.finish(overwrite=True)
     assert path.read_bytes() == b"second"

@@ -66,17 +66,20 @@ class Staging:
             if_failed.pop_all()
         return cls(root, tag, token, lock_fd)
 
-    def commit(self) -> Path:
+    def commit(self, *, replace_existing: bool = True) -> Path:
         """Rename to `<root>/<tag>`, replacing and removing an earlier checkpoint of that tag, and return that path.
 
         Every file in the directory must already be on disk; the names are on return. The lock on the directory is
-        released. Raises CheckpointError when something that is no checkpoint has that name.
+        released. Raises CheckpointError when something that is no checkpoint has that name, or without
+        `replace_existing` anything.
         """
         target = self.root / self.tag
         replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"
         fsync_directory(self.path)
         with root_lock(self.root):
             if exists(target):
+                if not replace_existing:
+                    raise CheckpointError(f"{target} exists and is not replaced; save under another tag")
                 _require_replaceable(target)
                 target.rename(replaced)
             self.path.rename(target)

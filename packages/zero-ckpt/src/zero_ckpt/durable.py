@@ -1,9 +1,15 @@
-"""Create small files and directories that are on disk when the call returns."""
+"""Create small files and directories that are on disk when the call returns, and rename without replacing."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 from pathlib import Path
+
+_AT_FDCWD = -100
+_NOREPLACE, _EXCHANGE = 1, 2
+_NO_FLAGS = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP)
 
 
 def fsync_directory(path: Path) -> None:
@@ -36,16 +42,52 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
         os.fsync(fd)
 
 
-def replace_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+def replace_durably(path: Path, data: bytes, mode: int = 0o666, *, overwrite: bool = True) -> None:
     """Write a small file and rename it to `path`, replacing that atomically; content and name are on disk on return.
 
-    `mode` is the file's permissions, before the umask. On failure `path` is as it was.
+    `mode` is the file's permissions, before the umask. On failure `path` is as it was. Raises FileExistsError when
+    there is anything at `path`, unless `overwrite`.
     """
     temporary = path.with_name(f".saving-{path.name}.{os.urandom(6).hex()}")
     try:
         write_durably(temporary, data, mode)
-        temporary.replace(path)
+        if overwrite:
+            temporary.replace(path)
+        else:
+            rename_new(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file or directory. Raises FileExistsError, with nothing changed, when there is anything at `target`.
+
+    Where the file system cannot refuse by itself, what appears at `target` in the last moment is replaced.
+    """
+    if _rename(source, target, _NOREPLACE):
+        return
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    source.rename(target)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Give two files or directories each other's name, in one instant. Returns False, with nothing changed, where the
+    file system cannot do that. Raises OSError."""
+    return _rename(first, second, _EXCHANGE)
+
+
+def _rename(source: Path, target: Path, flags: int) -> bool:
+    """Call renameat2 (Linux 3.15, glibc 2.28). Returns False, with nothing changed, where there is no such call or the
+    file system does not know the flags. Raises OSError."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    if call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), ctypes.c_uint(flags)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_FLAGS:
+        return False
+    raise OSError(code, os.strerror(code), str(source), None, str(target))

@@ -1,4 +1,4 @@
-"""Advisory locks on directories, which the kernel drops when the process that holds them dies.
+"""Advisory locks on files and directories, which the kernel drops when the process that holds them dies.
 
 [Note: locks and forks]
 A process that forks while it holds a lock shares the lock with its child: closing the descriptor in the parent leaves
@@ -43,6 +43,33 @@ def try_lock(fd: int) -> bool | None:
             return None
         raise
     return True
+
+
+def open_locked(path: Path) -> int:
+    """Return a descriptor of the file at `path`, made when it is not there, which is locked; it is open only where the
+    file system has no locks.
+
+    Raises CheckpointError when another process holds the lock, OSError for a link.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            if try_lock(fd) is False:
+                raise CheckpointError(f"{path} is being written by another process")
+            if _is_at(fd, path):
+                return fd
+        except BaseException:
+            unlock_and_close(fd)
+            raise
+        unlock_and_close(fd)  # it was renamed or removed before it could be locked
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether the file that is open as `fd` is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def unlock_and_close(fd: int) -> None:

@@ -44,6 +44,7 @@ def save_sharded(
     beside: Mapping[str, bytes] | None = None,
     coordinator: Coordinator | None = None,
     save_latest: bool = True,
+    replace_existing: bool = True,
     keep_last: int | None = None,
     node: str | None = None,
     open_sink: OpenSink = make_sink,
@@ -51,7 +52,8 @@ def save_sharded(
     """Write the intervals of all ranks as checkpoint `<root>/<tag>` and return that path; collective.
 
     Together the ranks must hold every element of every tensor; elements on several ranks are written once, balanced by
-    bytes. A checkpoint of that tag is replaced. `aliases` (tied names to the name that is stored), `frozen` (names of
+    bytes. A checkpoint of that tag is replaced, or refused without
+    `replace_existing`. `aliases` (tied names to the name that is stored), `frozen` (names of
     parameters that are not trained), `client_state`, `config` and `step` are taken from rank 0, `rank_state` from every
     rank; all are plain data (see `zero_ckpt.plain`). `beside` (name to contents, from rank 0) becomes small files in
     the directory, which nothing here reads.
@@ -81,7 +83,7 @@ def save_sharded(
     try:
         run_on_all_ranks(group, job.what, job.stage)
         written = run_on_all_ranks(group, job.what, job.write)
-        run_on_all_ranks(group, job.what, lambda: job.commit(described, written, beside or {}, save_latest))
+        run_on_all_ranks(group, job.what, lambda: job.commit(described, written, beside or {}, replace_existing, save_latest))
     except BaseException:
         job.discard()
         raise
@@ -185,10 +187,12 @@ class _Save:
         described: list[dict[str, Any]],
         written: list[dict[str, Any] | None],
         beside: Mapping[str, bytes],
+        replace_existing: bool,
         save_latest: bool,
     ) -> None:
         """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, point
-        `latest` at it; also leaves the script `zero_to_fp32.py` in the root.
+        `latest` at it; also leaves the script `zero_to_fp32.py` in the root. Raises CheckpointError when the tag exists,
+        unless `replace_existing`.
 
         `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
         directory.
@@ -203,7 +207,7 @@ class _Save:
             dry_run.manifest = manifest
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
         leave_script(self.root)
-        self._staging.commit()
+        self._staging.commit(replace_existing=replace_existing)
         if save_latest:
             write_latest(self.root, self.tag)
 

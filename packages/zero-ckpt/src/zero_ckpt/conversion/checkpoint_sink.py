@@ -29,6 +29,7 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
         aliases=dict(source.aliases),
         client_state=source.client_state,
         frozen=source.frozen,
+        replace_existing=overwrite,
     )
 
 

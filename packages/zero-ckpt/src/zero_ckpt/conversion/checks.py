@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..commit import has_mark, is_data_file
+from ..durable import fsync_directory, rename_new
 from ..errors import CheckpointError
 
 
@@ -41,6 +42,30 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if is_data_file(path.name) and has_mark(path.parent):
         raise CheckpointError(f"{path} is a file of the checkpoint {path.parent}; name another target")
     if os.path.lexists(path) and not overwrite:
-        raise CheckpointError(
-            f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"
-        )
+        raise _existing(path)
+
+
+def refuse_other(path: Path, contents: bytes, overwrite: bool) -> None:
+    """Raise CheckpointError as `refuse_existing` does, unless the file at `path` has these contents already."""
+    if not (path.is_file() and path.stat().st_size == len(contents) and path.read_bytes() == contents):
+        refuse_existing(path, overwrite)
+
+
+def publish(finished: Path, path: Path, overwrite: bool) -> None:
+    """Rename a finished file to `path`; the name is on disk on return. Raises CheckpointError, with nothing changed,
+    when there is anything at `path`, unless `overwrite`."""
+    try:
+        if overwrite:
+            finished.replace(path)
+        else:
+            rename_new(finished, path)
+    except FileExistsError as error:
+        raise _existing(path) from error
+    fsync_directory(path.parent)
+
+
+def _existing(path: Path) -> CheckpointError:
+    """Return the error for a target that is there already."""
+    return CheckpointError(
+        f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"
+    )

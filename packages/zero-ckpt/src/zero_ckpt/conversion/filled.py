@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..durable import fsync_directory
 from ..errors import CheckpointError
 from ..types import ITEMSIZE
+from .checks import publish
 from .dtypes import convert_dtype
 from .model import ModelTensor
 from .partial_file import write_at
@@ -51,13 +51,19 @@ def empty_tensor(tensor: ModelTensor) -> Any:
 
 
 def write_filled(
-    source: Source, template: FileTemplate, record: ConversionRecord, *, workers: int, progress: Progress
+    source: Source,
+    template: FileTemplate,
+    record: ConversionRecord,
+    *,
+    workers: int,
+    progress: Progress,
+    overwrite: bool,
 ) -> None:
     """Write the file `template` from `source`, resuming from `record`, and record that it is complete.
 
     One that is complete already is only counted as progress. `workers` tensors are written at a time; `progress` is
     called with bytes written, from several threads. After an exception the unfinished file is removed; after an
-    interrupt it stays, to be continued.
+    interrupt it stays, to be continued. Raises CheckpointError when another file has the name then, unless `overwrite`.
     """
     name = template.path.relative_to(record.folder).as_posix()
     if record.is_complete(name) and template.path.is_file():
@@ -82,8 +88,7 @@ def write_filled(
             os.fsync(fd)
         finally:
             os.close(fd)
-        partial.replace(template.path)
-        fsync_directory(template.path.parent)
+        publish(partial, template.path, overwrite)
         record.complete(name, sum(tensor.nbytes for tensor in template.tensors.values()))
     except Exception:
         partial.unlink(missing_ok=True)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import xxhash
 
-from ..durable import fsync_directory
-from ..errors import CheckpointError
-from ..locking import try_lock, unlock_and_close
+from ..locking import open_locked, unlock_and_close
+from .checks import publish
 
 _MAGIC = b"ZPARTIAL"
 _TRAILER = struct.Struct("<8s8sQ")
@@ -32,7 +31,7 @@ class PartialFile:
     def __init__(self, path: Path, nbytes: int, made_from: bytes) -> None:
         self._path, self._partial = path, path.with_name(path.name + ".partial")
         self._nbytes, self._digest = nbytes, xxhash.xxh3_64_digest(made_from)
-        self._fd = self._open_locked()
+        self._fd = open_locked(self._partial)
         try:
             self.done = self._recorded()
             if not self.done:
@@ -52,12 +51,14 @@ class PartialFile:
         os.fdatasync(self._fd)
         self.write(_TRAILER.pack(_MAGIC, self._digest, done), self._nbytes)
 
-    def finish(self) -> None:
-        """Wait until all is on disk, rename the file to `path`, replacing one that is there, and close it."""
+    def finish(self, *, overwrite: bool) -> None:
+        """Wait until all is on disk, rename the file to `path`, and close it.
+
+        Raises CheckpointError, with the file still open, when there is a file at `path`, unless `overwrite`.
+        """
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
-        self._partial.replace(self._path)
-        fsync_directory(self._path.parent)
+        publish(self._partial, self._path, overwrite)
         unlock_and_close(self._fd)
 
     def abort(self, *, keep: bool) -> None:
@@ -66,21 +67,6 @@ class PartialFile:
             self._partial.unlink(missing_ok=True)
         unlock_and_close(self._fd)
 
-    def _open_locked(self) -> int:
-        """Return a descriptor of the partial file, which is locked. Raises CheckpointError when another process holds
-        the lock. Where there are no locks it is open only."""
-        while True:
-            fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            try:
-                if try_lock(fd) is False:
-                    raise CheckpointError(f"{self._partial} is being written by another process")
-                if _is_at(fd, self._partial):
-                    return fd
-            except BaseException:
-                unlock_and_close(fd)
-                raise
-            unlock_and_close(fd)  # it was finished or removed before it could be locked
-
     def _recorded(self) -> int:
         """Return the number of first bytes that an earlier run of the same conversion left on disk; 0 if there is
         none."""
@@ -88,14 +74,6 @@ class PartialFile:
             return 0
         magic, digest, done = _TRAILER.unpack(os.pread(self._fd, _TRAILER.size, self._nbytes))
         return int(done) if (magic, digest) == (_MAGIC, self._digest) and done <= self._nbytes else 0
-
-
-def _is_at(fd: int, path: Path) -> bool:
-    """Return whether the file that is open as `fd` is the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
 
 
 def write_at(fd: int, data: bytes | memoryview, position: int) -> None:

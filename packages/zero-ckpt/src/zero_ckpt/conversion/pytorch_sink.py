@@ -9,12 +9,12 @@ from typing import Any
 from ..checksum import checksum
 from ..durable import make_directories
 from ..types import ITEMSIZE
-from .checks import refuse_existing, refuse_folder, require_folder, require_torch
+from .checks import refuse_existing, refuse_folder, refuse_other, require_folder, require_torch
 from .dtypes import convert_dtype
 from .filled import FileTemplate, empty_tensor, write_filled
 from .model import ModelTensor, model_aliases, split_files
 from .record import ConversionRecord
-from .safetensors_sink import write_index
+from .safetensors_sink import encode_index, write_index
 from .sources import Progress, Source, pieces
 
 
@@ -46,6 +46,7 @@ def write_pytorch(
     if not is_file:
         files = split_files(tensors, limit, "pytorch_model", ".bin")
     wanted = [(name, [(item.name, item.dtype) for item in members]) for name, members in files.items()]
+    index, contents = folder / "pytorch_model.bin.index.json", encode_index(files, aliases)
     made_from = checksum(repr((source.fingerprint, wanted, sorted(aliases.items()))).encode())
     record = ConversionRecord(folder / f".{target.name}.conversion", made_from)
     try:
@@ -53,10 +54,13 @@ def write_pytorch(
             if not record.is_complete(name):
                 refuse_existing(folder / name, overwrite)
                 refuse_folder(folder / name)
-        for name, members in files.items():
-            write_filled(source, _template(folder / name, members, aliases), record, workers=workers, progress=progress)
         if len(files) > 1:
-            write_index(folder / "pytorch_model.bin.index.json", files, aliases)
+            refuse_other(index, contents, overwrite)
+        for name, members in files.items():
+            template = _template(folder / name, members, aliases)
+            write_filled(source, template, record, workers=workers, progress=progress, overwrite=overwrite)
+        if len(files) > 1:
+            write_index(index, contents, overwrite)
     except BaseException as error:
         record.close(keep=not isinstance(error, Exception))  # an interrupted run can resume
         raise

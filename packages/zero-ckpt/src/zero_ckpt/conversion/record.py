@@ -8,15 +8,15 @@ it. It is written after the bytes it speaks of are on disk, and is removed when 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 from pathlib import Path
 
-from ..durable import fsync_directory, replace_durably
-from ..errors import CheckpointError, DamagedError
-from ..locking import unlock_and_close
+from ..durable import fsync_directory
+from ..errors import DamagedError
+from ..locking import open_locked, unlock_and_close
 from ..plain import pack, unpack
+from .partial_file import write_at
 
 RECORD_BYTES = 256 << 20
 """After so many bytes a conversion notes how far it is."""
@@ -34,12 +34,7 @@ class ConversionRecord:
         self.folder, self._path, self._made_from = path.parent, path, made_from
         self._lock = threading.Lock()
         self._unrecorded_nbytes = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            self._take()
-        except BaseException:
-            unlock_and_close(self._fd)
-            raise
+        self._fd = open_locked(path)
         self._files: dict[str, dict[str, int] | None] = self._read()
 
     @property
@@ -74,11 +69,20 @@ class ConversionRecord:
                 self._write()
 
     def _write(self) -> None:
-        """Write the record, replacing the file, and lock the new one."""
-        replace_durably(self._path, pack({"made_from": self._made_from, "files": self._files}))
-        unlock_and_close(self._fd)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._take()
+        """Write the record and replace the file by it, which is locked before; it is on disk on return."""
+        temporary = self._path.with_name(f".saving-{self._path.name}.{os.urandom(6).hex()}")
+        fd = open_locked(temporary)
+        try:
+            write_at(fd, pack({"made_from": self._made_from, "files": self._files}), 0)
+            os.fsync(fd)
+            temporary.replace(self._path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            unlock_and_close(fd)
+            raise
+        fd, self._fd = self._fd, fd
+        unlock_and_close(fd)
+        fsync_directory(self._path.parent)
         self._unrecorded_nbytes = 0
 
     def close(self, *, keep: bool) -> None:
@@ -89,16 +93,6 @@ class ConversionRecord:
             self._path.unlink(missing_ok=True)
             fsync_directory(self._path.parent)
         unlock_and_close(self._fd)
-
-    def _take(self) -> None:
-        """Lock the record. Raises CheckpointError when another process holds the lock. Does nothing where there are no
-        locks."""
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"{self._path.parent} is being written by another conversion") from error
-        except OSError:  # a file system without locks
-            return
 
     def _read(self) -> dict[str, dict[str, int] | None]:
         """Return the files of an earlier run of the same conversion; empty if there is none."""

@@ -13,7 +13,7 @@ from ..durable import make_directories, replace_durably
 from ..errors import DamagedError
 from ..safetensors_file import encode_header, read_header
 from ..types import ITEMSIZE
-from .checks import refuse_existing, refuse_folder, require_folder
+from .checks import refuse_existing, refuse_folder, refuse_other, require_folder
 from .dtypes import convert_dtype
 from .model import ModelTensor, model_aliases, split_files
 from .partial_file import PartialFile
@@ -47,11 +47,11 @@ def write_safetensors(
         refuse_existing(target, overwrite)
         refuse_folder(target)
         make_directories(target.parent)
-        _write_file(source, tensors, target, aliases, workers, progress)
+        _write_file(source, tensors, target, aliases, workers, progress, overwrite)
         return [target]
     require_folder(target)
     files = split_files(tensors, limit, "model", ".safetensors")
-    index = target / "model.safetensors.index.json"
+    index, contents = target / "model.safetensors.index.json", encode_index(files, {})
     notes: dict[str, dict[str, str]] = {}
     for name, members in files.items():
         own = {alias: kept for alias, kept in aliases.items() if any(member.name == kept for member in members)}
@@ -60,25 +60,35 @@ def write_safetensors(
         if not _is_complete(target / name, members, notes[name]):
             refuse_existing(target / name, overwrite)
             refuse_folder(target / name)
+    if len(files) > 1:
+        refuse_other(index, contents, overwrite)
     make_directories(target)
     for name, members in files.items():
-        _write_file(source, members, target / name, notes[name], workers, progress)
+        _write_file(source, members, target / name, notes[name], workers, progress, overwrite)
     if len(files) > 1:
-        write_index(index, files, {})
+        write_index(index, contents, overwrite)
     return [target / name for name in files]
 
 
-def write_index(path: Path, files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, str]) -> None:
-    """Write the index that tells loaders the file of each tensor; a tied name has the file of its tensor.
+def encode_index(files: Mapping[str, list[ModelTensor]], aliases: Mapping[str, str]) -> bytes:
+    """Return the contents of the index that tells loaders the file of each tensor; a tied name has the file of its
+    tensor.
 
-    `files` has the tensors by file name, `aliases` the tied names with the name of their tensor. An index that is there
-    is replaced.
+    `files` has the tensors by file name, `aliases` the tied names with the name of their tensor.
     """
     weight_map = {member.name: name for name, members in files.items() for member in members}
     weight_map.update({alias: weight_map[kept] for alias, kept in aliases.items()})
     total = sum(member.nbytes for members in files.values() for member in members)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    replace_durably(path, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_index(path: Path, contents: bytes, overwrite: bool) -> None:
+    """Write an index, on disk on return. Raises CheckpointError when there is another one, unless `overwrite`."""
+    try:
+        replace_durably(path, contents, overwrite=overwrite)
+    except FileExistsError:
+        refuse_other(path, contents, overwrite)
 
 
 def _write_file(
@@ -88,12 +98,13 @@ def _write_file(
     notes: dict[str, str],
     workers: int,
     progress: Progress,
+    overwrite: bool,
 ) -> None:
     """Write the tensors into a file at `path`, or continue it where an interrupted run stopped; a complete one is only
     counted as progress.
 
     `notes` become metadata of its header. `workers` pieces are copied at a time; `progress` is called with bytes
-    written.
+    written. Raises CheckpointError when there is another file, unless `overwrite`.
     """
     ordered, header, nbytes = _layout(tensors, notes)
     if _is_complete(path, tensors, notes):
@@ -101,9 +112,10 @@ def _write_file(
         return
     file = PartialFile(path, nbytes, source.fingerprint.encode() + header)
     try:
+        refuse_existing(path, overwrite)  # another conversion may have ended before this one had the lock
         file.write(header, 0)
         _copy_all(source, _chunks(source, ordered, len(header)), file, workers, progress)
-        file.finish()
+        file.finish(overwrite=overwrite)
     except BaseException as error:
         file.abort(keep=not isinstance(error, Exception))  # an interrupted run can resume
         raise

@@ -175,7 +175,7 @@ def _write_parameter(
         template = FileTemplate(
             folder / f"{stem}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]}
         )
-        write_filled(source, template, record, workers=1, progress=progress)
+        write_filled(source, template, record, workers=1, progress=progress, overwrite=True)
     if step is not None:
         _save(step, folder / "step.pt")
 
@@ -280,7 +280,7 @@ def _write_model_files(
     }
     first, second = (folder / f"{prefix}mp_rank_00_model_states.pt" for prefix in ("", "zero_pp_rank_0_"))
     template = FileTemplate(first, _model_state(source, names, members), members, lambda loaded: loaded["module"])
-    write_filled(source, template, record, workers=workers, progress=progress)
+    write_filled(source, template, record, workers=workers, progress=progress, overwrite=True)
     second.unlink(missing_ok=True)
     if not share_file(first, second):
         shutil.copyfile(first, second)
