@@ -21,6 +21,12 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
+def sync_directories(path: Path) -> None:
+    """Wait until the names in a directory and in those below it are on disk."""
+    for place, _, _ in os.walk(path):
+        fsync_directory(Path(place))
+
+
 def make_directories(path: Path) -> None:
     """Create a directory and its missing parents, each of them on disk on return; does nothing if it is there."""
     if path.is_dir():

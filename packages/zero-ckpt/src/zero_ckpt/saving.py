@@ -83,7 +83,9 @@ def save_sharded(
     try:
         run_on_all_ranks(group, job.what, job.stage)
         written = run_on_all_ranks(group, job.what, job.write)
-        run_on_all_ranks(group, job.what, lambda: job.commit(described, written, beside or {}, replace_existing, save_latest))
+        run_on_all_ranks(
+            group, job.what, lambda: job.commit(described, written, beside or {}, replace_existing, save_latest)
+        )
     except BaseException:
         job.discard()
         raise

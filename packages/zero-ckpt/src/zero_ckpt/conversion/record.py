@@ -32,6 +32,7 @@ class ConversionRecord:
 
     def __init__(self, path: Path, made_from: str) -> None:
         self.folder, self._path, self._made_from = path.parent, path, made_from
+        self._next = path.with_name(path.name + ".new")
         self._lock = threading.Lock()
         self._unrecorded_nbytes = 0
         self._fd = open_locked(path)
@@ -70,14 +71,14 @@ class ConversionRecord:
 
     def _write(self) -> None:
         """Write the record and replace the file by it, which is locked before; it is on disk on return."""
-        temporary = self._path.with_name(f".saving-{self._path.name}.{os.urandom(6).hex()}")
-        fd = open_locked(temporary)
+        fd = open_locked(self._next)
         try:
+            os.ftruncate(fd, 0)  # a run that died may have left one
             write_at(fd, pack({"made_from": self._made_from, "files": self._files}), 0)
             os.fsync(fd)
-            temporary.replace(self._path)
+            self._next.replace(self._path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            self._next.unlink(missing_ok=True)
             unlock_and_close(fd)
             raise
         fd, self._fd = self._fd, fd
@@ -85,11 +86,18 @@ class ConversionRecord:
         fsync_directory(self._path.parent)
         self._unrecorded_nbytes = 0
 
+    def forget(self) -> None:
+        """Record that nothing is done, as for a new output; it is on disk on return."""
+        with self._lock:
+            self._files = {}
+            self._write()
+
     def close(self, *, keep: bool) -> None:
         """Release the lock; `keep`: write the record for another run, otherwise remove it."""
         if keep:
             self._write()
         else:
+            self._next.unlink(missing_ok=True)
             self._path.unlink(missing_ok=True)
             fsync_directory(self._path.parent)
         unlock_and_close(self._fd)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from ..checksum import checksum
-from ..commit import exists, remove_directory, staging_path
-from ..durable import fsync_directory, make_directories, replace_durably
+from ..commit import exists, remove_tree, staging_path
+from ..durable import make_directories, replace_durably, sync_directories
 from ..errors import CheckpointError
 from ..filing import share_file, sync_file
 from ..locking import root_lock
@@ -29,10 +29,10 @@ from .filled import FileTemplate, empty_tensor, write_filled
 from .model import ModelTensor
 from .pytorch_sink import read_model_tensor
 from .record import ConversionRecord
+from .replacing import put_in_place, recover
 from .sources import Progress, Source
 
 _WRITTEN_FOR = "0.19.8"
-_RECORD = ".conversion"
 # how an optimizer computes, which is the target run's own business
 _IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 
@@ -44,44 +44,40 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
     gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB;
     `progress` is called with bytes written, from several threads. An interrupted run resumes (see [Note: records of
-    conversions]). Raises CheckpointError when the source holds no optimizer state or state that DeepSpeed cannot
+    conversions]), and one that dies loses no earlier output (see [Note: replaced directories]). Raises CheckpointError when the source holds no optimizer state or state that DeepSpeed cannot
     partition, or the directory exists and `overwrite` is not given.
     """
     tag, names = f"global_step{source.step}", _trainable(source)
-    staging = staging_path(root, tag, "conversion")
-    refuse_existing(root / tag, overwrite)
+    staging, latest = staging_path(root, tag, "conversion"), root / "latest_universal"
     require_folder(root / tag)
-    make_directories(staging)
-    record = ConversionRecord(staging / _RECORD, checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode()))
+    recover(root, tag)
+    refuse_existing(root / tag, overwrite)
+    make_directories(root)
+    record = ConversionRecord(
+        root / f".{tag}.conversion", checksum(repr((source.fingerprint, names, _WRITTEN_FOR)).encode())
+    )
     try:
         if record.is_new:
-            _clear(staging)
+            remove_tree(staging)
         _write_parameters(source, names, staging / "zero", record, workers, progress)
         _save(_optimizer_state(source, names), staging / "zero" / "optimizer_state.pt")
         _write_model_files(source, names, staging, record, workers, progress)
-    except BaseException as error:
-        record.close(keep=not isinstance(error, Exception))  # an interrupted run can resume
-        if isinstance(error, Exception):
-            remove_directory(staging)
-        raise
-    record.close(keep=False)
-    with root_lock(root):
-        if exists(root / tag):
+        sync_directories(staging)
+        record.forget()
+        with root_lock(root):
             refuse_existing(root / tag, overwrite)
-            remove_directory(root / tag)
-        staging.rename(root / tag)
-        fsync_directory(root)
-        replace_durably(root / "latest_universal", tag.encode())
+            if not exists(latest):  # a run that dies before the end of this block can start again
+                replace_durably(latest, tag.encode())
+            put_in_place(staging, root / tag)
+            replace_durably(latest, tag.encode())
+    except BaseException as error:
+        if isinstance(error, Exception):
+            remove_tree(staging)
+        record.close(keep=not isinstance(error, Exception))  # an interrupted run can resume
+        raise
+    remove_tree(staging)
+    record.close(keep=False)
     return root / tag
-
-
-def _clear(staging: Path) -> None:
-    """Remove everything in the directory but the record: files that an earlier run made from another source."""
-    for path in staging.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != _RECORD:
-            path.unlink()
 
 
 def _trainable(source: Source) -> list[str]:
