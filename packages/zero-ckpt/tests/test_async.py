@@ -12,6 +12,7 @@ import pytest
 from ranks import ThreadCoordinator, on_ranks
 
 from zero_ckpt import AsyncSaver, CheckpointError, Interval, NotPlainDataError, open_checkpoint
+from zero_ckpt.dry_run import dry_run_checkpoints
 from zero_ckpt.writer import BufferedSink
 
 
@@ -263,6 +264,31 @@ def test_options_are_asked_for_while_memory_is_copied_and_what_fails_then_is_ref
     found = open_checkpoint(tmp_path)
     assert (found.tag, found.step) == ("t1", 7)
     assert found.read("w0", "param") == b"a" * nbytes and found.read("w1", "param") == b"b" * 100
+
+
+def test_what_is_refused_in_a_dry_run_is_saved_by_no_thread(tmp_path: Path) -> None:
+    exchanges, called = [], []
+
+    class Noted(ThreadCoordinator):
+        """Ranks whose exchanges are noted: a dry run makes none."""
+
+        def all_gather_object(self, obj: object) -> list[object]:
+            exchanges.append(obj)
+            return [obj, obj]
+
+
+    def fail() -> dict[str, object]:
+        raise KeyError("of the user")
+
+    with AsyncSaver(Noted(0, 2, threading.Barrier(2), []), then=called.append) as saver:
+        with dry_run_checkpoints():
+            with pytest.raises(KeyError):
+                saver.save(tmp_path / "run", "t", [], step=1, meanwhile=fail)
+            with pytest.raises(NotPlainDataError):
+                saver.save(tmp_path / "run", "t", [], step=1, client_state={"function": fail})
+            saver.wait()
+            saver.save(tmp_path / "run", "t", [interval(bytearray(b"a"))], step=1)
+    assert called == [tmp_path / "run" / "t"] and exchanges == []
 
 
 def test_nothing_of_a_save_is_kept_when_it_is_done(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class AsyncSaver:
         except Exception as error:
             if copying is not None:
                 copying.end()
-            self._jobs.put(_SaveJob(arena, {**arguments, "intervals": _Refused(error)}, told=True))
+            self._start(_SaveJob(arena, {**arguments, "intervals": _Refused(error)}, told=True))
             raise
         except BaseException:
             if copying is not None:
@@ -134,11 +134,7 @@ class AsyncSaver:
             self._arenas.put(arena)
             raise
         arguments["intervals"] = snapshot.intervals
-        job = _SaveJob(arena, arguments, self._copying, first)
-        if current_dry_run() is None:
-            self._jobs.put(job)
-        else:
-            self._perform(job)
+        self._start(_SaveJob(arena, arguments, self._copying, first))
         self.check()
 
     def copied(self) -> None:
@@ -208,6 +204,13 @@ class AsyncSaver:
                 f"this AsyncSaver is that of process {self._pid}, from which this one ({os.getpid()}) was forked; make "
                 "one after the fork"
             )
+
+    def _start(self, job: _SaveJob) -> None:
+        """Hand a save to the background thread; in a dry run, of which that thread knows nothing, make it at once."""
+        if current_dry_run() is None:
+            self._jobs.put(job)
+        else:
+            self._perform(job)
 
     def _run(self) -> None:
         """Run the saves one after another on the background thread, and keep their exceptions, until a job is None."""

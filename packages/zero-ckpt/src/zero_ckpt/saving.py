@@ -193,8 +193,8 @@ class _Save:
         save_latest: bool,
     ) -> None:
         """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, point
-        `latest` at it; also leaves the script `zero_to_fp32.py` in the root. Raises CheckpointError when the tag exists,
-        unless `replace_existing`.
+        `latest` at it; also leaves the script `zero_to_fp32.py` in the root. Raises CheckpointError when the tag
+        exists, unless `replace_existing`.
 
         `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
         directory.

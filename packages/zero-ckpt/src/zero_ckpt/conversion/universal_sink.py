@@ -44,8 +44,9 @@ def write_universal(source: Source, root: Path, *, workers: int, progress: Progr
     stored; without either the target run's own configuration stays in force. Trained parameters that never had a
     gradient get zeros as their state, which is what DeepSpeed gives them. Memory is bounded by `workers` times 64 MiB;
     `progress` is called with bytes written, from several threads. An interrupted run resumes (see [Note: records of
-    conversions]), and one that dies loses no earlier output (see [Note: replaced directories]). Raises CheckpointError when the source holds no optimizer state or state that DeepSpeed cannot
-    partition, or the directory exists and `overwrite` is not given.
+    conversions]), and one that dies loses no earlier output (see [Note: replaced directories]). Raises CheckpointError
+    when the source holds no optimizer state or state that DeepSpeed cannot partition, or the directory exists and
+    `overwrite` is not given.
     """
     tag, names = f"global_step{source.step}", _trainable(source)
     staging, latest = staging_path(root, tag, "conversion"), root / "latest_universal"
