@@ -51,9 +51,9 @@ class Recovery:
     def abandon_pass(self, call: str, failure: BaseException, *, awaited: bool) -> bool:
         """End the open pass, if there is one, after ``failure`` in ``call``; return whether the engine can continue.
 
-        False, and the pass is left as it is, after a failure of communication, and where other ranks may wait for this
-        one: they did not fail alike in a few seconds, or ``failure`` is no `Exception`. ``awaited``: other ranks wait
-        for this one even if no pass is open.
+        False, with the pass still open, after a failure of communication, and where other ranks may wait for this one:
+        they did not fail alike in a few seconds, or ``failure`` is no `Exception`. Ranks that failed alike may have
+        issued more of the pass by then. ``awaited``: other ranks wait for this one even if no pass is open.
         """
         if isinstance(failure, CommError) or self._groups.control.is_torn:
             return False
