@@ -150,6 +150,19 @@ def test_an_estimate_says_what_binds_and_whether_it_fits(capsys: Any) -> None:
     assert "does NOT fit" in capsys.readouterr().out
 
 
+def test_a_tier_of_unknown_capacity_is_no_fit_and_has_its_exit_status(tmp_path: Path, capsys: Any) -> None:
+    assert main(["machine", "dgx-2", "--toml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    machine = tmp_path / "m.toml"
+    machine.write_text("\n".join(line for line in lines if not line.startswith("capacity")))
+    words = ["estimate", "--shape", "gpt2-xl", "--machine", str(machine), "--offload-optimizer", "nvme"]
+    words += ["--checkpointing", "full"]
+    assert main(words) == 3
+    assert "unknown: disk.capacity is not given" in capsys.readouterr().out
+    assert main([*words, "--set", "disk.capacity=1 TB"]) == 0
+    assert main([*words, "--micro-batch", "4000"]) == 1  # the device is known
+
+
 def test_what_the_machine_does_not_say_is_named_and_not_guessed(capsys: Any) -> None:
     words = ["estimate", "--shape", "llama-3-8b", "--machine", "b200-sxm-180gb-x8", "--world-size", "16"]
     assert main([*words, "--checkpointing", "full"]) == 0

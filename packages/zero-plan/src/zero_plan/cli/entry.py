@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0 done (also if the reader of the output is gone), 1 the run does not
-    fit, 2 wrong arguments; those that the parser itself refuses end the program with status 2.
+    fit, 2 wrong arguments, 3 whether it fits is unknown; what the parser itself refuses ends the program with status 2.
 
     ``arguments``: the arguments after the program's name; by default those of this process.
     """

@@ -14,12 +14,13 @@ from ..setup import ITEMSIZE, STAGES, TIERS, Setup, StateBytes
 from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
 from .machine_command import add_set_option, parse_overrides
-from .machine_printing import bounds_table, fits_table, wear_sentence
+from .machine_printing import bounds_table, fit_status, fits_table, wear_sentence
 from .printing import TextTable, print_tables
 
 _ESTIMATE = """\
 Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
-that each resource takes, the resource that binds, wear of the drives. Exit status 1: it does not fit.
+that each resource takes, the resource that binds, wear of the drives. Exit status 1: it does not fit; 3: the machine
+file does not give the capacity of a tier that is needed, so it is unknown.
 
   zero-plan estimate --shape llama-3-8b --machine h100-sxm-80gb-x8 --world-size 64 --stage 3
   zero-plan estimate --layers 48 --hidden 1600 --heads 25 --vocabulary 50257 --sequence 1024 \\
@@ -61,9 +62,7 @@ def add_estimate_command(subparsers: argparse._SubParsersAction[argparse.Argumen
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    """Print the estimate; return the exit status, 1 if the step does not fit on a tier whose capacity the machine
-    gives. Raises `PlanError`.
-    """
+    """Print the estimate; return the exit status (see `fit_status`). Raises `PlanError`."""
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     per_node = int(machine.need("node.devices"))
     ranks = options.world_size or per_node
@@ -92,7 +91,7 @@ def _estimate(options: argparse.Namespace) -> int:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         _print_estimate(found, machine.name)
-    return 1 if any(row.fits is False for row in found.fits) else 0
+    return fit_status(found.fits)
 
 
 def _shape_from_options(options: argparse.Namespace) -> Transformer:

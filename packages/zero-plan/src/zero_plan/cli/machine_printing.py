@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ..estimate import Fit
+from ..estimate import CAPACITY, Fit
 from ..limits import Bound, StepTime, Wear
 from ..quantities import format_quantity
 from .printing import TextTable, format_seconds
@@ -13,6 +13,14 @@ from .printing import TextTable, format_seconds
 def fits_table(rows: Iterable[Fit]) -> TextTable:
     """Return the needed and available bytes of each tier, and whether they fit."""
     return TextTable("does it fit", ("tier", "needed", "there is", "verdict"), tuple(_verdict(row) for row in rows))
+
+
+def fit_status(rows: Sequence[Fit]) -> int:
+    """Return the exit status of a command that judges tiers: 1 if one does not fit, 3 if all that are known do and the
+    capacity of another is not known, else 0."""
+    if any(row.fits is False for row in rows):
+        return 1
+    return 3 if any(row.fits is None for row in rows) else 0
 
 
 def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> TextTable:
@@ -44,7 +52,7 @@ def _verdict(row: Fit) -> tuple[str, str, str, str]:
     """Return the cells of one tier: its name, needed bytes, available bytes, verdict."""
     where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
     if row.capacity is None:
-        return where, format_quantity(row.needed, "B"), "?", "its capacity is not given"
+        return where, format_quantity(row.needed, "B"), "?", f"unknown: {CAPACITY[row.tier]} is not given"
     free = row.capacity - row.needed
     verdict = (
         f"fits, {format_quantity(free, 'B')} free"

@@ -42,8 +42,8 @@ def add_model_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPa
 
 
 def _model(options: argparse.Namespace) -> int:
-    """Print the plan of a Transformers model; return the exit status, 1 if it does not fit on ``--machine``. Raises
-    `PlanError`, also where the engine refuses the configuration.
+    """Print the plan of a Transformers model; return the exit status of `print_plan`. Raises `PlanError`, also where
+    the engine refuses the configuration.
     """
     machine = machine_from_options(options)
     rows, length = options.batch

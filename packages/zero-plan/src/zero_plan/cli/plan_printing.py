@@ -17,6 +17,7 @@ from ..limits import step_time, wear
 from ..machine import Machine, load_machine
 from ..planned import Plan
 from .machine_command import add_set_option, parse_overrides
+from .machine_printing import fit_status
 from .plan_tables import compared_table, plan_tables
 from .printing import TextTable, print_tables
 
@@ -31,7 +32,9 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--rank", type=int, action="append", metavar="K", help="may be repeated; default: the first and the last"
     )
     parser.add_argument(
-        "--machine", metavar="NAME", help="a preset or a machine file: does it fit, and how long does a step take"
+        "--machine",
+        metavar="NAME",
+        help="a preset or a machine file: does it fit (exit status 1: no, 3: unknown), and how long does a step take",
     )
     add_set_option(parser)
     parser.add_argument("--checkpoint", action="store_true", help="plan a checkpoint too")
@@ -56,8 +59,8 @@ def machine_from_options(options: argparse.Namespace) -> Machine | None:
 
 
 def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace, title: str) -> int:
-    """Print the needs of each rank, and what the options of `add_plan_arguments` ask for; return the exit status, 1 if
-    the plan does not fit on ``machine``, where a tier of unknown capacity does not count.
+    """Print the needs of each rank, and what the options of `add_plan_arguments` ask for; return the exit status (see
+    `fit_status`), 0 without ``machine``.
 
     ``title``: of the page of ``--html``. Raises `PlanError` if the record cannot be compared or the page not written.
     """
@@ -71,8 +74,7 @@ def print_plan(found: Plan, machine: Machine | None, options: argparse.Namespace
         print_tables(tables)
     if options.html is not None:
         write_page(options.html, title, tables)
-    fits = () if machine is None else judge_fit(found, machine).rows
-    return 1 if any(row.fits is False for row in fits) else 0
+    return 0 if machine is None else fit_status(judge_fit(found, machine).rows)
 
 
 def write_page(path: str, title: str, tables: Sequence[TextTable]) -> None:

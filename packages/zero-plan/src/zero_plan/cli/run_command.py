@@ -41,7 +41,7 @@ def add_run_command(subparsers: argparse._SubParsersAction[argparse.ArgumentPars
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Print the plan of a script; return the exit status, 1 if it does not fit on ``--machine``. Lines that got guessed
+    """Print the plan of a script; return the exit status of `print_plan`. Lines that got guessed
     values are printed to standard error. Raises `PlanError`.
     """
     config = None if options.config is None else read_configuration(options.config)
