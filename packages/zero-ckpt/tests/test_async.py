@@ -276,7 +276,6 @@ def test_what_is_refused_in_a_dry_run_is_saved_by_no_thread(tmp_path: Path) -> N
             exchanges.append(obj)
             return [obj, obj]
 
-
     def fail() -> dict[str, object]:
         raise KeyError("of the user")
 

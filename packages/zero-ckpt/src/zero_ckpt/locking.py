@@ -14,6 +14,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,11 +50,13 @@ def open_locked(path: Path) -> int:
     """Return a descriptor of the file at `path`, made when it is not there, which is locked; it is open only where the
     file system has no locks.
 
-    Raises CheckpointError when another process holds the lock, OSError for a link.
+    Raises CheckpointError when another process holds the lock or it is no regular file, OSError for a link.
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointError(f"{path} is no regular file; remove it")
             if try_lock(fd) is False:
                 raise CheckpointError(f"{path} is being written by another process")
             if _is_at(fd, path):

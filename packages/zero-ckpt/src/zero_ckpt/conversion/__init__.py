@@ -42,6 +42,8 @@ def convert(
     is called with bytes written since its last call, from several threads. What exists already and was not made by this
     very conversion is refused, unless `overwrite`. Raises CheckpointError.
     """
+    if workers < 1:
+        raise CheckpointError(f"workers is {workers}, expected at least 1")
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
     if kind == "deepspeed-universal":

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..latest import check_tag
+from ..catalog import examine
+from ..errors import CheckpointError
+from ..latest import check_tag, is_tag, read_latest
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
 from .checks import refuse_existing, require_folder
@@ -16,8 +18,8 @@ from .sources import Progress, Source, pieces
 def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrite: bool = False) -> Path:
     """Save as `<root>/step<step>` and return that path. Memory is bounded: one piece is read at a time.
 
-    `progress` is called with the bytes of each piece. Raises CheckpointError when that path exists and `overwrite` is
-    not given.
+    `latest` keeps the tag of a checkpoint of a later step. `progress` is called with the bytes of each piece. Raises
+    CheckpointError when that path exists and `overwrite` is not given.
     """
     refuse_existing(root / f"step{source.step}", overwrite)
     require_folder(root / f"step{source.step}")
@@ -30,7 +32,18 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
         client_state=source.client_state,
         frozen=source.frozen,
         replace_existing=overwrite,
+        save_latest=not _has_newer_latest(root, source.step),
     )
+
+
+def _has_newer_latest(root: Path, step: int) -> bool:
+    """Return whether `latest` of a root names a checkpoint of a later step than `step`."""
+    try:
+        tag = read_latest(root)
+    except CheckpointError:
+        return False
+    manifest = None if tag is None or not is_tag(tag) else examine(tag, root / tag).manifest
+    return manifest is not None and manifest.step > step
 
 
 def _intervals(source: Source, progress: Progress) -> Iterator[Interval]:

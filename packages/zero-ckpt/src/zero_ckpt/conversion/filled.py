@@ -75,7 +75,7 @@ def write_filled(
         _write_template(template, partial)
     try:
         places = _places(template, partial)
-        fd = os.open(partial, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
 
             def note(tensors: dict[str, int], nbytes: int, fd: int = fd) -> None:
@@ -100,6 +100,7 @@ def _write_template(template: FileTemplate, partial: Path) -> None:
     import torch
 
     template.path.parent.mkdir(parents=True, exist_ok=True)
+    partial.unlink(missing_ok=True)  # it may be a link to elsewhere
     with torch.serialization.skip_data():
         torch.save(template.value, partial)
 

@@ -11,15 +11,18 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 from ..durable import fsync_directory
 from ..errors import DamagedError
 from ..locking import open_locked, unlock_and_close
+from ..opened import read_bounded
 from ..plain import pack, unpack
 from .partial_file import write_at
 
 RECORD_BYTES = 256 << 20
 """After so many bytes a conversion notes how far it is."""
+_MAX_BYTES = 256 << 20
 
 
 class ConversionRecord:
@@ -105,10 +108,15 @@ class ConversionRecord:
     def _read(self) -> dict[str, dict[str, int] | None]:
         """Return the files of an earlier run of the same conversion; empty if there is none."""
         try:
-            found = unpack(self._path.read_bytes())
+            found = unpack(read_bounded(self._fd, _MAX_BYTES, str(self._path)))
         except DamagedError:  # new, or cut short: nothing is known
             return {}
         if not isinstance(found, dict) or found.get("made_from") != self._made_from:
             return {}
         files = found.get("files")
-        return files if isinstance(files, dict) else {}
+        return files if isinstance(files, dict) and all(map(_is_progress, files.values())) else {}
+
+
+def _is_progress(what: Any) -> bool:
+    """Return whether `what` is what a record keeps of a file: None, or checksums by name."""
+    return what is None or (isinstance(what, dict) and all(type(value) is int for value in what.values()))
