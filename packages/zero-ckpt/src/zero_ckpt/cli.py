@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from . import __version__
 from .errors import CheckpointError
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as the shell reports a program that a closed pipe ended
     except (CheckpointError, OSError) as error:
-        print(f"zero-ckpt {options.command}: {error}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            _say(f"zero-ckpt {options.command}: {line}", sys.stderr)
         return 2
     return status
 
@@ -116,8 +117,17 @@ def _inspect(options: argparse.Namespace) -> int:
         print()
         return 0
     for line in tree_text(source) if isinstance(source, Checkpoint) else source_text(options.checkpoint, source):
-        print(line)
+        _say(line)
     return 0
+
+
+def _say(line: str, file: TextIO | None = None) -> None:
+    """Print one line to `file`, by default standard output. What cannot be printed (a line feed, a command for the
+    terminal) becomes an escape, as names from a checkpoint may hold anything."""
+    file = file or sys.stdout
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in line)
+    encoding = file.encoding or "utf-8"
+    print(shown.encode(encoding, "backslashreplace").decode(encoding), file=file)
 
 
 def _json_default(value: Any) -> Any:
@@ -143,7 +153,7 @@ def _verify(options: argparse.Namespace) -> int:
     paths = checkpoints_in(root) if which is None else [root / find_tag(root, which)]
     latest = _latest_problem(root) if which is None else None
     if latest is not None:
-        print(latest)
+        _say(latest)
     return max(_verify_each(paths, in_root=True), 0 if latest is None else 1)
 
 
@@ -161,15 +171,15 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
         with _progress(f"verify {path.name}", _data_nbytes(path)) as advance:
             report = verify_candidate(path, in_root=in_root, progress=advance)
         if in_root and not path.exists():
-            print(f"{path}: removed while it was verified")
+            _say(f"{path}: removed while it was verified")
             continue
         for problem in report.problems:
-            print(problem)
-        print(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
+            _say(str(problem))
+        _say(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
         if report.absent:
-            print(f"  not on this node: {', '.join(report.absent)}")
+            _say(f"  not on this node: {', '.join(report.absent)}")
         if report.saved_as is not None:
-            print(f"  was saved as {report.saved_as}")
+            _say(f"  was saved as {report.saved_as}")
         good = good and report.ok
     return 0 if good else 1
 
@@ -206,9 +216,9 @@ def _repair(options: argparse.Namespace) -> int:
     with _progress("repair", total) as advance:
         done = repair(root, dry_run=options.dry_run, progress=advance)
     for line in done:
-        print(line)
+        _say(line)
     outcome = "nothing to repair" if not done else "nothing was changed" if options.dry_run else "repaired"
-    print(f"{options.root}: {outcome}")
+    _say(f"{options.root}: {outcome}")
     return 0
 
 
@@ -229,7 +239,7 @@ def _diff(options: argparse.Namespace) -> int:
         ("other", report.plain),
     ):
         for name in names:
-            print(f"{title}: {name}")
+            _say(f"{title}: {name}")
     print(f"{report.equal} tensors are equal")
     return 0 if report.same else 1
 
@@ -242,7 +252,7 @@ def _prune(options: argparse.Namespace) -> int:
 
     require_root(Path(options.root))
     for path in prune(Path(options.root), keep_last=options.keep_last, dry_run=options.dry_run):
-        print(f"{'would remove' if options.dry_run else 'removed'} {path}")
+        _say(f"{'would remove' if options.dry_run else 'removed'} {path}")
     return 0
 
 

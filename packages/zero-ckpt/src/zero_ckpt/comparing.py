@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .conversion.dtypes import FLOATS, convert_dtype
 from .inspecting import natural_key
 from .manifest import TensorEntry
+from .plain import pack
 from .reader import Checkpoint
 from .types import ITEMSIZE
 
@@ -59,9 +60,21 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
             progress(one.nbytes)
     report.only_second = [f"{name} ({kind})" for name, kind in second.tensors if (name, kind) not in first.tensors]
     report.plain = [
-        what for what in ("step", "aliases", "client_state", "config") if getattr(first, what) != getattr(second, what)
+        what
+        for what in ("step", "aliases", "client_state", "config")
+        if _canonical(getattr(first, what)) != _canonical(getattr(second, what))
     ]
     return report
+
+
+def _canonical(value: Any) -> Any:
+    """Return plain data in a form that is equal where every value is the same bit by bit and of the same type: NaN
+    equals itself, True does not equal 1. The order of keys does not count."""
+    if isinstance(value, Mapping):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_canonical(item) for item in value]
+    return pack(value)
 
 
 def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: TensorEntry) -> bool:
