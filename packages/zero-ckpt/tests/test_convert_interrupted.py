@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import signal
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,32 @@ def test_an_interrupted_pytorch_file_goes_on_where_it_stopped(tmp_path: Path, sh
     for file in files:
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
+
+
+def test_a_killed_pytorch_model_goes_on_behind_the_shards_that_are_complete(tmp_path: Path) -> None:
+    model = blocks(tmp_path)
+    out = tmp_path / "out"
+
+    class Killed(Counting):
+        """A source whose process is killed at a read."""
+
+        def read_into(self, *place: Any) -> None:
+            if self.reads == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().read_into(*place)
+
+    pid = os.fork()
+    if pid == 0:
+        convert(Killed(open_source(tmp_path / "ckpt")), out, to="pytorch", max_shard_size="40KB", workers=1)
+        os._exit(1)
+    assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+    complete = {path.name: path.stat().st_ino for path in out.glob("*.bin")}
+    assert len(complete) == 2
+    again = Counting(open_source(tmp_path / "ckpt"))
+    files = convert(again, out, to="pytorch", max_shard_size="40KB", workers=1)
+    assert again.reads == 4 and complete.items() <= {path.name: path.stat().st_ino for path in files}.items()
+    loaded = {name: value for file in files for name, value in torch.load(file, weights_only=True).items()}
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
 def test_an_interrupted_universal_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:

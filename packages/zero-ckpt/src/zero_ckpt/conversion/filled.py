@@ -66,7 +66,7 @@ def write_filled(
     interrupt it stays, to be continued. Raises CheckpointError when another file has the name then, unless `overwrite`.
     """
     name = template.path.relative_to(record.folder).as_posix()
-    if record.is_complete(name) and template.path.is_file():
+    if record.is_complete(name):
         progress(sum(tensor.nbytes for tensor in template.tensors.values()))
         return
     partial = template.path.with_name(template.path.name + ".partial")
@@ -86,10 +86,11 @@ def write_filled(
             _fill_all(source, template, fd, places, done, note, workers, progress)
             _set_checksums(partial, fd, {places[key]: found for key, found in done.items()})
             os.fsync(fd)
+            nbytes = sum(tensor.nbytes for tensor in template.tensors.values())
+            record.complete(name, os.fstat(fd).st_ino, nbytes, now=not overwrite)
         finally:
             os.close(fd)
         publish(partial, template.path, overwrite)
-        record.complete(name, sum(tensor.nbytes for tensor in template.tensors.values()))
     except Exception:
         partial.unlink(missing_ok=True)
         raise

@@ -2,7 +2,8 @@
 
 [Note: records of conversions]
 The record says what the output is made from, which files are complete, and of the file that is being filled, which
-tensors are on disk, with the CRC-32 of their bytes. A run that makes the same from the same source continues behind
+tensors are on disk, with the CRC-32 of their bytes. A complete file is known by its inode, which is recorded before it
+takes its name: so a run that died in between knows it, too. A run that makes the same from the same source continues behind
 it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
 """
 
@@ -23,6 +24,7 @@ from .partial_file import write_at
 RECORD_BYTES = 256 << 20
 """After so many bytes a conversion notes how far it is."""
 _MAX_BYTES = 256 << 20
+_INODE = "\0inode"
 
 
 class ConversionRecord:
@@ -39,7 +41,7 @@ class ConversionRecord:
         self._lock = threading.Lock()
         self._unrecorded_nbytes = 0
         self._fd = open_locked(path)
-        self._files: dict[str, dict[str, int] | None] = self._read()
+        self._files = self._read()
 
     @property
     def is_new(self) -> bool:
@@ -48,24 +50,27 @@ class ConversionRecord:
 
     def is_complete(self, file: str) -> bool:
         """Return whether a file is finished, by an earlier run or this one."""
-        return file in self._files and self._files[file] is None
+        try:
+            return self._files.get(file, {}).get(_INODE) == (self.folder / file).lstat().st_ino
+        except FileNotFoundError:
+            return False
 
     def done(self, file: str) -> dict[str, int]:
         """Return the tensors of an unfinished file that are on disk, by name, with their CRC-32, as a new dict."""
-        return dict(self._files.get(file) or {})
+        return {name: found for name, found in self._files.get(file, {}).items() if name != _INODE}
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
         """Record that these tensors of a file (name to CRC-32), all that are done so far, are on disk, `nbytes` more
         than before. The record itself is written once 256 MiB are new."""
         self._note(file, tensors, nbytes)
 
-    def complete(self, file: str, nbytes: int) -> None:
-        """Record that a file is on disk under its name, `nbytes` more than before; written as by `note`."""
-        self._note(file, None, nbytes)
+    def complete(self, file: str, inode: int, nbytes: int, *, now: bool) -> None:
+        """Record that a file of `nbytes` bytes is on disk, and is complete once the one of this inode has its name;
+        written `now`, or as by `note`."""
+        self._note(file, {_INODE: inode}, RECORD_BYTES if now else nbytes)
 
-    def _note(self, file: str, what: dict[str, int] | None, nbytes: int) -> None:
-        """Keep `what`, the tensors of a file that are on disk (None: the file is complete), `nbytes` more than before;
-        write the record once 256 MiB are new."""
+    def _note(self, file: str, what: dict[str, int], nbytes: int) -> None:
+        """Keep `what` of a file, `nbytes` more than before; write the record once 256 MiB are new."""
         with self._lock:
             self._files[file] = what
             self._unrecorded_nbytes += nbytes
@@ -105,7 +110,7 @@ class ConversionRecord:
             fsync_directory(self._path.parent)
         unlock_and_close(self._fd)
 
-    def _read(self) -> dict[str, dict[str, int] | None]:
+    def _read(self) -> dict[str, dict[str, int]]:
         """Return the files of an earlier run of the same conversion; empty if there is none."""
         try:
             found = unpack(read_bounded(self._fd, _MAX_BYTES, str(self._path)))
@@ -118,5 +123,5 @@ class ConversionRecord:
 
 
 def _is_progress(what: Any) -> bool:
-    """Return whether `what` is what a record keeps of a file: None, or checksums by name."""
-    return what is None or (isinstance(what, dict) and all(type(value) is int for value in what.values()))
+    """Return whether `what` is what a record keeps of a file: integers by name."""
+    return isinstance(what, dict) and all(type(value) is int for value in what.values())
