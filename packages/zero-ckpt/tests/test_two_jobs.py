@@ -6,10 +6,23 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from zero_ckpt import Checkpoint, Interval, ReplacedError, catalog, open_checkpoint, restore, save_sharded, verify
+from zero_ckpt import (
+    Checkpoint,
+    Interval,
+    ReplacedError,
+    VerifyReport,
+    catalog,
+    open_checkpoint,
+    restore,
+    save_sharded,
+    verify,
+    verifying,
+)
+from zero_ckpt.cli import main
 from zero_ckpt.commit import sweep
 from zero_ckpt.scripts import SCRIPT_NAME, leave_script
 
@@ -134,3 +147,23 @@ def test_a_name_that_is_there_again_when_it_is_asked_for_is_no_damage(
     assert verify(tmp_path / "same").ok and opened == 2
     opened = 0
     assert open_checkpoint(tmp_path, "same").step == 1 and opened == 2
+
+
+def test_what_is_there_again_after_it_was_looked_for_in_vain_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+    path, aside = tmp_path / "same", tmp_path / ".replaced-same.0123456789ab"
+    verify_one = verifying.verify_candidate
+
+    def put_back_afterwards(*place: Path, **options: Any) -> VerifyReport:
+        """A save dies between two renames, and the next one puts the checkpoint back."""
+        path.rename(aside)
+        try:
+            return verify_one(*place, **options)
+        finally:
+            aside.rename(path)
+
+    monkeypatch.setattr(verifying, "verify_candidate", put_back_afterwards)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert f"{path}: replaced or removed while it was verified" in capsys.readouterr().out

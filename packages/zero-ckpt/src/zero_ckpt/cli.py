@@ -170,8 +170,8 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
     for path in paths:
         with _progress(f"verify {path.name}", _data_nbytes(path)) as advance:
             report = verify_candidate(path, in_root=in_root, progress=advance)
-        if in_root and not path.exists():
-            _say(f"{path}: removed while it was verified")
+        if in_root and report.moved:
+            _say(f"{path}: replaced or removed while it was verified")
             continue
         for problem in report.problems:
             _say(str(problem))

@@ -50,6 +50,8 @@ class VerifyReport:
     problems: list[Damage] = field(default_factory=list)
     saved_as: str | None = None
     """The tag it was saved as, where the directory has another name now."""
+    moved: bool = False
+    """The directory was moved, replaced or removed whenever it was read, so that `problems` say nothing."""
 
     @property
     def ok(self) -> bool:
@@ -77,24 +79,22 @@ def verify_candidate(
     While a save is replacing the directory, verification is repeated, up to ten times.
     """
     for _ in range(_ATTEMPTS):
-        report, moved = _verify(directory, in_root, threads, progress or _ignore)
-        if not moved:
+        report = _verify(directory, in_root, threads, progress or _ignore)
+        if not report.moved:
             break
         time.sleep(_BETWEEN_ATTEMPTS_SECONDS)
     return report
 
 
-def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> tuple[VerifyReport, bool]:
-    """Return the report, and whether a save moved the directory meanwhile, so that its problems say nothing.
-
-    The arguments are those of `verify_candidate`.
-    """
+def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[int], None]) -> VerifyReport:
+    """Return the report of one look at a directory; the arguments are those of `verify_candidate`."""
     report = VerifyReport(directory)
     candidate = examine(tag_of(directory), directory, in_root=in_root)
     manifest, folder = candidate.manifest, candidate.folder
     if manifest is None or folder is None:
         report.problems.append(Damage(directory, "", candidate.problem or "no manifest"))
-        return report, candidate.moved
+        report.moved = candidate.moved
+        return report
     if not in_root and manifest.tag not in (None, tag_of(directory.resolve())):
         report.saved_as = manifest.tag
     contents = _slices_by_file(manifest)
@@ -108,7 +108,8 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
             jobs.append(pool.submit(_verify_data_file, folder, entry, own, progress))
         for job in jobs:
             report.problems += job.result()
-    return report, bool(report.problems) and not folder.is_current() and exists(directory)
+    report.moved = bool(report.problems) and not folder.is_current()
+    return report
 
 
 def checkpoints_in(root: Path) -> list[Path]:

@@ -3,8 +3,8 @@
 [Note: records of conversions]
 The record says what the output is made from, which files are complete, and of the file that is being filled, which
 tensors are on disk, with the CRC-32 of their bytes. A complete file is known by its inode, which is recorded before it
-takes its name: so a run that died in between knows it, too. A run that makes the same from the same source continues behind
-it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
+takes its name: so a run that died in between knows it, too. A run that makes the same from the same source continues
+behind it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
 """
 
 from __future__ import annotations
