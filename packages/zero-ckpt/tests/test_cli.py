@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from array import array
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_ckpt import Interval, open_checkpoint, save_sharded, verify
+from zero_ckpt import Interval, commit, open_checkpoint, save_sharded, verify
 from zero_ckpt.cli import main
 
 
@@ -215,3 +216,20 @@ def test_the_script_left_beside_checkpoints_makes_an_fp32_state_dict(tmp_path: P
     subprocess.run([sys.executable, str(script), str(tmp_path / "ckpt"), str(tmp_path / "out")], check=True)
     loaded = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert loaded["weight"].dtype == torch.float32 and torch.equal(loaded["weight"], model.weight.float())
+
+
+def test_a_file_that_is_removed_while_sizes_are_added_up_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = save(tmp_path, 1)
+    save(tmp_path, 2)
+    real = commit.is_data_file
+
+    def pruned_meanwhile(name: str) -> bool:
+        """Another process removes the older checkpoint once its files are listed."""
+        shutil.rmtree(first, ignore_errors=True)
+        return real(name)
+
+    monkeypatch.setattr(commit, "is_data_file", pruned_meanwhile)
+    assert main(["repair", str(tmp_path)]) == 0
+    assert "Errno" not in capsys.readouterr().err

@@ -202,7 +202,13 @@ def _data_nbytes(checkpoint: Path) -> int:
     """Return the bytes of the data files in a checkpoint directory, linked ones included: a progress bar's total."""
     from .commit import is_data_file
 
-    return sum(file.lstat().st_size for file in checkpoint.glob("rank-*") if is_data_file(file.name))
+    nbytes = 0
+    for file in checkpoint.glob("rank-*"):
+        try:
+            nbytes += file.lstat().st_size if is_data_file(file.name) else 0
+        except FileNotFoundError:  # another process has just removed it
+            continue
+    return nbytes
 
 
 def _repair(options: argparse.Namespace) -> int:

@@ -40,30 +40,41 @@ def convert(
     A few pieces of 8 MiB are in memory at a time, `workers` of them at work. An interrupted conversion continues where
     it was when it is started again (to `zero-ckpt`, which is saved as any checkpoint is, it starts again). `progress`
     is called with bytes written since its last call, from several threads. What exists already and was not made by this
-    very conversion is refused, unless `overwrite`. Raises CheckpointError.
+    very conversion is refused, unless `overwrite`. Raises CheckpointError, and OSError for what the system refuses.
     """
     if workers < 1:
         raise CheckpointError(f"workers is {workers}, expected at least 1")
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
     path, kind, report = Path(target), _kind(target, to), progress or _ignore
-    if kind == "deepspeed-universal":
-        require_torch("writing a universal checkpoint of DeepSpeed")
-        from .universal_sink import write_universal
+    try:
+        if kind == "deepspeed-universal":
+            require_torch("writing a universal checkpoint of DeepSpeed")
+            from .universal_sink import write_universal
 
-        return [write_universal(opened, path, workers=workers, progress=report, overwrite=overwrite)]
-    if kind == "zero-ckpt":
-        from .checkpoint_sink import write_checkpoint
+            return [write_universal(opened, path, workers=workers, progress=report, overwrite=overwrite)]
+        if kind == "zero-ckpt":
+            from .checkpoint_sink import write_checkpoint
 
-        return [write_checkpoint(opened, path, progress=report, overwrite=overwrite)]
-    tensors = _model(opened, dtype)
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+            return [write_checkpoint(opened, path, progress=report, overwrite=overwrite)]
+        tensors = _model(opened, dtype)
+        limit = None if max_shard_size is None else parse_size(max_shard_size)
+        write = _model_writer(kind)
+        return write(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise CheckpointError(f"converting to {path}: {error.strerror or error}") from error
+
+
+def _model_writer(kind: str) -> Callable[..., list[Path]]:
+    """Return the function that writes a model as `kind`, `pytorch` or `safetensors`."""
     if kind == "pytorch":
         from .pytorch_sink import write_pytorch
 
-        return write_pytorch(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
+        return write_pytorch
     from .safetensors_sink import write_safetensors
 
-    return write_safetensors(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
+    return write_safetensors
 
 
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:

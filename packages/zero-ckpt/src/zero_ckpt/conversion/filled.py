@@ -71,9 +71,9 @@ def write_filled(
         return
     partial = template.path.with_name(template.path.name + ".partial")
     done = record.done(name) if partial.is_file() else {}
-    if not done:
-        _write_template(template, partial)
     try:
+        if not done:
+            _write_template(template, partial)
         places = _places(template, partial)
         fd = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -97,13 +97,17 @@ def write_filled(
 
 
 def _write_template(template: FileTemplate, partial: Path) -> None:
-    """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in."""
+    """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in. Raises
+    CheckpointError when torch cannot write it."""
     import torch
 
     template.path.parent.mkdir(parents=True, exist_ok=True)
     partial.unlink(missing_ok=True)  # it may be a link to elsewhere
-    with torch.serialization.skip_data():
-        torch.save(template.value, partial)
+    try:
+        with torch.serialization.skip_data():
+            torch.save(template.value, partial)
+    except RuntimeError as error:  # torch does not say what the system answered
+        raise CheckpointError(f"{partial} cannot be written; is there no space left? torch says: {error}") from error
 
 
 def _places(template: FileTemplate, partial: Path) -> dict[str, int]:

@@ -6,7 +6,7 @@ what DeepSpeed keeps once. The same directory loads at stages 1, 2 and 3.
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -207,13 +207,12 @@ def _step(value: torch.Tensor) -> Any:
 
 
 def _save(value: Any, path: Path) -> None:
-    """Write a value with `torch.save`, making the directory, and wait until its content is on disk; a file that is
-    there is replaced."""
+    """Write a small value as `torch.save` does, making the directory; it is on disk on return. A file that is there is
+    replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    content = io.BytesIO()
+    torch.save(value, content)
+    replace_durably(path, content.getvalue())
 
 
 def _groups(source: Source, count: int) -> list[dict[str, Any]]:
