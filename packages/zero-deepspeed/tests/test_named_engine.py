@@ -13,7 +13,9 @@ import pytest
 import torch
 from named_cases import BATCH, WIDTH, batch, build, settings, start, train
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from zero_comm import run_ranks
 from zero_core.errors import UsageError
 from zero_deepspeed.construction import Init
 from zero_deepspeed.cpu_optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
@@ -21,6 +23,7 @@ from zero_deepspeed.engine import DeepSpeedEngine
 from zero_deepspeed.errors import UnsupportedError
 from zero_deepspeed.initialization import initialize
 from zero_deepspeed.optimizer import DeepSpeedOptimizer
+from zero_partition import PartitionError
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -252,3 +255,24 @@ def test_deepspeed_io_makes_a_loader_of_this_ranks_samples() -> None:
     engine = start(1)
     loader = engine.deepspeed_io([torch.full((WIDTH,), float(n)) for n in range(2 * BATCH)], route="eval")
     assert [rows[:, 0].tolist() for rows in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def wrapped() -> list[str]:
+    found = []
+    for stage in (0, 3):
+        engine = start(stage)
+        for wrap in (nn.parallel.DistributedDataParallel, nn.DataParallel, fully_shard):
+            with pytest.raises(PartitionError) as refused:
+                wrap(engine)
+            found.append(str(refused.value))
+        train(engine, 0, 1)
+        engine.destroy()
+    return found
+
+
+def test_torchs_wrappers_around_an_engine_are_refused_by_name() -> None:
+    for refusals in run_ranks(wrapped, 2):
+        for wrapper, refusal in zip(
+            ["DistributedDataParallel", "DataParallel", "fully_shard"] * 2, refusals, strict=True
+        ):
+            assert refusal.startswith(wrapper), refusal

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_ckpt import LoadReport
 from zero_comm import Ledger
 from zero_optim import Scheduler
-from zero_partition import Partition, ShardedOptimizer
+from zero_partition import Partition, ShardedOptimizer, UnwrappedModule
 from zero_settings import Config
 
 from . import report
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zero_report import Report
 
 
-class Engine(nn.Module):
+class Engine(UnwrappedModule):
     """Trains ``module`` with its states sharded over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts at

@@ -19,6 +19,7 @@ from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
+from zero_partition import UnwrappedModule
 from zero_precision import DynamicLossScale
 from zero_settings import Config
 
@@ -41,7 +42,7 @@ class StageError(UsageError, AssertionError):
     """A call is not allowed at the engine's stage; also an AssertionError, which DeepSpeed raises there."""
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(UnwrappedModule):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
     Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a

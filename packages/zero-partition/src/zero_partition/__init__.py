@@ -38,6 +38,7 @@ from .tiling import TiledLinear
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, plan_units
 from .updates import OwnedFragment, start_in_reduced
+from .wrappers import UnwrappedModule
 
 __all__ = [
     "AveragingOptimizer",
@@ -76,6 +77,7 @@ __all__ = [
     "UnitPlan",
     "UnitState",
     "UnsplitModel",
+    "UnwrappedModule",
     "change_class",
     "element_positions",
     "full_gradient",

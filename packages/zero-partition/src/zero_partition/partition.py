@@ -36,6 +36,7 @@ from .shared_storage import refuse_shared_storage, warn_of_aliases
 from .tier import MakeStates, ShardNeeds
 from .unit import Unit
 from .units import UnitPlan, check_trainable_shards, replicated_parameters
+from .wrappers import refuse_wrappers
 
 
 class UpdatesWeights(Protocol):
@@ -126,6 +127,7 @@ class Partition:
         self.added = AddedParameters(model)
         self.runtime.on_close(self.added.close)
         self._model = weakref.ref(model)
+        self.runtime.on_close(refuse_wrappers(self))
         self.runtime.passes.before_evaluation(self.refuse_placeholder_buffers)
         self._names = {id(module): name for name, module in model.named_modules()}
         self._by_parameter = {id(p): (unit, i) for unit in self.units for i, p in enumerate(unit.parameters)}
@@ -171,6 +173,10 @@ class Partition:
     def set_user(self, user: object) -> None:
         """Remember ``user``, weakly, as the object that trains with this partition."""
         self._user = weakref.ref(user)
+
+    def is_trained(self, module: nn.Module | None) -> bool:
+        """Return whether ``module`` is the model of this partition or its `user`."""
+        return module is not None and (module is self._model() or module is self.user)
 
     def owned_ranks(self) -> range:
         """Return the ranks whose shards this rank's optimizer updates: all at stage 0, else only this one."""

@@ -160,7 +160,9 @@ class Runtime:
         self._interception = Interception(model, self.units, unannounced)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
-        self._closing = [zero_grad.remove for zero_grad in zero_grads] + [self.gradient_watch.end]
+        self._closing: list[Callable[[], object]] = [zero_grad.remove for zero_grad in zero_grads] + [
+            self.gradient_watch.end
+        ]
 
     @property
     def step(self) -> int:
@@ -257,7 +259,7 @@ class Runtime:
         self.reopen("zero_grad")
         self.held_gradients.discard(parameters, set_to_none=set_to_none)
 
-    def on_close(self, remove: Callable[[], None]) -> None:
+    def on_close(self, remove: Callable[[], object]) -> None:
         """Have `close` call ``remove``."""
         self._closing.append(remove)
 

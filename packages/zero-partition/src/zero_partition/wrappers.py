@@ -1,0 +1,67 @@
+"""Refuse torch's data-parallel wrappers around a model that is sharded, or around the engine that trains it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from .errors import PartitionError
+
+WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed._composable.")
+"""The modules of torch that define them."""
+
+
+class Trains(Protocol):
+    """What `refuse_wrappers` needs of a `Partition`."""
+
+    def is_trained(self, module: nn.Module | None, /) -> bool:
+        """Return whether ``module`` is the model or its engine."""
+
+
+def refuse_wrappers(partition: Trains) -> Callable[[], object]:
+    """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
+    made around the model or the user of ``partition``; return the call that ends it. It ends with the partition too."""
+    reference = weakref.ref(partition)
+
+    def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        """Refuse ``child`` of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
+        if (
+            (owner := reference()) is not None
+            and owner.is_trained(child)
+            and any(_is_from_wrappers(cls.__module__) for cls in type(parent).__mro__)
+        ):
+            _refuse(type(parent).__name__)
+
+    end = weakref.finalize(partition, register_module_module_registration_hook(registered).remove)
+    end.atexit = False
+    return end
+
+
+class UnwrappedModule(nn.Module):
+    """A base class of engines: raises `PartitionError` for torch's functions `fully_shard` and `replicate`, which
+    install their hooks on a module before they change its parameters."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """Register ``hook`` as `torch.nn.Module.register_forward_pre_hook` does, unless it is one of these functions'.
+        ``options``: for torch. Raises `PartitionError`."""
+        if _is_from_wrappers(getattr(hook, "__module__", None) or ""):
+            _refuse("fully_shard or replicate")
+        return super().register_forward_pre_hook(hook, **options)
+
+
+def _is_from_wrappers(module: str) -> bool:
+    """Return whether ``module``, a module's name, is one of `WRAPPERS`."""
+    return f"{module}.".startswith(WRAPPERS)
+
+
+def _refuse(wrapper: str) -> NoReturn:
+    """Raise `PartitionError` for ``wrapper``, a class or function of torch."""
+    raise PartitionError(
+        f"{wrapper} around an engine or the model that it trains: the engine shards or replicates the parameters and "
+        "averages the gradients itself. Use the engine as it is; after engine.destroy() the model can be wrapped"
+    )
