@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from zero_nvme_aio import Engine, _tuning, probe
+from zero_nvme_aio._copy import copy_file
 from zero_nvme_aio._tuning import Tuning
 from zero_nvme_aio.cli import main
 
@@ -150,3 +151,25 @@ def test_the_command_is_installed() -> None:
     done = subprocess.run([sys.executable, "-m", "zero_nvme_aio.cli", "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("probe", "bench", "tune", "cp"))
+
+
+def test_cp_shows_progress_on_a_terminal_alone(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(bytes(40 << 20))
+    command = [sys.executable, "-m", "zero_nvme_aio.cli", "cp", "--verify", "weights", "copy"]
+    quiet = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, b"", b"")
+    ours, theirs = os.openpty()
+    shown = subprocess.run(command, cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    text = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert shown.returncode == 0 and shown.stdout == b"" and b"cp weights" in text and b"83.9/83.9 MB" in text, text
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_copy_tells_its_progress_in_bytes(tmp_path: Path, verify: bool) -> None:
+    (tmp_path / "source").write_bytes(os.urandom((40 << 20) + 3))
+    told: list[int] = []
+    with Engine() as io:
+        copy_file(tmp_path / "source", tmp_path / "copy", engine=io, verify=verify, progress=told.append)
+    assert sum(told) == ((40 << 20) + 3) * (2 if verify else 1) and len(told) == (6 if verify else 3)

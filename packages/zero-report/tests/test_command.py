@@ -136,3 +136,16 @@ def test_a_launchers_word_about_the_end_is_on_top(tmp_path: Path) -> None:
 def test_names_of_the_package_are_exact() -> None:
     assert zero_report.__all__ == sorted(zero_report.__all__)
     assert all(hasattr(zero_report, name) for name in zero_report.__all__)
+
+
+def test_a_terminal_shows_progress_and_a_pipe_does_not(tmp_path: Path) -> None:
+    simulate(tmp_path / "record", Simulation(steps=5))
+    command = [sys.executable, "-m", "zero_report", "record", "--perfetto", "spans.json"]
+    quiet = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert quiet.returncode == 0 and quiet.stderr == b""
+    ours, theirs = os.openpty()
+    shown = subprocess.run(command, cwd=tmp_path, stderr=theirs, stdout=subprocess.PIPE)
+    os.close(theirs)
+    text = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert shown.stdout == quiet.stdout and b"write spans.json" in text and b"report of record" in text, text

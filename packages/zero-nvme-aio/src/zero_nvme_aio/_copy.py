@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ._engine import Engine
@@ -30,12 +30,14 @@ def copy_file(
     engine: Engine,
     sync: bool = True,
     verify: bool = False,
+    progress: Callable[[int], None] | None = None,
 ) -> int:
     """Copy a file's content and permissions and return the bytes copied; a target that exists is replaced.
 
     `target` may be a folder, into which the file is copied under its own name. A copy that fails leaves the target as
-    it was. `sync`: the copy is on stable storage on return. `verify`: read the copy back and compare checksums. Raises
-    the errors of the engine, ChecksumError.
+    it was. `sync`: the copy is on stable storage on return. `verify`: read the copy back and compare checksums.
+    `progress` is called with the bytes of each chunk when it is written, and again when it is read back. Raises the
+    errors of the engine, ChecksumError.
     """
     origin, goal = os.fspath(source), os.fspath(target)
     if os.path.isdir(goal):
@@ -45,11 +47,11 @@ def copy_file(
         nbytes = reading.size
         try:
             with engine.open(scratch, "rw") as writing:
-                checksums = copy_ranges(engine, [CopyRange(reading, 0, writing, 0, nbytes)])
+                checksums = copy_ranges(engine, [CopyRange(reading, 0, writing, 0, nbytes)], progress=progress)
                 if sync:
                     engine.sync(writing)
                 if verify:
-                    _verify(engine, writing, nbytes, checksums)
+                    _verify(engine, writing, nbytes, checksums, progress)
             shutil.copymode(origin, scratch)
             os.replace(scratch, goal)
         except BaseException:
@@ -71,18 +73,25 @@ class CopyRange(NamedTuple):
     nbytes: int
 
 
-def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int = CHUNK_BYTES) -> list[str | None]:
+def copy_ranges(
+    engine: Engine,
+    ranges: Sequence[CopyRange],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> list[str | None]:
     """Copy ranges chunk by chunk, reading ahead of the writes; return the checksums of the chunks as read, in order,
     once all are written. Nothing is synced.
 
-    A chunk ends at a multiple of ``chunk_bytes`` in the source. Raises the errors of the engine, EndOfFileError if a
+    A chunk ends at a multiple of ``chunk_bytes`` in the source; `progress` is called with its bytes when it is written.
+    Raises the errors of the engine, EndOfFileError if a
     source is shorter than its range.
     """
     chunks = deque(chunk for copied in ranges for chunk in _chunks(copied, chunk_bytes))
     largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
     free = deque(memoryview(AlignedBuffer(largest)) for _ in range(CHUNKS))
     reads: deque[tuple[CopyRange, memoryview, memoryview, Request]] = deque()
-    writes: deque[tuple[memoryview, Request]] = deque()
+    writes: deque[tuple[memoryview, int, Request]] = deque()
     checksums: list[str | None] = []
     while chunks or reads or writes:
         while chunks and free:
@@ -94,11 +103,13 @@ def copy_ranges(engine: Engine, ranges: Sequence[CopyRange], *, chunk_bytes: int
             chunk, buffer, piece, request = reads.popleft()
             request.wait()
             checksums.append(request.checksum)
-            writes.append((buffer, engine.write(chunk.target, piece, chunk.target_offset)))
+            writes.append((buffer, chunk.nbytes, engine.write(chunk.target, piece, chunk.target_offset)))
         else:
-            buffer, request = writes.popleft()
+            buffer, nbytes, request = writes.popleft()
             request.wait()
             free.append(buffer)
+            if progress is not None:
+                progress(nbytes)
     return checksums
 
 
@@ -112,9 +123,11 @@ def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
         begin = end
 
 
-def _verify(engine: Engine, file: File, nbytes: int, checksums: list[str | None]) -> None:
+def _verify(
+    engine: Engine, file: File, nbytes: int, checksums: list[str | None], progress: Callable[[int], None] | None
+) -> None:
     """Read `nbytes` of the copy back. Raises ChecksumError unless its 16 MiB chunks have ``checksums``, those of the
-    source's chunks.
+    source's chunks. `progress` is called with the bytes of each.
     """
     buffer = memoryview(AlignedBuffer(min(CHUNK_BYTES, max(nbytes, 1))))
     for number, expected in enumerate(checksums):
@@ -129,3 +142,5 @@ def _verify(engine: Engine, file: File, nbytes: int, checksums: list[str | None]
                 expected=expected,
                 got=request.checksum,
             )
+        if progress is not None:
+            progress(min(CHUNK_BYTES, nbytes - begin))

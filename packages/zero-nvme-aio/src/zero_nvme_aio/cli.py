@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from . import __version__
@@ -199,8 +201,38 @@ def _run_copy(options: argparse.Namespace) -> None:
     from ._copy import copy_file
     from ._engine import Engine
 
-    with Engine() as io:
-        copy_file(options.source, options.target, engine=io, sync=not options.no_sync, verify=options.verify)
+    total = os.path.getsize(options.source) * (2 if options.verify else 1)
+    with Engine() as io, _progress(f"cp {os.path.basename(options.source)}", total) as advance:
+        copy_file(
+            options.source,
+            options.target,
+            engine=io,
+            sync=not options.no_sync,
+            verify=options.verify,
+            progress=advance,
+        )
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """Show a progress bar of `total` bytes on standard error while the `with` statement runs.
+
+    Yields the function that advances it by a number of bytes; None where standard error is no terminal, and without
+    rich.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+    except ImportError:
+        yield None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 if __name__ == "__main__":

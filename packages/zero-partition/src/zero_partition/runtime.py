@@ -160,9 +160,8 @@ class Runtime:
         self._interception = Interception(model, self.units, unannounced)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
-        self._closing: list[Callable[[], object]] = [zero_grad.remove for zero_grad in zero_grads] + [
-            self.gradient_watch.end
-        ]
+        ends = (zero_grad.remove for zero_grad in zero_grads)
+        self._closing: list[Callable[[], object]] = [*ends, self.gradient_watch.end]
 
     @property
     def step(self) -> int:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import webbrowser
+from collections.abc import Iterator
 from pathlib import Path
 
 from . import __version__
@@ -79,10 +80,12 @@ def _page(args: argparse.Namespace) -> int:
     from .perfetto import write_perfetto
 
     if args.perfetto is not None:
-        spans = write_perfetto(args.record, args.perfetto)
+        with _progress(f"write {args.perfetto.name}"):
+            spans = write_perfetto(args.record, args.perfetto)
         print(f"{args.perfetto}: {spans:,} spans")
     refresh = args.every if args.watch else None
-    path = write_report(args.record, args.output, compare=args.compare, refresh=refresh)
+    with _progress(f"report of {args.record.name}"):
+        path = write_report(args.record, args.output, compare=args.compare, refresh=refresh)
     print(path, flush=True)
     if args.open:
         webbrowser.open(path.resolve().as_uri())
@@ -92,3 +95,20 @@ def _page(args: argparse.Namespace) -> int:
     if args.watch:
         write_report(args.record, args.output, compare=args.compare)
     return 0
+
+
+@contextlib.contextmanager
+def _progress(title: str) -> Iterator[None]:
+    """Show a moving bar on standard error, with ``title`` and the time so far, while the `with` statement runs; nothing
+    where standard error is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        bar.add_task(title, total=None)
+        yield

@@ -15,7 +15,7 @@ from ..shapes import load_shape
 from ..transformer import CHECKPOINTING, Transformer
 from .machine_command import add_set_option, parse_overrides
 from .machine_printing import bounds_table, fit_status, fits_table, wear_sentence
-from .printing import TextTable, print_tables
+from .printing import TextTable, print_tables, progress
 
 _ESTIMATE = """\
 Estimate one training step of a transformer: memory of a rank by tier, bytes over each link, operations, the least time
@@ -78,15 +78,16 @@ def _estimate(options: argparse.Namespace) -> int:
         qwz=options.qwz,
         qgz=options.qgz,
     )
-    found = estimate_step(
-        _shape_from_options(options),
-        setup,
-        machine,
-        micro_batch=options.micro_batch,
-        dtype=options.dtype,
-        checkpointing=options.checkpointing,
-        offload_activations=options.offload_activations,
-    )
+    with progress("estimate"):
+        found = estimate_step(
+            _shape_from_options(options),
+            setup,
+            machine,
+            micro_batch=options.micro_batch,
+            dtype=options.dtype,
+            checkpointing=options.checkpointing,
+            offload_activations=options.offload_activations,
+        )
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

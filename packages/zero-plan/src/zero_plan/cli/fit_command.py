@@ -13,7 +13,7 @@ from ..quantities import format_quantity
 from ..search import EstimatedChoice, Search, configuration, search
 from ..shapes import load_shape
 from .machine_command import add_set_option, parse_overrides
-from .printing import format_seconds, print_table
+from .printing import format_seconds, print_table, progress
 
 _FIT = """\
 Estimate every choice of stage, offload tiers, micro-batch, activation checkpointing and ZeRO++ for a transformer on a
@@ -52,7 +52,10 @@ def _fit(options: argparse.Namespace) -> int:
     """
     machine = load_machine(options.machine).with_values(parse_overrides(options.set), "--set")
     shape = load_shape(options.shape, {"sequence": options.sequence} if options.sequence else None)
-    found = search(shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype)
+    with progress("fit"):
+        found = search(
+            shape, machine, train_batch=options.train_batch, world_size=options.world_size, dtype=options.dtype
+        )
     if options.json:
         print(json.dumps(_as_dict(found, options.show), indent=2))
     else:

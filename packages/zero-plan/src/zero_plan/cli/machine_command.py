@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..machine import load_machine, presets
-from .printing import print_table
+from .printing import print_table, progress
 
 _MACHINE = """\
 Print a preset or a machine file with the source of every value; without a name, the presets.
@@ -101,7 +101,10 @@ def _probe(options: argparse.Namespace) -> int:
     """Measure this machine, and print or write the machine file; return 0. Raises `PlanError`."""
     from ..probe import probe
 
-    machine = probe(disk=options.disk, disk_size=options.disk_size).with_values(parse_overrides(options.set), "--set")
+    with progress("probe"):
+        machine = probe(disk=options.disk, disk_size=options.disk_size).with_values(
+            parse_overrides(options.set), "--set"
+        )
     if options.out is None:
         print(machine.as_toml(), end="")
         return 0

@@ -10,6 +10,7 @@ from ..errors import PlanError
 from ..hugging_face import model_and_batch
 from .configuration import read_configuration
 from .plan_printing import add_plan_arguments, machine_from_options, print_plan
+from .printing import progress
 
 _MODEL = """\
 Run the engine dry, as chosen ranks, with a model of Transformers built from its config.json, and say what each rank
@@ -54,15 +55,16 @@ def _model(options: argparse.Namespace) -> int:
     from zero_settings import ConfigError
 
     try:
-        found = plan(
-            build,
-            config,
-            batch=batch,
-            world_size=options.world_size,
-            ranks=options.rank,
-            checkpoint=options.checkpoint,
-            saved_by=options.saved_by,
-        )
+        with progress(f"model {options.hf_config}"):
+            found = plan(
+                build,
+                config,
+                batch=batch,
+                world_size=options.world_size,
+                ranks=options.rank,
+                checkpoint=options.checkpoint,
+                saved_by=options.saved_by,
+            )
     except (ConfigError, UsageError, PartitionError) as error:
         raise PlanError(f"the engine refuses it: {error}") from error
     return print_plan(found, machine, options, f"plan of {options.hf_config}")

@@ -1,9 +1,10 @@
-"""Tables on the terminal, or with lines of any length in a file or a pipe."""
+"""Tables on the terminal, or with lines of any length in a file or a pipe; progress on a terminal."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -41,6 +42,23 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     if not console.is_terminal:
         console.width = console.measure(table, options=console.options.update(max_width=sys.maxsize)).maximum
     console.print(table)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[None]:
+    """Show a moving bar on standard error, with ``title`` and the time so far, while the `with` statement runs; nothing
+    where standard error is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        bar.add_task(title, total=None)
+        yield
 
 
 def format_seconds(value: float) -> str:

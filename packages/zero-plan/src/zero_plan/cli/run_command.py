@@ -9,6 +9,7 @@ from ..dry import plan_script
 from ..scripts import Script
 from .configuration import read_configuration
 from .plan_printing import add_plan_arguments, machine_from_options, print_plan
+from .printing import progress
 
 _RUN = """\
 Run your training script dry, as chosen ranks of any world size, until its engine has taken three steps, and say what
@@ -47,14 +48,15 @@ def _run(options: argparse.Namespace) -> int:
     config = None if options.config is None else read_configuration(options.config)
     machine = machine_from_options(options)
     script = Script(options.target, tuple(options.script_arguments), options.module, config)
-    found, lines = plan_script(
-        script,
-        world_size=options.world_size,
-        ranks_per_node=options.ranks_per_node,
-        ranks=options.rank,
-        checkpoint=options.checkpoint,
-        saved_by=options.saved_by,
-    )
+    with progress(f"run {options.target}"):
+        found, lines = plan_script(
+            script,
+            world_size=options.world_size,
+            ranks_per_node=options.ranks_per_node,
+            ranks=options.rank,
+            checkpoint=options.checkpoint,
+            saved_by=options.saved_by,
+        )
     for line in lines:
         print(f"zero-plan run: {line} reads a value, which a dry run does not have; it got 1 or False", file=sys.stderr)
     return print_plan(found, machine, options, f"plan of {options.target}")
