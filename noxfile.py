@@ -95,8 +95,11 @@ def lint_failures(python: str) -> list[str]:
 
 def docs_failures(python: str) -> list[str]:
     """Check the text of the pages and return the names of the checks that complained; needs no package."""
-    names = ("check_docs", "check_prose", "check_reference")
-    return [name for name in names if not check_aside(name, python, str(ROOT / "tools" / f"{name}.py"))]
+    names = ("check_docs", "check_prose", "check_reference", "benchmark_page")
+    tools = {
+        name: [str(ROOT / "tools" / f"{name}.py"), *(["--check"] if name.endswith("_page") else [])] for name in names
+    }
+    return [name for name, tool in tools.items() if not check_aside(name, python, *tool)]
 
 
 @nox.session(venv_backend="none")
@@ -288,7 +291,10 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Every benchmark beside its peers. A missing peer is an error: a ratio needs both numbers."""
+    """Every benchmark beside its peers. A missing peer is an error: a ratio needs both numbers.
+
+    Results are kept in build/bench-results, a file of each benchmark and of each of its tables.
+    """
     if shutil.which("fio") is None:
         session.error("fio is not installed; the I/O benchmarks measure against it (Debian: apt-get install fio)")
     python = str(Path(session.virtualenv.location) / "bin" / "python")
@@ -302,7 +308,8 @@ def bench(session: nox.Session) -> None:
     if not selected:
         session.error(f"no benchmark's path holds {' or '.join(wanted)}: {', '.join(s.stem for s in scripts)}")
     for script in selected:
-        run(session, python, str(script), env={"DS_ACCELERATOR": "cpu"})
+        keep = [str(ROOT / "tools" / "bench_results.py"), str(ROOT / "build" / "bench-results")]
+        run(session, python, *keep, str(script), env={"DS_ACCELERATOR": "cpu"})
 
 
 @nox.session

@@ -18,9 +18,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
 
 WARM = 4
 OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -130,19 +134,18 @@ def main() -> None:
         {name: measured({**shape, "settings": settings})[0] for name, settings in contestants.items()}
         for _ in range(arguments.rounds)
     ]
+    kept = []
     for name in contestants:
         found = [row[name] for row in rounds]
         stage = name.partition(",")[0]
         ratios = sorted(row[stage].seconds / row[name].seconds for row in rounds)
-        print(
-            f"{name:20} {statistics.median(f.faults for f in found):9,.0f} faults "
-            f"{statistics.median(f.seconds for f in found):6.2f} s  peak {max(f.peak for f in found):.2f} GB"
-            + (
-                ""
-                if name == stage
-                else f"  kept / this {statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
-            )
-        )
+        spread = "" if name == stage else f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
+        faults = f"{statistics.median(f.faults for f in found):,.0f}"
+        seconds = f"{statistics.median(f.seconds for f in found):.2f}"
+        peak = f"{max(f.peak for f in found):.2f} GB"
+        print(f"{name:20} {faults:>9} faults {seconds:>6} s  peak {peak}  {spread and f'kept / this {spread}'}")
+        kept.append((name, faults, seconds, peak, spread))
+    save(__file__, "kept-memory", ("contestant", "page faults a step", "seconds", "peak resident", "kept / this"), kept)
 
 
 if __name__ == "__main__":

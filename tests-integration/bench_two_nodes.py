@@ -16,6 +16,9 @@ from pathlib import Path
 
 from two_nodes import TwoNodes, why_not
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
+
 NAMES = ("plain", "qwZ", "hpZ", "qgZ", "ZeRO++")
 
 
@@ -33,6 +36,7 @@ def main() -> int:
         script = Path(__file__).parent / "_sharing_training.py"
         ways = nodes.run(script, "wide", str(args.steps), ",".join(NAMES))["ways"]
     print(f"{'':8}{'MB across':>10}{'step, s':>10}{'x faster':>10}  quartiles    hidden")
+    kept = []
     for name in NAMES:
         found = ways[name]
         ratios = [plain / ours for plain, ours in zip(ways["plain"]["seconds"], found["seconds"], strict=True)]
@@ -41,6 +45,10 @@ def main() -> int:
             f"{name:8}{found['kernel'] / 1e6:10.1f}{statistics.median(found['seconds']):10.3f}{middle:10.2f}"
             f"  {low:.2f} - {high:.2f}  {found['hidden']:6.0%}"
         )
+        speed = ("1", "") if name == "plain" else (f"{middle:.2f}", f"{low:.2f} - {high:.2f}")
+        seconds = f"{statistics.median(found['seconds']):.3f}"
+        kept.append(("stage 3" if name == "plain" else name, f"{found['kernel'] / 1e6:.1f}", seconds, *speed))
+    save(__file__, "two-nodes", ("", "MB across", "step, s", "times faster", "quartiles"), kept)
     return 0
 
 

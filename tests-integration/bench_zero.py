@@ -26,10 +26,15 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples"))
+sys.path += [str(HERE.parents[1] / "docs" / "examples"), str(HERE.parents[1] / "tools")]
+from bench_results import save  # noqa: E402
+
 PEERS = {"deepspeed": "0.19.8"}
 LIMITS = {"ours 1": ("ddp", 1.10), "ours 2": ("ddp", 1.10), "ours 3": ("fsdp2", 1.00)}
 NAMES = ("ddp", "fsdp2", "ours 1", "ours 2", "ours 3", "deepspeed 1", "deepspeed 2", "deepspeed 3")
+TITLES = {"ddp": "DDP", "fsdp2": "FSDP2", "ours": "ours", "deepspeed": "DeepSpeed"}
+TIMES = ("step", "dtype", "best", "median", "quartiles", "processor")
+RATIOS = ("step time, ours / peer", "dtype", "median of rounds", "quartiles", "of the best", "of processor", "aim")
 RATE = 3e-4
 WARM_UP = 3
 
@@ -188,6 +193,8 @@ def run_rank(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     dist.init_process_group("gloo")
+    times: list[tuple[str, ...]] = []
+    ratios: list[tuple[str, ...]] = []
     for dtype in args.dtypes:
         contestants = []
         for name in args.only or NAMES:
@@ -195,10 +202,13 @@ def run_rank(args: argparse.Namespace) -> None:
             contestants.append(MAKERS[kind](args, dtype, int(stage or 0)))
         found = measure(contestants, args)
         if dist.get_rank() == 0:
-            report(dtype, found, args)
+            report(dtype, found, args, times, ratios)
         for contestant in contestants:
             contestant.close()
         del contestants
+    if dist.get_rank() == 0:
+        save(__file__, "zero-times", TIMES, times)
+        save(__file__, "zero-ratios", RATIOS, ratios)
     dist.destroy_process_group()
 
 
@@ -206,7 +216,14 @@ def run_rank(args: argparse.Namespace) -> None:
 # Reporting, in rank 0
 
 
-def report(dtype: str, found: dict[str, Samples], args: argparse.Namespace) -> None:
+def report(
+    dtype: str,
+    found: dict[str, Samples],
+    args: argparse.Namespace,
+    kept_times: list[tuple[str, ...]],
+    kept_ratios: list[tuple[str, ...]],
+) -> None:
+    """Print the tables of one dtype, and append their rows to those that are kept."""
     from rich.console import Console
     from rich.table import Table
 
@@ -220,6 +237,7 @@ def report(dtype: str, found: dict[str, Samples], args: argparse.Namespace) -> N
         processor = f"{statistics.median(samples.processor) * 1e3:.0f}"
         best = f"{min(samples.wall) * 1e3:.0f}"
         times.add_row(name, best, middle, f"{low} - {high}", processor, f"{samples.loss:.4f}")
+        kept_times.append((title_of(name), dtype, best, middle, f"{low} - {high}", processor))
     console.print(times)
     title = f"{dtype}: ratios of step times, lower is better for ours"
     ratios = Table("", title=title, title_justify="left", title_style="bold", min_width=84)
@@ -231,8 +249,16 @@ def report(dtype: str, found: dict[str, Samples], args: argparse.Namespace) -> N
         best = f"{min(mine.wall) / min(other.wall):.2f}"
         processor = f"{statistics.median(mine.processor) / statistics.median(other.processor):.2f}"
         ratios.add_row(f"{ours} / {peer}", middle, f"{low} - {high}", best, processor, aim)
+        against = f"{title_of(ours).removeprefix('ours, ')} / {title_of(peer).partition(',')[0]}"
+        kept_ratios.append((against, dtype, middle, f"{low} - {high}", best, processor, aim.removeprefix("<= ")))
     if ratios.row_count:
         console.print(ratios)
+
+
+def title_of(name: str) -> str:
+    """Return a contestant's name as the page has it: "ours, stage 1" of "ours 1"."""
+    kind, _, stage = name.partition(" ")
+    return TITLES[kind] + (f", stage {stage}" if stage else "")
 
 
 def pairs(names: list[str]) -> list[tuple[str, str, str]]:

@@ -95,3 +95,73 @@ def test_outputs_are_compared_in_order() -> None:
     check_output("a …\nc\n", "x\na 1\nb\nc\n", "page")
     with pytest.raises(AssertionError, match="expected the line\n  a"):
         check_output("c\na …\n", "x\na 1\nb\nc\n", "page")
+
+
+RESULT = {
+    "bench": "tests-integration/bench_zero.py",
+    "machine": "two cores",
+    "date": "2026-01-02",
+    "commit": "not recorded",
+    "versions": {"torch": "2.13.0"},
+    "columns": ["step", "median"],
+    "rows": [["ours", "1.00"]],
+}
+BETWEEN = "<!-- a.json -->\n{}<!-- end -->\n"
+MADE = """
+| step | median |
+|---|---|
+| ours | 1.00 |
+
+Machine: two cores. Date: 2026-01-02. Commit: not recorded. Versions: torch 2.13.0.
+
+"""
+
+
+def test_tables_of_the_benchmarks_are_those_of_the_result_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tool("benchmark_page", monkeypatch)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "PAGE", tmp_path / "benchmarks.md")
+    (tmp_path / "a.json").write_text(tool("bench_results", monkeypatch).dump(RESULT))
+    (tmp_path / "benchmarks.md").write_text(BETWEEN.format(""))
+    assert page.main(["--check"]) == 1
+    assert page.main([]) == 0
+    assert (tmp_path / "benchmarks.md").read_text() == BETWEEN.format(MADE)
+    assert page.main(["--check"]) == 0
+    (tmp_path / "benchmarks.md").write_text(BETWEEN.format(MADE.replace("1.00", "0.90")))
+    assert page.main(["--check"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text", "complaint"),
+    [
+        ({}, "", "differ in a.json"),
+        ({}, BETWEEN.format("") + "\n| by | hand |\n", "a table stands outside"),
+        ({"rows": [["ours"]]}, BETWEEN.format(""), "expected 2 cells"),
+        ({"bench": "tests-integration/bench_none.py"}, BETWEEN.format(""), "there is no benchmark"),
+        ({"machine": None}, BETWEEN.format(""), "expected the fields"),
+    ],
+)
+def test_a_table_without_a_whole_result_file_is_an_error(
+    change: dict[str, object], text: str, complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tool("benchmark_page", monkeypatch)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    (tmp_path / "a.json").write_text(tool("bench_results", monkeypatch).dump({**RESULT, **change}))
+    with pytest.raises(ValueError, match=complaint):
+        page.filled(text)
+
+
+def test_a_benchmark_leaves_a_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, page = tool("bench_results", monkeypatch), tool("benchmark_page", monkeypatch)
+    for module in (results, page):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    script = tmp_path / "bench_small.py"
+    script.write_text("import sys; print('ratio', sys.argv[1])")
+    monkeypatch.setenv("ZERO_BENCH_RESULTS", "")
+    assert results.main([str(tmp_path / "kept"), str(script), "0.5"]) == 0
+    found = page.read_result(tmp_path / "kept" / "bench_small.json")
+    assert found["bench"] == "bench_small.py" and found["rows"] == [["ratio 0.5"]] and found["versions"]["torch"]
+    script.write_text("raise SystemExit(3)")
+    assert results.main([str(tmp_path / "other"), str(script)]) == 3 and not (tmp_path / "other").exists()
