@@ -1,11 +1,8 @@
-"""Let a tool run a user's script and replace configurations, units, budgets and observers of the script's engines."""
+"""Let a tool replace configurations, units, budgets and observers of the engines that a user's script makes."""
 
 from __future__ import annotations
 
-import os
-import runpy
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -70,19 +67,3 @@ def supervised(by: Supervisor) -> Iterator[None]:
         yield
     finally:
         _SUPERVISOR.reset(token)
-
-
-def run_as_main(target: str, arguments: Sequence[str], *, module: bool = False) -> None:
-    """Run the script at the path ``target`` (with ``module``: the module of that name) as ``__main__``, with
-    ``arguments`` as its command line; restore ``sys.argv`` and ``sys.path`` after it. Its exceptions propagate."""
-    before, path = sys.argv, list(sys.path)
-    sys.argv = [target, *arguments]
-    try:
-        if module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
-            runpy.run_path(target, run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = before, path

@@ -146,7 +146,9 @@ def _disk_values(folder: Path, size: int) -> dict[str, float]:
             for _ in range(REPETITIONS):
                 writes.append(_timed_seconds(write))
                 reads.append(_timed_seconds(lambda: read(data)))
-                both.append(_timed_seconds(lambda: [r for pair in zip(write(), read(apart), strict=True) for r in pair]))
+                both.append(
+                    _timed_seconds(lambda: [r for pair in zip(write(), read(apart), strict=True) for r in pair])
+                )
     total = blocks * BLOCK_BYTES
     return {
         "disk.capacity": shutil.disk_usage(folder).total,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from zero_core.supervision import run_as_main, supervised
+from zero_core.supervision import supervised
+from zero_launch.scripts import run_as_main
 
 from .recorder import AllStepsTaken, Recorder
 from .variants import Variant

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from zero_core.engine import Engine
-from zero_core.supervision import run_as_main
 from zero_core.training import Observer, Unobserved
+from zero_launch.scripts import run_as_main
 from zero_partition import StepResult
 
 from ..errors import PlanError
