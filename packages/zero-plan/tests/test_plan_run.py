@@ -14,8 +14,9 @@ import torch
 import zero_deepspeed
 from zero_comm import run_ranks
 from zero_core.engine import Engine
-from zero_core.supervision import Unsupervised, run_as_main, supervised
+from zero_core.supervision import Unsupervised, supervised
 from zero_core.training import Unobserved
+from zero_launch.scripts import run_as_main
 from zero_plan import PlanError, plan, plan_script
 from zero_plan.cli import main
 from zero_plan.dry_run.script import fill_auto, plan_script_rank
