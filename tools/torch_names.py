@@ -44,6 +44,8 @@ NOT_TORCHS |= {
     "_keep_in_fp32_modules_strict",
 }
 """And those of DeepSpeed and of transformers."""
+NOT_TORCHS |= {"_register_atexit"}
+"""And one of `threading`, which `concurrent.futures` itself uses; where it is gone the code does without."""
 NAMESPACES = {"_C", "_autograd"}
 """Parts of torch whose names are listed instead."""
 VERSION = re.compile(r"2\.\d+( or before)?")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import ThreadCoordinator, on_ranks
 
-from zero_ckpt import AsyncSaver, CheckpointError, Interval, NotPlainDataError, open_checkpoint
+from zero_ckpt import AsyncSaver, CheckpointError, Interval, NotPlainDataError, open_checkpoint, verify
 from zero_ckpt.dry_run import dry_run_checkpoints
 from zero_ckpt.writer import BufferedSink
 
@@ -288,6 +290,32 @@ def test_what_is_refused_in_a_dry_run_is_saved_by_no_thread(tmp_path: Path) -> N
             saver.wait()
             saver.save(tmp_path / "run", "t", [interval(bytearray(b"a"))], step=1)
     assert called == [tmp_path / "run" / "t"] and exchanges == []
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(3)", "1 / 0"])
+def test_a_script_that_ends_without_close_waits_for_its_last_save(tmp_path: Path, end: str) -> None:
+    script = f"""
+from zero_ckpt import AsyncSaver, Interval
+data = [bytes(20_000_000) for _ in range(3)]
+saver = AsyncSaver()
+kept = Interval("kept", "param", (20_000_000,), "U8", 0, data[0], version=lambda: 0)
+moment = [Interval(f"w{{n}}", "param", (20_000_000,), "U8", 0, data[n]) for n in (1, 2)]
+saver.save({str(tmp_path / "run")!r}, "t", [kept, *moment], step=1)
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[end]
+    assert verify(tmp_path / "run" / "t").ok and len(open_checkpoint(tmp_path / "run").tensors) == 3
+
+
+def test_a_save_that_fails_when_its_script_has_ended_is_logged(tmp_path: Path) -> None:
+    (tmp_path / "run").write_bytes(b"no folder")
+    script = f"""
+from zero_ckpt import AsyncSaver, Interval
+AsyncSaver().save({str(tmp_path / "run")!r}, "t", [Interval("w", "param", (4,), "U8", 0, b"abcd")], step=1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, text=True)
+    assert done.returncode == 0 and "Not a directory" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_nothing_of_a_save_is_kept_when_it_is_done(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ threads make the same collective calls in the same order.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import queue
 import threading
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
+logger = logging.getLogger("zero_ckpt")
+
+
 class AsyncSaver:
     """Saves checkpoints in the background, at most `max_pending` at a time.
 
@@ -46,7 +51,8 @@ class AsyncSaver:
     after that. Memory of up to `max_pending` snapshots is kept until `close`; `allow` is called with the bytes of one
     before they are allocated, and may raise to refuse them.
 
-    A process that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
+    A process that ends without `close` first finishes the saves that were started, and logs what fails then. One that
+    is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
     CheckpointError.
     """
 
@@ -77,6 +83,7 @@ class AsyncSaver:
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="zero-ckpt-async", daemon=True)
         self._thread.start()
+        _OPEN.add(self)
 
     def save(
         self,
@@ -180,6 +187,7 @@ class AsyncSaver:
             return
         if not self._closed:
             self._closed = True
+            _OPEN.discard(self)
             self._jobs.put(None)
             self._thread.join()
             self._copier.shutdown()
@@ -231,6 +239,20 @@ class AsyncSaver:
         finally:
             job.drop_references()
             self._arenas.put(job.arena)
+
+
+def _close_at_exit() -> None:
+    """Finish the saves of every saver that was not closed; failures are logged."""
+    for saver in list(_OPEN):
+        try:
+            saver.close()
+        except Exception as error:  # nobody is left to raise it to
+            logger.error("the process has ended, and a save in the background failed: %s", error)
+
+
+_OPEN: set[AsyncSaver] = set()
+# before the pools of concurrent.futures end, which a save needs; exit functions of atexit come after that
+getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
 
 
 @dataclass
