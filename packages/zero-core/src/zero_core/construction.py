@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from zero_comm import EngineGroups, init
+from zero_offload import malloc
 from zero_partition import Init as PartitionInit
 from zero_partition import (
     NewShard,
@@ -52,7 +52,7 @@ class Init:
     ``config``, ``mpu``, ``device``: as for `initialize`. The context does nothing without a ``config``, below stage 3,
     and when ``enabled`` is false. Initial values equal those that one process with the same seed draws. With
     ``offload_param`` on NVMe the shards are in files below ``nvme_path``, so that the model may exceed the memory of
-    all ranks. Named as `zero_partition.Init`, which it makes from the configuration. Collective."""
+    all ranks; `keep_freed_memory` holds from here on. Named as `zero_partition.Init`, which it makes. Collective."""
 
     def __init__(
         self, config: Any = None, *, enabled: bool = True, mpu: Any = None, device: torch.device | str | None = None
@@ -70,16 +70,16 @@ class Init:
             ranks = place.ranks
             resolved = Config.load(supervisor().config(self._config, ranks), world_size=ranks)
             if resolved.zero_optimization.stage >= 3:
+                if resolved.keep_freed_memory is not None:
+                    malloc.keep_freed_memory(resolved.keep_freed_memory)
                 groups = EngineGroups.open(place.data_rows, for_cpu=True)
                 self._inner = PartitionInit(groups.gather, groups.control, new_shard=shards_in(resolved))
                 self._inner.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: Any) -> None:
         if self._inner is not None:
-            self._inner.__exit__(kind, error, trace)
+            self._inner.__exit__(*failure)
 
 
 def shards_in(config: Config) -> NewShard | None:
