@@ -165,3 +165,12 @@ def test_a_benchmark_leaves_a_result_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert found["bench"] == "bench_small.py" and found["rows"] == [["ratio 0.5"]] and found["versions"]["torch"]
     script.write_text("raise SystemExit(3)")
     assert results.main([str(tmp_path / "other"), str(script)]) == 3 and not (tmp_path / "other").exists()
+
+
+def test_threads_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = tool("check_docs", monkeypatch)
+    row = "| [a 1](https://example.org/1) | it hangs | `tests-integration/test_page_checks.py::{}` |"
+    assert not list(check.missing_tests(row.format("test_prose")))
+    assert list(check.missing_tests(row.format("test_verse")))
+    assert list(check.missing_tests(row.replace("https:", "").format("test_prose")))
+    assert list(check.missing_tests("no row"))

@@ -1,6 +1,6 @@
 """Check the Markdown pages: relative links and pictures lead to files and headings that exist, the examples parse, the
-site has every page of docs/, every question is answered by a link, and the front page's figures are those of the
-benchmarks.
+site has every page of docs/, every question is answered by a link, the front page's figures are those of the
+benchmarks, and the tests that docs/public-threads.md names exist.
 
 Standard library only. Python examples must be valid Python (a `>>>` session counts by its input lines), JSON examples
 valid JSON; every script in docs/examples/ must compile.
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FIGURE = re.compile(r"\d+\.\d+")
+TEST = re.compile(r"`([\w./-]+\.py)::(\w+)`")
 QUESTIONS = 20
 
 
@@ -102,6 +103,22 @@ def not_measured(front: str, benchmarks: str) -> Iterator[str]:
             yield f"README.md: docs/benchmarks.md has no row {name!r} with {', '.join(sorted(figures))}"
 
 
+def missing_tests(threads: str) -> Iterator[str]:
+    """Complaints about docs/public-threads.md: each row links a thread and names tests that exist. ``threads``: the
+    text of the page."""
+    rows = [row for row in threads.splitlines() if row.startswith("| [")]
+    if not rows:
+        yield "docs/public-threads.md: expected rows that begin with a link"
+    for row in rows:
+        tests = TEST.findall(row)
+        if "](https://" not in row or not tests:
+            yield f"docs/public-threads.md: expected a link and a test `FILE::NAME` in {row}"
+        for file, name in tests:
+            text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+            if f"\ndef {name}(" not in text:
+                yield f"docs/public-threads.md: there is no test {file}::{name}"
+
+
 def parse_example(language: str, body: str) -> None:
     if language == "python":
         if body.lstrip().startswith(">>>"):
@@ -124,11 +141,12 @@ def broken_examples(page: Path, text: str) -> Iterator[str]:
 
 def main() -> int:
     """Print every complaint; the exit status is 1 when there is one."""
-    front, questions, readme, benchmarks = (
+    front, questions, readme, benchmarks, threads = (
         (ROOT / name).read_text(encoding="utf-8")
-        for name in ("docs/index.md", "docs/questions.md", "README.md", "docs/benchmarks.md")
+        for name in ("docs/index.md", "docs/questions.md", "README.md", "docs/benchmarks.md", "docs/public-threads.md")
     )
     complaints = [*not_on_the_site(), *unanswered(front, questions), *not_measured(readme, benchmarks)]
+    complaints += missing_tests(threads)
     for page in pages():
         text = page.read_text(encoding="utf-8")
         complaints += [*broken_links(page, text), *broken_examples(page, text)]
