@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import site
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from zero_core.training import Unobserved
 from zero_launch.scripts import run_as_main
 from zero_plan import PlanError, plan, plan_script
 from zero_plan.cli import main
+from zero_plan.dry_run.lines import user_line
 from zero_plan.dry_run.script import fill_auto, plan_script_rank
 from zero_plan.planned import Plan, RankPlan
 from zero_plan.scripts import Script, ScriptRank
@@ -298,3 +301,17 @@ def test_what_a_script_sends_is_what_it_sends_in_a_real_run(
     found = plan_script(Script(str(SCRIPTS / name), arguments), world_size=2).plan
     for rank in found.ranks:
         assert sorted(map(tuple, rank.sent)) == sorted(sent[rank.rank])
+
+
+@pytest.mark.parametrize("folder", [site.getusersitepackages(), os.path.dirname(torch.__file__)])
+def test_installed_packages_are_not_the_users_code_and_names_like_ours_are(folder: str, tmp_path: Path) -> None:
+    def line_of(path: str, module: str) -> str | None:
+        try:
+            exec(compile("raise ValueError", path, "exec"), {"__name__": module})
+        except ValueError as error:
+            return user_line(error.__traceback__.tb_next)  # type: ignore[union-attr]
+        return None
+
+    assert line_of(f"{folder}/other/module.py", "other.module") is None
+    assert line_of(str(tmp_path / "zero_shot.py"), "zero_shot") == f"{tmp_path / 'zero_shot.py'}, line 1"
+    assert line_of(str(tmp_path / "plan.py"), "zero_plan.dry") is None

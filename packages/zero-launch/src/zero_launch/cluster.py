@@ -89,10 +89,11 @@ class Cluster(abc.ABC):
         self._conclude()
 
     def _check(self) -> None:
-        """Raise ValueError for too few hosts or a direct rank; FileNotFoundError without the transport's program."""
+        """Raise ValueError if the host list is shorter than `_minimum`, or if the job has a `LaunchSpec.direct_rank`;
+        FileNotFoundError if the transport's program is not in PATH here. No host is contacted."""
         self._spec.transport.check()
         if self._spec.job.direct_rank is not None:
-            raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it away")
+            raise ValueError("direct_rank: on several hosts no rank can have the terminal; leave it out")
         if self._minimum > len(self._roster.peers):
             listing = ", ".join(self._roster.peers)
             raise ValueError(

@@ -126,7 +126,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return members
 
     def _one_device(self) -> torch.device:
-        """Return the device of all parameters; ValueError if they are on several."""
+        """Return the device of all parameters that require gradients; without such parameters, the current accelerator,
+        else the CPU. ValueError if they are on several.
+        """
         devices = {member.param.device for member in self._members}
         if len(devices) > 1:
             told = ", ".join(sorted(map(str, devices)))

@@ -46,8 +46,8 @@ class TorchBlockQuantizer:
 
     def quantize_blocks(self, x: Tensor, format: BlockFormat, block: int) -> tuple[Tensor, Tensor]:
         """Return payload (uint8) and scales (float32) of the 1-D tensor `x`, in `format` with `block` elements per
-        scale, on its device. The last block may be shorter. Payload: a byte for each element, for ``int4`` one for two
-        elements, rounded up.
+        scale (an even number for ``int4``), on its device. The last block may be shorter. Payload: a byte for each
+        element, for ``int4`` one for two elements, rounded up.
         """
         limit = LARGEST_CODE[format]
         rows, scales = _scaled_rows(x, block, limit)

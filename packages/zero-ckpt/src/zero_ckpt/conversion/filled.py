@@ -163,10 +163,11 @@ def _fill_all(
 
 
 def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Progress) -> int:
-    """Read a tensor from `source` and write it from byte `begin` of the file `fd` on, piece by piece. Returns the
-    CRC-32 of its bytes.
+    """Read a tensor from `source` in its stored dtype, convert it, and write it from byte `begin` of the file `fd` on,
+    piece by piece; return the CRC-32 of the bytes written.
 
-    A tensor that the source does not have is zeros, which are there already. `progress` is called with the bytes.
+    A tensor that the source does not have is zeros, which the file holds already: nothing is written. `progress` is
+    called with the number of bytes of each piece in the output, also for zeros.
     """
     found, size = 0, ITEMSIZE[tensor.dtype]
     if (tensor.name, tensor.kind) not in source.tensors:

@@ -38,7 +38,8 @@ class SourceTensor(Protocol):
 
 
 class Source(Protocol):
-    """Tensors by (name, kind) that can be read piece by piece. A `zero_ckpt.Checkpoint` is one.
+    """Tensors by (name, kind), in the order of the output, that can be read piece by piece; kinds are those of
+    `Interval`, dtypes have their safetensors names. A `zero_ckpt.Checkpoint` is one.
 
     `aliases` maps tied names to the name in `tensors`, `step` counts optimizer steps, `client_state` is plain data.
     """

@@ -145,7 +145,8 @@ class StateIntervals:
         return isinstance(self._state.partition.residency, DeviceResidency)
 
     def _stays(self, unit: Unit) -> bool:
-        """Return whether a unit's weights can be read by `later`: only the engine writes them, or they are linked."""
+        """Return whether `later` reads a unit's weights where they lie, so that `present` need not copy them: shards on
+        the device that only the engine writes, and shards in files that the save can link, as `present` finds out."""
         return unit.releasable if self._on_device else unit.name in self._linked
 
     def _follows(self, unit: Unit) -> bool:

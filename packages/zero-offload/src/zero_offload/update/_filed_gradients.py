@@ -96,9 +96,12 @@ class NvmeGradients:
             raise
 
     def borrow(self, shard: str) -> tuple[torch.Tensor, bool]:
-        """Return the part of a buffer that is for a shard's gradient (1-D), and whether it holds the sum so far, read
-        from its file if need be; if not, its content is arbitrary. Valid until `give_back`. Waits for gradients from
-        the device until buffers are left, and for this shard's. ShardError for an unknown shard.
+        """Return a shard's part of a buffer (1-D, in its ``grad_dtype``), valid until `give_back`, and whether it holds
+        the sum so far, read from its file if need be; if not, its content is arbitrary.
+
+        Starts writing gradients that have arrived from the device, and waits for others until a buffer is left, or for
+        all of them if this shard's is on its way. ShardError for an unknown shard or a failed transfer; StoreFullError
+        if every buffer is held.
         """
         self._write_arrived(at_most=self._most_arriving - 1)
         pack, dtype = known_shard(self._shards, shard)

@@ -71,7 +71,8 @@ class NoValues:
 
 class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """A `FakeTensorMode` that tracks storages in ``memory``, counts FLOPs in ``operations`` and answers reads of
-    values: from `ANSWERS`, else from ``values`` (by default `NoValues`).
+    values: from `ANSWERS`, else from ``values`` (by default `NoValues`). Operations also take real tensors, by their
+    shapes alone.
 
     In a forked process (a worker of a data loader) tensors are real, and fake tensors made before the fork are zeros.
     Raises `PlanError` for any other read of values, naming the line in the user's file, and for a tensor that is on
