@@ -22,6 +22,7 @@ config, output, last = sys.argv[1:]
 arguments = TrainingArguments(
     output_dir=output,
     deepspeed=config,
+    use_cpu=True,
     max_steps=int(last),
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,

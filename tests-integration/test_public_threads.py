@@ -117,8 +117,18 @@ def test_trainer_resumes_on_another_number_of_ranks(config: str, tmp_path: Path)
     script, settings = str(Path(__file__).with_name("_resume_training.py")), str(EXAMPLES / f"{config}.json")
     losses = []
     for ranks, begin in ((2, 0), (1, 2), (2, 4)):
-        command = ("-m", "zero_launch", "--nproc", str(ranks), script, settings, "out", str(begin + 2))
-        printed = run(tmp_path, *command)
+        command = (
+            "-m",
+            "zero_launch",
+            "--as-deepspeed",
+            "--nproc",
+            str(ranks),
+            script,
+            settings,
+            "out",
+            str(begin + 2),
+        )
+        printed = run(tmp_path, *command, named=False)
         assert f"begins at step {begin}" in printed, printed
         losses.append(final_loss(printed))
     assert losses[2] < losses[1] < losses[0]
