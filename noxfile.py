@@ -86,6 +86,9 @@ def lint_failures(python: str) -> list[str]:
             "house rules": check_aside("house rules", python, str(ROOT / "tools" / "check_house.py")),
             "docstrings": check_aside("docstrings", python, str(ROOT / "tools" / "check_docstrings.py")),
             "command lines": check_aside("command lines", python, str(ROOT / "tools" / "command_page.py"), "--check"),
+            "configuration page": check_aside(
+                "configuration page", python, str(ROOT / "tools" / "config_page.py"), "--check"
+            ),
             "pictures": check_aside("pictures", python, str(ROOT / "tools" / "pictures.py"), "--check"),
             "mypy": check_aside("mypy", python, "-m", "mypy", f"@{modules.name}"),
             "torch's names": check_aside("torch's names", python, str(ROOT / "tools" / "torch_names.py")),
