@@ -1,4 +1,4 @@
-"""A small model of Transformers over sequence shards under the engine, and the same training in one process."""
+"""Small models of Transformers over sequence shards under the engine, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import zero_core
 from zero_sequence import SequenceGroups, SequenceLoader, Ulysses, sequence_loss, shift_labels
 
-__import_ahead__ = ["transformers.models.llama.modeling_llama"]
+__import_ahead__ = [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3")]
 WORDS, LENGTH, MICRO, STEPS, LR, CLIP = 31, 16, 2, 3, 1e-2, 0.7
 SHAPE = {
     "vocab_size": WORDS,
@@ -25,12 +25,17 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+GPT2 = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 64}
+GPT2 |= {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+MODELS = ("llama", "gpt2", "qwen3", "bert")
 RECOMPUTED = {"use_reentrant": False}
 
 
 class Run(NamedTuple):
     """A run. ``sequence``: ranks that share a sequence. ``recompute``: activation checkpointing. ``lora``: adapters of
-    peft on a frozen base. ``offload``: states and, at stage 3, parameters on the host. ``built_sharded``: by `Init`."""
+    peft on a frozen base. ``offload``: states and, at stage 3, parameters on the host. ``built_sharded``: by `Init`.
+    ``model``: one of `MODELS`; "bert" is a masked encoder, and some of its samples are padded."""
 
     sequence: int
     stage: int
@@ -39,11 +44,25 @@ class Run(NamedTuple):
     offload: bool = False
     built_sharded: bool = False
     accumulation: int = 1
+    model: str = "llama"
+
+
+def build(kind: str) -> nn.Module:
+    if kind == "gpt2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2))
+    if kind == "qwen3":
+        return transformers.Qwen3ForCausalLM(
+            transformers.Qwen3Config(**{**SHAPE, "num_key_value_heads": 1, "head_dim": 8})
+        )
+    if kind == "bert":
+        shape = {name: size for name, size in SHAPE.items() if name != "num_key_value_heads"}
+        return transformers.BertForMaskedLM(transformers.BertConfig(**shape, **NO_DROPOUT, pad_token_id=0))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
 
 
 def make(run: Run) -> nn.Module:
     torch.manual_seed(7)
-    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).double()
+    model = build(run.model).double()
     if run.recompute:
         model.gradient_checkpointing_enable(RECOMPUTED)  # type: ignore[operator]
     if run.lora:
@@ -53,15 +72,21 @@ def make(run: Run) -> nn.Module:
     return model
 
 
-def samples(count: int) -> list[dict[str, torch.Tensor]]:
-    """Samples whose labels are ignored in part: some ranks of a sequence have no valid token."""
+def samples(run: Run, count: int) -> list[dict[str, torch.Tensor]]:
+    """Samples whose labels are ignored in part: some ranks of a sequence have no valid token. Those of an encoder are
+    padded in part, and their labels are not to be shifted."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for number in range(count):
         ids = torch.randint(3, WORDS, (LENGTH,), generator=generator)
         labels = ids.clone()
         labels[: (5 * number) % LENGTH] = -100
-        found.append({"input_ids": ids, "labels": labels})
+        if run.model == "bert":
+            mask = torch.ones_like(ids)
+            mask[LENGTH - number % 4 :] = 0
+            found.append({"input_ids": ids, "attention_mask": mask, "shift_labels": labels})
+        else:
+            found.append({"input_ids": ids, "labels": labels})
     return found
 
 
@@ -88,7 +113,7 @@ def settings(run: Run, **more: Any) -> dict[str, Any]:
 
 def token_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     inputs = {key: value for key, value in batch.items() if key != "shift_labels"}
-    return cross_entropy(model(**inputs, use_cache=False).logits.flatten(0, 1), batch["shift_labels"].flatten())
+    return cross_entropy(model(**inputs).logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
 def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
@@ -96,7 +121,7 @@ def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[floa
     model = make(run).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
-    rows = samples(needed(run, data))
+    rows = samples(run, needed(run, data))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
     losses, norms, start = [], [], 0
     for _ in range(STEPS):
@@ -105,7 +130,8 @@ def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[floa
             start += len(drawn)
             for group in range(data):
                 batch = {key: torch.stack([row[key] for row in drawn[group::data]]) for key in drawn[0]}
-                batch["shift_labels"] = shift_labels(batch.pop("labels"))
+                if "labels" in batch:
+                    batch["shift_labels"] = shift_labels(batch.pop("labels"))
                 loss = token_losses(model, batch)
                 (loss / data / run.accumulation).backward()
                 losses += [float(loss.detach())] if group == 0 else []
@@ -119,7 +145,7 @@ def start(run: Run, groups: SequenceGroups, **more: Any) -> zero_core.Engine:
     with zero_core.Init(settings(run), mpu=groups, enabled=run.built_sharded):
         model = make(run)
     Ulysses(model, groups)
-    rows = samples(needed(run, dist.get_world_size() // run.sequence))
+    rows = samples(run, needed(run, dist.get_world_size() // run.sequence))
     return zero_core.initialize(model=model, config=settings(run, **more), mpu=groups, training_data=rows)[0]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import training
-from sequence_runs import MICRO, STEPS, Run, make, one_process, over_ranks, settings, start, steps
+from sequence_runs import MICRO, MODELS, STEPS, Run, make, one_process, over_ranks, settings, start, steps
 
 import zero_core
 from zero_comm import run_ranks
@@ -37,10 +37,13 @@ def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize(("sequence", "data"), [(2, 1), (2, 2), pytest.param(4, 1, marks=SOAK)])
-def test_every_stage_follows_one_process_bit_for_bit_alike(sequence: int, data: int) -> None:
-    runs = [Run(sequence, stage) for stage in STAGES]
-    answers = run_ranks(over_ranks, sequence * data, runs)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("sequence", "data"), [(2, 1), (2, 2), *(pytest.param(*sizes, marks=SOAK) for sizes in ((1, 2), (4, 1), (4, 2)))]
+)
+def test_every_stage_follows_one_process_bit_for_bit_alike(sequence: int, data: int, model: str) -> None:
+    runs = [Run(sequence, stage, model=model) for stage in STAGES]
+    answers = run_ranks(over_ranks, sequence * data, runs, timeout=280.0)
     check(answers, runs, data)
     first = answers[0][0]
     for ranks in answers:
