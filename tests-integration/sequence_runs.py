@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import peft
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import zero_core
-from zero_sequence import SequenceGroups, SequenceLoader, Ulysses, sequence_loss, shift_labels
+from zero_sequence import SequenceGroups, SequenceLoader, TiledCausalLoss, Ulysses, sequence_loss, shift_labels, tiled
 
 __import_ahead__ = [f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "qwen3")]
 WORDS, LENGTH, MICRO, STEPS, LR, CLIP = 31, 16, 2, 3, 1e-2, 0.7
@@ -35,7 +36,8 @@ RECOMPUTED = {"use_reentrant": False}
 class Run(NamedTuple):
     """A run. ``sequence``: ranks that share a sequence. ``recompute``: activation checkpointing. ``lora``: adapters of
     peft on a frozen base. ``offload``: states and, at stage 3, parameters on the host. ``built_sharded``: by `Init`.
-    ``model``: one of `MODELS`; "bert" is a masked encoder, and some of its samples are padded."""
+    ``model``: one of `MODELS`; "bert" is a masked encoder, and some of its samples are padded. ``tiled``: loss and
+    MLPs in tiles, what checkpointing keeps in files."""
 
     sequence: int
     stage: int
@@ -45,6 +47,7 @@ class Run(NamedTuple):
     built_sharded: bool = False
     accumulation: int = 1
     model: str = "llama"
+    tiled: bool = False
 
 
 def build(kind: str) -> nn.Module:
@@ -111,7 +114,10 @@ def settings(run: Run, **more: Any) -> dict[str, Any]:
     }
 
 
-def token_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def token_losses(model: Any, batch: dict[str, torch.Tensor], *, tiled: bool = False) -> torch.Tensor:
+    """The mean loss over the valid tokens of ``batch``; ``tiled``: as the model itself computes it."""
+    if tiled:
+        return cast("torch.Tensor", model(**batch, labels=batch["shift_labels"]).loss)
     inputs = {key: value for key, value in batch.items() if key != "shift_labels"}
     return cross_entropy(model(**inputs).logits.flatten(0, 1), batch["shift_labels"].flatten())
 
@@ -145,17 +151,23 @@ def start(run: Run, groups: SequenceGroups, **more: Any) -> zero_core.Engine:
     with zero_core.Init(settings(run), mpu=groups, enabled=run.built_sharded):
         model = make(run)
     Ulysses(model, groups)
+    if run.tiled:
+        TiledCausalLoss(model, budget_bytes=3 * WORDS * 16)
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(tiled, layer.mlp.forward, tiles=3)
     rows = samples(run, needed(run, dist.get_world_size() // run.sequence))
     return zero_core.initialize(model=model, config=settings(run, **more), mpu=groups, training_data=rows)[0]
 
 
-def steps(engine: zero_core.Engine, groups: SequenceGroups, count: int) -> tuple[list[float], list[float]]:
-    """Train for ``count`` micro-batches; return this rank's losses, and the norms of the steps."""
+def steps(
+    engine: zero_core.Engine, groups: SequenceGroups, count: int, *, tiled: bool = False
+) -> tuple[list[float], list[float]]:
+    """Train for ``count`` micro-batches, ``tiled`` as in `Run`; return this rank's losses, and the norms of the steps."""
     losses, norms = [], []
     batches = iter(SequenceLoader(engine.training_dataloader, groups, source="same"))
     for _ in range(count):
         batch = next(batches)
-        loss = sequence_loss(token_losses(engine, batch), batch["shift_labels"], groups.sequence)
+        loss = sequence_loss(token_losses(engine, batch, tiled=tiled), batch["shift_labels"], groups.sequence)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.backward(loss)
         engine.step()
@@ -164,13 +176,14 @@ def steps(engine: zero_core.Engine, groups: SequenceGroups, count: int) -> tuple
     return losses, norms
 
 
-def over_ranks(runs: list[Run]) -> list[dict[str, Any]]:
-    """Train each run; return weights, losses, norms and facts of this rank."""
+def over_ranks(runs: list[Run], folder: str = "") -> list[dict[str, Any]]:
+    """Train each run; return weights, losses, norms and facts of this rank. ``folder``: for activations in files."""
     answers = []
     for run in runs:
         groups = SequenceGroups.open(run.sequence)
-        engine = start(run, groups)
-        losses, norms = steps(engine, groups, STEPS * run.accumulation)
+        activations = {"device": "nvme", "nvme_path": folder, "min_bytes": 1}
+        engine = start(run, groups, **({"offload": {"activations": activations}} if run.tiled else {}))
+        losses, norms = steps(engine, groups, STEPS * run.accumulation, tiled=run.tiled)
         sampler = engine.training_dataloader.data_sampler
         answers.append(
             {

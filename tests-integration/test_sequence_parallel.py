@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sequence_runs import MICRO, MODELS, STEPS, Run, make, one_process, over_ran
 
 import zero_core
 from zero_comm import run_ranks
+from zero_report import SpanKind, read_run
 from zero_sequence import SequenceGroups
 
 STAGES = (0, 1, 2, 3)
@@ -61,16 +63,40 @@ COMPOSED = [
     Run(2, 2, offload=True),
     Run(2, 3, offload=True, built_sharded=True),
     Run(2, 3, built_sharded=True, recompute=True),
+    Run(2, 1, recompute=True, tiled=True),
+    Run(2, 3, accumulation=2, recompute=True, tiled=True),
 ]
 
 
-def test_what_else_an_engine_does_is_done_over_shards() -> None:
-    check(run_ranks(over_ranks, 2, COMPOSED), COMPOSED, 1)
+def test_what_else_an_engine_does_is_done_over_shards(tmp_path: Path) -> None:
+    check(run_ranks(over_ranks, 2, COMPOSED, str(tmp_path)), COMPOSED, 1)
 
 
 @pytest.mark.soak
-def test_what_else_an_engine_does_is_done_over_shards_of_several_samples() -> None:
-    check(run_ranks(over_ranks, 4, COMPOSED), COMPOSED, 2)
+def test_what_else_an_engine_does_is_done_over_shards_of_several_samples(tmp_path: Path) -> None:
+    check(run_ranks(over_ranks, 4, COMPOSED, str(tmp_path)), COMPOSED, 2)
+
+
+def reported(folder: str) -> tuple[str, bool, float]:
+    """The table of what was sent, whether it is of the groups' own ledger, and the seconds that exchanges were waited
+    for."""
+    run = Run(2, 1)
+    groups = SequenceGroups.open(run.sequence)
+    engine = start(run, groups, run_record={"path": folder})
+    steps(engine, groups, 3)
+    found = engine.communication_table(), groups.ledger is engine.ledger, engine.ledger.seconds("exchange")[1]
+    engine.destroy()
+    return found
+
+
+def test_the_engines_report_names_the_exchanges_which_nothing_hides(tmp_path: Path) -> None:
+    parts = [f"LlamaAttention of layer {n}: {what}" for n in (0, 1) for what in ("queries, keys, values", "outputs")]
+    for table, same, waited in run_ranks(reported, 2, str(tmp_path)):
+        assert same and waited > 0
+        assert "exchange" in table and all(part in table for part in parts)
+    spans = read_run(tmp_path).last.first.block(2).spans
+    exchanges = [span.name for span in spans if span.kind == SpanKind.EXCHANGE and span.waited]
+    assert exchanges.count(parts[0]) == 2 and set(parts) <= set(exchanges)
 
 
 def failing_in_forward(run: Run) -> tuple[str, float]:

@@ -120,6 +120,34 @@ def test_an_attention_of_the_users_own_sees_positions_and_padding_of_the_full_se
         torch.testing.assert_close(answer["loss"], expected, rtol=0, atol=1e-12)
 
 
+def over_flex(name: str) -> torch.Tensor:
+    groups = SequenceGroups.open(2)
+    model = flex_model(name)
+    Ulysses(model, groups)
+    batch = shard(CASES[name].batch(0), groups)
+    del batch["targets"]
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def flex_model(name: str) -> nn.Module:
+    model = CASES[name].model()
+    model.set_attn_implementation("flex_attention")  # type: ignore[operator]
+    return model.float().eval()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama", "llama packed", "qwen2"])
+def test_flex_attention_has_block_masks_of_the_full_sequence(name: str) -> None:
+    """Without gradients and in float32, which is what flex attention computes on a CPU; it is compiled at first use."""
+    batch = CASES[name].batch(0)
+    del batch["targets"]
+    with torch.no_grad():
+        expected = flex_model(name)(**batch).logits
+    got = torch.cat(run_ranks(over_flex, 2, name, timeout=280.0), dim=1)
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
 def models_refused() -> list[str]:
     import transformers
 

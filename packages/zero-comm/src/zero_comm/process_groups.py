@@ -151,10 +151,11 @@ class EngineGroups:
     def cover(self, groups: Iterable[Group | Control], connections: Connections) -> None:
         """Have the engine's watch cover ``groups`` that others have opened, with ``connections``, for the same ranks.
 
-        A wait in them counts as one of the engine's, their errors name the cause that a rank has reported, and `abort`
-        cuts their connections, which `reopen` does not open again.
+        A wait in them counts as one of the engine's, the engine's ledger counts what they send, their errors name the
+        cause that a rank has reported, and `abort` cuts their connections, which `reopen` does not open again.
         """
         for group in groups:
+            group.ledger = self.control.ledger
             group.show_waits(self.control.watched, self.control.explain)
         self._connections.include(connections)
 

@@ -24,7 +24,6 @@ class SequenceGroups:
         sequence: carries the exchanges of attention.
         batches: carries batches, on the CPU.
         control: small messages by which the ranks of a sequence group agree.
-        ledger: counts what these three send.
         sequence_rows, data_rows: the global ranks of every sequence group, and of every data group.
     """
 
@@ -40,10 +39,9 @@ class SequenceGroups:
         self.sequence = sequence
         self.batches = batches
         self.control = control
-        self.ledger = sequence.ledger
         self.rank = sequence.rank
         self.size = sequence.world_size
-        self._data = Group(data_group, ledger=self.ledger)
+        self._data = Group(data_group, ledger=sequence.ledger)
         self._connections = connections
         self._alone = Group(None)
         self.sequence_rows, self.data_rows = rows
@@ -51,6 +49,7 @@ class SequenceGroups:
     @classmethod
     def open(cls, size: int, *, ledger: Ledger | None = None) -> SequenceGroups:
         """Open the groups for ``size`` ranks per sequence. Collective over the world; torch.distributed is initialised.
+        ``ledger``: counts what they send, until they join an engine.
 
         Raises `SequenceError` on every rank when ``size`` does not divide the world size, or is not the same on every
         rank.
@@ -79,9 +78,15 @@ class SequenceGroups:
             data = open_group(columns)
         return cls(sequence, batches, control, data, (rows, columns), connections)
 
+    @property
+    def ledger(self) -> Ledger:
+        """What the groups send, by layer: a ledger of their own, or that of the engine that they have joined."""
+        return self.sequence.ledger
+
     def join_engine(self, groups: EngineGroups) -> None:
-        """Have the engine with these ``groups`` watch over this rank's exchanges: a rank that fails, is stopped or
-        makes no further call then ends those that its peers wait in, with its cause. `zero_core.initialize` calls it.
+        """Have the engine with these ``groups`` watch over this rank's exchanges and count them: a rank that fails, is
+        stopped or makes no further call then ends those that its peers wait in, with its cause. `zero_core.initialize`
+        calls it.
         """
         groups.cover((self.sequence, self.batches, self.control, self._data), self._connections)
 

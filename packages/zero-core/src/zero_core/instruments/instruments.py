@@ -228,11 +228,11 @@ class PrintingInstruments:
 
     def _overlap_line(self) -> str:
         """Return a line on the communication that has ended since the last such line: seconds, overlapped fraction."""
-        before, self._open_waited = self._open_waited, self._state.ledger.seconds("gather", "reduce", "publish")
+        ledger, step = self._state.ledger, self._state.counters.global_steps
+        before, self._open_waited = self._open_waited, ledger.seconds("gather", "reduce", "publish", "exchange")
         open_, waited = (max(0.0, now - then) for now, then in zip(self._open_waited, before, strict=True))
-        unknown = ", not measured here" if self._state.ledger.untimed("gather", "reduce", "publish") else ""
+        unknown = ", not measured here" if ledger.untimed("gather", "reduce", "publish", "exchange") else ""
         hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else unknown
-        step = self._state.counters.global_steps
         return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
     def _progress_line(self) -> str:

@@ -72,7 +72,7 @@ class MemorySampler:
         if self._samples:
             if self._planned is not None:
                 ledger = self._state.ledger
-                sent = ledger.sent_bytes() - ledger.sent_bytes("control")
+                sent = ledger.sent_bytes() - ledger.sent_bytes("control") - ledger.sent_bytes("exchange")  # not planned
                 self._planned.after_step(self._steps, self._peaks, sent, self._device)
             if self._steps >= _WARM:
                 self._due = time.perf_counter() + _PAUSE * self._sample_seconds

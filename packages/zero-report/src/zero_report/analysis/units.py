@@ -34,6 +34,7 @@ _BYTES = {
     SpanKind.BROADCAST: "other",
     SpanKind.CONTROL: "other",
     SpanKind.CHECKPOINT: "other",
+    SpanKind.EXCHANGE: "other",
     SpanKind.TIER_READ: "read",
     SpanKind.TIER_WRITE: "written",
 }

@@ -62,6 +62,7 @@ class SpanKind(IntEnum):
     TIER_WRITE = 11
     COMPUTE = 12  # one unit in a forward pass, a backward pass or an update
     SAVE = 13  # a checkpoint blocked training
+    EXCHANGE = 14  # of sequence shards for attention heads, and of batches
 
 
 PHASES = (SpanKind.DATA, SpanKind.FORWARD, SpanKind.BACKWARD, SpanKind.UPDATE, SpanKind.SAVE)
@@ -72,6 +73,7 @@ COLLECTIVES = (
     SpanKind.BROADCAST,
     SpanKind.CONTROL,
     SpanKind.CHECKPOINT,
+    SpanKind.EXCHANGE,
 )
 TIERS = (SpanKind.TIER_READ, SpanKind.TIER_WRITE)
 
@@ -100,7 +102,7 @@ COLUMNS = (
     Column("backward_s", "sum", "seconds in backward passes"),
     Column("update_s", "sum", "seconds in the optimizer's step"),
     Column("save_s", "sum", "seconds in which checkpoints blocked the run"),
-    Column("gather_wait_s", "sum", "seconds waited for gathers, publishing and broadcasts"),
+    Column("gather_wait_s", "sum", "seconds waited for gathers, publishing, broadcasts and exchanges"),
     Column("reduce_wait_s", "sum", "seconds waited for reductions"),
     Column("control_wait_s", "sum", "seconds waited for control messages"),
     Column("tier_wait_s", "sum", "seconds waited for host or NVMe transfers"),

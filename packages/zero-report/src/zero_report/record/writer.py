@@ -37,7 +37,7 @@ _PHASES = {
     SpanKind.UPDATE: "update_s",
     SpanKind.SAVE: "save_s",
 }
-_GATHERS = (SpanKind.GATHER, SpanKind.PUBLISH, SpanKind.BROADCAST)
+_GATHERS = (SpanKind.GATHER, SpanKind.PUBLISH, SpanKind.BROADCAST, SpanKind.EXCHANGE)
 _WAITS = {
     **dict.fromkeys(COLLECTIVES, "control_wait_s"),
     **dict.fromkeys(_GATHERS, "gather_wait_s"),

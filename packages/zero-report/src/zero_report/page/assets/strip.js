@@ -1,9 +1,9 @@
 // The strip: one step of all ranks, with lanes for passes, units, collectives and tiers. Times that were only waited are
 // hatched.
 
-const KINDS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "broadcast", "control", "checkpoint", "read", "write", "unit", "save"];
-const COLOURS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "publish", "control", "save", "tier", "tier", "compute", "save"];
-const LANES = [0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 1, 0];
+const KINDS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "broadcast", "control", "checkpoint", "read", "write", "unit", "save", "exchange"];
+const COLOURS = ["data", "forward", "backward", "update", "gather", "reduce", "publish", "publish", "control", "save", "tier", "tier", "compute", "save", "publish"];
+const LANES = [0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 3, 3, 1, 0, 2];
 const COMPUTE = 12;
 
 const LANE_NAMES = ["passes", "units", "messages", "tiers"];
