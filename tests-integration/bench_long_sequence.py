@@ -3,7 +3,7 @@
     python tests-integration/bench_long_sequence.py [--limit GIB] [--most TIMES] [--only NAME ...] [--folder PATH]
 
 A Llama of Transformers with the 128,256 words of Llama 3, float32, AdamW, stage 3, checkpointed layers, one sequence at
-a time. "without" does nothing else, and each rank has a sequence of its own. With "ours" both ranks share one (Ulysses),
+a time. "without" does nothing else: each rank has a sequence of its own. With "ours" both ranks share one (Ulysses),
 loss and MLPs run in tiles, and checkpointed activations wait in files. DeepSpeed's ALST has names for all but the last:
 its activations move from an accelerator to the host, so on a CPU they stay. A missing DeepSpeed is an error.
 
@@ -123,6 +123,10 @@ def ours(longest: int, _rank: int, folder: str) -> Step:
     return step
 
 
+def mlp_in_tiles(apply: Callable[..., Any], mlp: Any, weights: list[Any], hidden: Any) -> Any:
+    return apply(type(mlp).forward, mlp, hidden, MLP_TILES, weights)
+
+
 def alst(longest: int, rank: int, _folder: str) -> Step:
     import deepspeed
     import torch
@@ -138,10 +142,8 @@ def alst(longest: int, rank: int, _folder: str) -> Step:
         micro_batch_size=1,
     )
     for layer in model.model.layers:
-        plain, weights = type(layer.mlp).forward, list(layer.mlp.parameters())
-        layer.mlp.forward = lambda hidden, mlp=layer.mlp, weights=weights: TiledMLP.apply(
-            plain, mlp, hidden, MLP_TILES, weights
-        )
+        weights = list(layer.mlp.parameters())
+        layer.mlp.forward = partial(mlp_in_tiles, TiledMLP.apply, layer.mlp, weights)
 
     class WithLoss(torch.nn.Module):
         """The model with the sum of its tokens' losses."""
@@ -263,7 +265,7 @@ def longest(tried: Callable[[int], bool], first: int, most: int) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=float, default=4.0, help="GiB for both ranks together")
-    parser.add_argument("--most", type=int, default=16, help="times the longest without")
+    parser.add_argument("--most", type=int, default=8, help="times the longest without")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="for files, on a drive")
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
