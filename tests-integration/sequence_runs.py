@@ -162,7 +162,7 @@ def start(run: Run, groups: SequenceGroups, **more: Any) -> zero_core.Engine:
 def steps(
     engine: zero_core.Engine, groups: SequenceGroups, count: int, *, tiled: bool = False
 ) -> tuple[list[float], list[float]]:
-    """Train for ``count`` micro-batches, ``tiled`` as in `Run`; return this rank's losses and the norms of the steps."""
+    """Train for ``count`` micro-batches, ``tiled`` as in `Run`; return this rank's losses and the steps' norms."""
     losses, norms = [], []
     batches = iter(SequenceLoader(engine.training_dataloader, groups, source="same"))
     for _ in range(count):

@@ -80,7 +80,7 @@ class SequenceGroups:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger that counts what the groups send, by layer: their own, or that of the engine that they have joined."""
+        """The ledger that counts what the groups send, by layer: their own, or that of the engine that they joined."""
         return self.sequence.ledger
 
     def join_engine(self, groups: EngineGroups) -> None:
