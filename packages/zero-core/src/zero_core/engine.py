@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero_ckpt import LoadReport
 from zero_comm import Ledger
 from zero_optim import Scheduler
-from zero_partition import Partition, ShardedOptimizer, UnwrappedModule
+from zero_partition import Partition, ShardedOptimizer, register_unless_wrapper
 from zero_settings import Config
 
 from . import report
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zero_report import Report
 
 
-class Engine(UnwrappedModule):
+class Engine(nn.Module):
     """Trains ``module`` with its states sharded over the ranks; made by `zero_core.initialize`.
 
     Call order of a micro-batch: ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. `step` acts at
@@ -95,6 +95,7 @@ class Engine(UnwrappedModule):
     observer = Delegated[Observer]("_parts.training")
     load_report = Delegated[LoadReport | None]("_parts.checkpoints", "report")
     __copy__, __deepcopy__, __reduce_ex__ = share, refuse_copy, refuse_pickle
+    register_forward_pre_hook = register_unless_wrapper
 
     def __init__(self, state: TrainingState, parts: EngineParts) -> None:
         super().__init__()

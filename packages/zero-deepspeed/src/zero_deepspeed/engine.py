@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
-from zero_partition import UnwrappedModule
+from zero_partition import register_unless_wrapper
 from zero_precision import DynamicLossScale
 from zero_settings import Config
 
@@ -32,9 +32,6 @@ from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import add_names, remove_names
 from .state_files import state_files
 
-if TYPE_CHECKING:
-    pass
-
 logger = logging.getLogger("DeepSpeed")
 
 
@@ -42,7 +39,7 @@ class StageError(UsageError, AssertionError):
     """A call is not allowed at the engine's stage; also an AssertionError, which DeepSpeed raises there."""
 
 
-class DeepSpeedEngine(UnwrappedModule):
+class DeepSpeedEngine(nn.Module):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
     Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a
@@ -59,6 +56,7 @@ class DeepSpeedEngine(UnwrappedModule):
     zero_engine: Engine
     module: nn.Module
 
+    register_forward_pre_hook = register_unless_wrapper
     backward = Delegated[Any]("zero_engine")
     scale = Delegated[Any]("zero_engine")
     step = Delegated[Any]("zero_engine")

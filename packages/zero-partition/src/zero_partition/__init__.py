@@ -38,7 +38,7 @@ from .tiling import TiledLinear
 from .unit import Unit
 from .units import UnitLimits, UnitPlan, plan_units
 from .updates import OwnedFragment, start_in_reduced
-from .wrappers import UnwrappedModule
+from .wrappers import register_unless_wrapper
 
 __all__ = [
     "AveragingOptimizer",
@@ -77,7 +77,6 @@ __all__ = [
     "UnitPlan",
     "UnitState",
     "UnsplitModel",
-    "UnwrappedModule",
     "change_class",
     "element_positions",
     "full_gradient",
@@ -93,6 +92,7 @@ __all__ = [
     "plan_units",
     "present_class",
     "register_external_parameter",
+    "register_unless_wrapper",
     "set_full_gradient",
     "set_full_parameter",
     "set_full_state",

@@ -42,16 +42,15 @@ def refuse_wrappers(partition: Trains) -> Callable[[], object]:
     return end
 
 
-class UnwrappedModule(nn.Module):
-    """A base class of engines: raises `PartitionError` for torch's functions `fully_shard` and `replicate`, which
-    install their hooks on a module before they change its parameters."""
-
-    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """Register ``hook`` as `torch.nn.Module.register_forward_pre_hook` does, unless it is one of these functions'.
-        ``options``: for torch. Raises `PartitionError`."""
-        if _is_from_wrappers(getattr(hook, "__module__", None) or ""):
-            _refuse("fully_shard or replicate")
-        return super().register_forward_pre_hook(hook, **options)
+def register_unless_wrapper(
+    engine: nn.Module, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+) -> RemovableHandle:
+    """Register ``hook`` on ``engine`` as `torch.nn.Module.register_forward_pre_hook` does, in whose place engines have
+    this as a method. Raises `PartitionError` for a hook of torch's functions `fully_shard` and `replicate`, which
+    install it before they change parameters."""
+    if _is_from_wrappers(getattr(hook, "__module__", None) or ""):
+        _refuse("fully_shard or replicate")
+    return nn.Module.register_forward_pre_hook(engine, hook, prepend=prepend, with_kwargs=with_kwargs)
 
 
 def _is_from_wrappers(module: str) -> bool:
