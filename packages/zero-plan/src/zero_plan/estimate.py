@@ -106,7 +106,7 @@ def estimate_step(
         StateRow("logits and loss", "device", loss_bytes(shape, micro_batch, itemsize=itemsize)),
         StateRow("gathered units", "device", working_bytes(shape.units, setup)),
     )
-    rows = collectives(shape.units, setup)
+    rows = collectives(shape.units, setup, kept=len(shape.units) - 1)
     links = link_bytes(rows, setup)
     tiers = tier_bytes(shape.units, setup, checkpoints=moved, checkpoints_on_host=offload_activations)
     flops = step_flops(shape, micro_batch, accumulation=setup.accumulation, checkpointing=checkpointing)

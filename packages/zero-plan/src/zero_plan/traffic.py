@@ -29,9 +29,12 @@ class Collective:
     calls: int
 
 
-def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple[Collective, ...]:
+def collectives(
+    units: int | tuple[int, ...] | list[int], setup: Setup, *, kept: int | None = None
+) -> tuple[Collective, ...]:
     """Return the collectives of one step; none in groups of one rank. ``units``: elements of each unit, or of the only
-    one.
+    one. ``kept``: index of the unit that stays gathered between forward and backward, as the engine does with the one
+    that backward needs first; None for the papers' formulas, which gather all of them twice.
 
     Volumes with Ψ parameters and A micro-batches (Rajbhandari et al. 2020, arXiv 1910.02054v3, section 7, for A = 1):
     stages 0 and 1 reduce once, after the last micro-batch, and gather once, 2Ψ; stage 2 reduces every micro-batch, (A +
@@ -58,10 +61,16 @@ def collectives(units: int | tuple[int, ...] | list[int], setup: Setup) -> tuple
         )
     forward = sum(_quantized_nbytes(size, 8, setup) for size in padded) if setup.qwz else parameter
     backward = parameter if setup.hpz else forward
-    rows = [
-        Collective("all-gather in forward", passes * forward, "all", passes * count),
-        Collective("all-gather in backward", passes * backward, "node" if setup.hpz else "all", passes * count),
-    ]
+    again = count if kept is None else count - 1
+    if kept is not None:
+        stays = padded[kept]
+        quantized = setup.qwz and not setup.hpz
+        backward -= _quantized_nbytes(stays, 8, setup) if quantized else stays * setup.bytes.parameter
+    rows = [Collective("all-gather in forward", passes * forward, "all", passes * count)]
+    if again:
+        rows.append(
+            Collective("all-gather in backward", passes * backward, "node" if setup.hpz else "all", passes * again)
+        )
     if setup.qgz:
         coded = passes * sum(_quantized_nbytes(size, 4, setup) for size in padded)
         rows.append(Collective("all-to-all of gradients, inside the node", coded, "node", passes * count))
