@@ -51,15 +51,16 @@ WAYS: dict[str, dict[str, Any]] = {"plain": {}, "hpz": HPZ, "qwz": QWZ, "qgz": Q
 
 def test_backward_gathers_with_secondary_shards_stay_in_the_node() -> None:
     for plain, secondary, *_ in bytes_across(*WAYS):
-        assert plain["forward"] == plain["backward"] == plain["reduce"] > 0
+        assert plain["forward"] == plain["reduce"] > plain["backward"] > 0  # one unit stays since forward
         assert secondary == {**plain, "backward": 0}
 
 
 def test_every_codec_saves_its_own_bytes_and_no_others() -> None:
     for plain, _, weights, gradients, everything in bytes_across(*WAYS):
         # units of a few hundred elements: padding and one scale are seen, in either direction
-        assert weights["forward"] == weights["backward"] == pytest.approx(plain["forward"] / 4, rel=0.2)
-        assert gradients["forward"] == gradients["backward"] == pytest.approx(plain["forward"], rel=0.2)
+        for gather in ("forward", "backward"):
+            assert weights[gather] == pytest.approx(plain[gather] / 4, rel=0.2)
+            assert gradients[gather] == pytest.approx(plain[gather], rel=0.2)
         assert weights["reduce"] == pytest.approx(plain["reduce"], rel=0.2)
         assert gradients["reduce"] == pytest.approx(plain["reduce"] / 16, rel=0.2)  # half a byte, to one rank of two
         assert everything["backward"] == 0
