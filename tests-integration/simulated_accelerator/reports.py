@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -62,11 +62,17 @@ class Race:
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective as the host launched it: the process group, the operation, the elements of its output."""
+    """A collective as the host launched it: the process group, the operation, the elements of its output.
+
+    ``stream``: the stream that runs it, named as in `Access`; other ranks' streams have other names. ``behind``: the
+    earlier collectives, by number in the order of launches, that have to be complete before it begins.
+    """
 
     group: str
     operation: str
     elements: int
+    stream: str = field(compare=False)
+    behind: tuple[int, ...]
 
 
 @dataclass

@@ -42,8 +42,14 @@ py::list stops() {
 
 py::list all_launches() {
   py::list all;
-  for (const Launch& launch : take_launches()) {
-    all.append(py::make_tuple(launch.group, launch.operation, launch.elements));
+  const auto launches = take_launches();
+  for (auto launch = launches.begin(); launch != launches.end(); ++launch) {
+    py::list behind;
+    for (auto earlier = launches.begin(); earlier != launch; ++earlier) {
+      if (launch->behind(*earlier)) behind.append(earlier - launches.begin());
+    }
+    all.append(py::make_tuple(launch->group, launch->operation, launch->elements, order().name(launch->stream),
+                              py::tuple(behind)));
   }
   return all;
 }

@@ -170,7 +170,7 @@ struct Group final : c10d::Backend {
     auto work = c10::make_intrusive<StreamWork>(rank_, type, device, std::move(held), writes);
     work->end = stream.record();
     work->future = future(device, stream.id, writes);
-    note(name, any);
+    note(name, any, *work->end);
     return work;
   }
   c10::intrusive_ptr<c10::ivalue::Future> future(c10::DeviceIndex device, c10::StreamId id, const Tensors& outputs) {
@@ -181,11 +181,13 @@ struct Group final : c10d::Backend {
     made->markCompleted(c10::IValue(outputs));
     return made;
   }
-  void note(const std::string& name, const Tensors& tensors) {
+  void note(const std::string& name, const Tensors& tensors, const Moment& end) {
+    if (!order().checks()) return;
     int64_t elements = 0;
     for (const auto& t : tensors) elements += t.numel();
     std::lock_guard<std::mutex> guard(launches_lock);
-    launches().push_back({getGroupDesc().empty() ? getGroupUid() : getGroupDesc(), name, elements});
+    launches().push_back({getGroupDesc().empty() ? getGroupUid() : getGroupDesc(), name, elements, end.stream,
+                          end.clock});
   }
   // The host's backend cannot average: it adds, and the mean is taken afterwards.
   template <class O>

@@ -6,6 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "order.h"
+
 namespace sim {
 
 // ``host``: the backend that carries them out, on tensors of the CPU.
@@ -15,6 +17,9 @@ struct Launch {  // of a collective, in the order in which the host launched the
   std::string group;
   std::string operation;
   int64_t elements;
+  Actor stream;  // that runs it
+  Clock clock;   // of that stream when it comes to the end of it
+  bool behind(const Launch& other) const { return clock.covers(other.stream, other.clock.at(other.stream)); }
 };
 std::vector<Launch> take_launches();
 
