@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .device_times import DeviceMarks, DeviceTimes
@@ -41,6 +42,7 @@ class Ledger:
         self.times_devices = False
         self._rows: dict[tuple[str, str], LedgerRow] = {}
         self._device_times = DeviceTimes()
+        self._in_hops = False
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
         """Add one collective in which this rank sends ``sent_bytes``, ``across_bytes`` of them to other nodes."""
@@ -58,12 +60,24 @@ class Ledger:
 
     def count_on_device(self, tag: Tag, marks: DeviceMarks) -> None:
         """Add a collective on an accelerator by its marks, after its wait. If they are timed, its times are counted by
-        a later call, once it is complete; else it counts as untimed."""
+        a later call, once it is complete; else it counts as untimed. Nothing inside `hops_of_one`."""
+        if self._in_hops:
+            return
         if marks.timed:
             self._device_times.add(tag, marks)
             self.count_completed()
         else:
             self._row(tag).untimed += 1
+
+    @contextmanager
+    def hops_of_one(self) -> Iterator[None]:
+        """Leave out the times of collectives on an accelerator that the block waits for: they are the hops of one
+        collective, which the caller times as a whole. Their calls and bytes count."""
+        self._in_hops = True
+        try:
+            yield
+        finally:
+            self._in_hops = False
 
     def count_completed(self) -> None:
         """Count the times of the collectives that the accelerator has completed, without waiting for it."""

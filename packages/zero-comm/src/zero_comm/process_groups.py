@@ -258,9 +258,10 @@ def _over_replicas(
     ``across``, ``back``: see `ReplicatedReduce`.
     """
     if gradient_codec is None or average_codec is None:
-        return ReplicatedReduce(replica, across, back)
+        return ReplicatedReduce(replica, across, back, ledger=across.ledger)
     each_alone = QuantizedReduce(Group(None), across, gradient_codec)
-    return ReplicatedReduce(replica, each_alone, QuantizedGather(back, average_codec), rounds=False)
+    last = QuantizedGather(back, average_codec)
+    return ReplicatedReduce(replica, each_alone, last, rounds=False, ledger=across.ledger)
 
 
 def _common_block_size(rows: Rows, control: Control) -> int:

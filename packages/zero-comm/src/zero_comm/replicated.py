@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 
+from .ledger import Ledger
 from .tag import Tag
 from .work import Work
 
@@ -43,25 +46,42 @@ class ReplicatedReduce:
 
     ``shard``: over the S ranks of a replica. ``across`` and ``back``: over the R ranks that hold the same shard, on two
     separate groups. ``rounds``: whether numbers are cast to ``flat``'s dtype before they go to other replicas; False
-    where ``across`` and ``back`` have codecs.
+    where ``across`` and ``back`` have codecs. ``ledger``: gets the seconds of reductions on an accelerator, each
+    as a whole.
 
     [Note: order of the averages] The first average runs over a replica's ranks, in rank order 0…S-1; the second runs
     over these R averages, in the order of the replicas. The averages in between are no larger than gradients, so they
     fit the dtype in which gradients travel. Every rank, the owner too, takes the final average in the form in which it
     travels, so all replicas end with the same bits.
 
+    [Note: streams of the hops] An accelerator gets all hops at once. They run in two streams of their own: the average
+    inside the replica in one, everything behind it in the other, so that neither compute nor the average of the next
+    reduction queues behind the network between the replicas. `Work.wait` has the current stream wait for the last of
+    it. A stream's temporary memory is used in that stream alone; what the streams share is the current stream's, and
+    is held until it has waited.
+
     Attributes:
         rank, world_size: those of ``shard``; they say who owns which slice.
     """
 
-    def __init__(self, shard: Reduction, across: Reduction, back: Gather, *, rounds: bool = True) -> None:
+    def __init__(
+        self,
+        shard: Reduction,
+        across: Reduction,
+        back: Gather,
+        *,
+        rounds: bool = True,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._shard = shard
         self._across = across
         self._back = back
         self._rounds = rounds
         self.rank = shard.rank
         self.world_size = shard.world_size
+        self._ledger = ledger if ledger is not None else Ledger()
         self._open: deque[_ReplicatedReduction] = deque()
+        self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Start to average ``flat`` (S*s elements) of all S*R ranks, and to give slice r to its R owners, in their
@@ -74,19 +94,23 @@ class ReplicatedReduce:
         """
         replicas = self._across.world_size
         partial = out.new_zeros(-(-out.numel() // replicas) * replicas)
-        first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
-        reduction = _ReplicatedReduction(first, partial, flat.dtype if self._rounds else out.dtype, tag)
+        wire = flat.dtype if self._rounds else out.dtype
+
+        def begin() -> _ReplicatedReduction:
+            """Start the hop inside the replica."""
+            first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
+            return _ReplicatedReduction(first, partial, wire, tag, out, accumulate)
+
+        if flat.device.type != "cpu":
+            end = self._run_in_streams(begin, flat.device)
+            return Work(tag, [(end, None)], buffers=(flat, out, partial), ledger=self._ledger)
+        reduction = begin()
         self._open.append(reduction)
 
         def finish() -> None:
             """Finish the hops, and write the average into ``out`` or add it there."""
             self._advance(reduction)
-            reduction.last.wait()
-            average = reduction.buffer[: out.numel()]
-            if accumulate:
-                out.add_(average)
-            else:
-                out.copy_(average)
+            reduction.finish()
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
@@ -95,6 +119,25 @@ class ReplicatedReduce:
         self._open.clear()
         self._shard.drop_unfinished()
         self._across.drop_unfinished()
+
+    def _run_in_streams(self, begin: Callable[[], _ReplicatedReduction], device: torch.device) -> _StreamEnd:
+        """Queue on ``device`` the whole reduction that ``begin`` starts, behind the current stream, and return its end.
+
+        See [Note: streams of the hops].
+        """
+        if self._streams is None:
+            self._streams = torch.Stream(device), torch.Stream(device)
+        inside, across = self._streams
+        with self._ledger.hops_of_one():
+            inside.wait_stream(torch.accelerator.current_stream(device))
+            with inside:
+                reduction = begin()
+                reduction.last.wait()
+            across.wait_stream(inside)
+            with across:
+                self._average_across(reduction)
+                reduction.finish()
+        return _StreamEnd(across)
 
     def _advance(self, until: _ReplicatedReduction) -> None:
         """Bring the open reductions to their last hop, in order, up to and including ``until``; do nothing if it is
@@ -115,11 +158,37 @@ class _ReplicatedReduction:
     """One reduction in flight.
 
     ``first``: the hop inside the replica. ``last``: the running hop, which fills ``buffer`` (this rank's slice, padded
-    to a multiple of the replicas). ``wire``: the dtype in which ``buffer`` goes to other replicas.
+    to a multiple of the replicas). ``wire``: the dtype in which ``buffer`` goes to other replicas. ``out``: gets the
+    average, which is added to it with ``accumulate``.
     """
 
-    def __init__(self, first: Work, buffer: torch.Tensor, wire: torch.dtype, tag: Tag) -> None:
+    def __init__(
+        self, first: Work, buffer: torch.Tensor, wire: torch.dtype, tag: Tag, out: torch.Tensor, accumulate: bool
+    ) -> None:
         self.last = first
         self.buffer = buffer
         self.wire = wire
         self.tag = tag
+        self._out = out
+        self._accumulate = accumulate
+
+    def finish(self) -> None:
+        """Wait for the last hop, and write the average into ``out`` or add it there."""
+        self.last.wait()
+        average = self.buffer[: self._out.numel()]
+        if self._accumulate:
+            self._out.add_(average)
+        else:
+            self._out.copy_(average)
+
+
+class _StreamEnd:
+    """The point that the queue of ``stream`` ends at now."""
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._device = stream.device
+        self._event = stream.record_event()
+
+    def wait(self, timeout: timedelta | None = None, /) -> None:
+        """Have the current stream wait until ``stream`` has come there; return at once, whatever ``timeout`` is."""
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
