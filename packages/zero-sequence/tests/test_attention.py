@@ -120,14 +120,21 @@ def test_an_attention_of_the_users_own_sees_positions_and_padding_of_the_full_se
         torch.testing.assert_close(answer["loss"], expected, rtol=0, atol=1e-12)
 
 
-def over_flex(name: str) -> torch.Tensor:
-    groups = SequenceGroups.open(2)
+def over_flex(name: str, size: int) -> torch.Tensor:
+    groups = SequenceGroups.open(size)
     model = flex_model(name)
     Ulysses(model, groups)
     batch = shard(CASES[name].batch(0), groups)
     del batch["targets"]
     with torch.no_grad():
-        return model(**batch).logits
+        logits = model(**batch).logits
+    groups.close()
+    return logits
+
+
+def over_uncompiled_flex(names: list[str], size: int) -> list[torch.Tensor]:
+    with torch.compiler.set_stance("force_eager"):
+        return [over_flex(name, size) for name in names]
 
 
 def flex_model(name: str) -> nn.Module:
@@ -136,22 +143,29 @@ def flex_model(name: str) -> nn.Module:
     return model.float().eval()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        pytest.param("llama packed", marks=pytest.mark.xfail(reason="packed samples are not told apart", strict=True)),
-    ],
-)
-def test_flex_attention_has_block_masks_of_the_full_sequence(name: str) -> None:
-    """Without gradients and in float32, which is what flex attention computes on a CPU; it is compiled at first use."""
+def logits_of_one_process(name: str) -> torch.Tensor:
+    """Computed by SDPA, and without a cache: with one, Transformers takes packed samples for a single one."""
     batch = CASES[name].batch(0)
     del batch["targets"]
     with torch.no_grad():
-        expected = flex_model(name)(**batch).logits
-    got = torch.cat(run_ranks(over_flex, 2, name, timeout=280.0), dim=1)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        return CASES[name].model().float().eval()(**batch, use_cache=False).logits
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_flex_attention_has_block_masks_of_the_full_sequence(size: int) -> None:
+    """Without gradients, which flex attention does not compute on a CPU."""
+    names = ["bert", "llama", "llama packed", "mistral sliding", "qwen2"]
+    for name, *shards in zip(names, *run_ranks(over_uncompiled_flex, size, names, size), strict=True):
+        torch.testing.assert_close(torch.cat(shards, dim=1), logits_of_one_process(name), rtol=0, atol=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama packed", "qwen2"])
+def test_compiled_flex_attention_has_block_masks_of_the_full_sequence(name: str, size: int) -> None:
+    """In float32, for which flex attention compiles on a CPU; it does at first use."""
+    shards = run_ranks(over_flex, size, name, size, timeout=280.0)
+    torch.testing.assert_close(torch.cat(shards, dim=1), logits_of_one_process(name), rtol=0, atol=1e-5)
 
 
 def models_refused() -> list[str]:
