@@ -74,7 +74,7 @@ def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[in
         if process.pid == me or process.pid in spared:
             continue
         try:
-            if process.status() == psutil.STATUS_ZOMBIE:
+            if ended_status(process.pid) is not None:
                 continue
             inside = process.pid in rank_pids or os.getsid(process.pid) in rank_pids
             if inside or process.environ().get(JOB_VARIABLE) == job_id:
@@ -141,25 +141,13 @@ def wait_for_helpers(
 
 def _wait(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
     """Wait until all processes have ended, at most ``seconds``; return those that still run."""
-    import psutil
-
     end = time.monotonic() + seconds
     while True:
-        # A zombie has ended; a rank stays one until the engine reaps it.
-        processes = [p for p in processes if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
+        # what has ended but is not reaped still exists; a rank does until the engine reaps it
+        processes = [p for p in processes if p.is_running() and ended_status(p.pid) is None]
         if not processes or time.monotonic() >= end:
             return processes
         time.sleep(_POLL_SECONDS)
-
-
-def _status(process: psutil.Process) -> str:
-    """Return psutil's word for the state of a process; that of a zombie if it is gone."""
-    import psutil
-
-    try:
-        return str(process.status())
-    except psutil.NoSuchProcess:
-        return str(psutil.STATUS_ZOMBIE)
 
 
 def _name(process: psutil.Process) -> str:
