@@ -68,10 +68,10 @@ def test_hops_between_replicas_keep_neither_compute_nor_the_next_reduction_waiti
         assert computed.behind == ()
 
 
-def timed() -> tuple[tuple[float, float], int, int]:
-    """Return the seconds of one reduction, how many are untimed, and the calls that sent bytes."""
+def timed(times_devices: bool) -> tuple[tuple[float, float], int, int]:
+    """Return the seconds of several reductions, how many are untimed, and the calls that sent bytes."""
     ledger = Ledger()
-    ledger.times_devices = True
+    ledger.times_devices = times_devices
     groups = open_groups(ledger)
     ledger.reset()
     ((_, work), *others) = start(groups, torch.float32)
@@ -85,9 +85,14 @@ def timed() -> tuple[tuple[float, float], int, int]:
 
 
 def test_seconds_waited_for_a_reduction_are_those_in_which_compute_stood_still() -> None:
-    for (open_seconds, waited), untimed, calls in run_simulated(timed, 4):
+    for (open_seconds, waited), untimed, calls in run_simulated(timed, 4, True):
         assert (untimed, calls) == (0, 3 * COUNT)
         assert waited < open_seconds / 4  # the device multiplied matrices meanwhile
+
+
+def test_a_reduction_is_timed_as_one_and_its_hops_count_as_calls() -> None:
+    for seconds, untimed, calls in run_simulated(timed, 4, False):
+        assert (seconds, untimed, calls) == ((0.0, 0.0), COUNT, 3 * COUNT)
 
 
 class Steps(NamedTuple):
