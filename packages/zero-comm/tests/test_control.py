@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+import torch
 from comm_ranks import engine_groups, failure_of
 
 from zero_comm import Message, run_ranks
@@ -53,3 +59,28 @@ def test_ranks_at_different_calls_get_a_listing_of_what_each_one_did() -> None:
             "rank 2: forward 'model' in step 2",
         ):
             assert line in text
+
+
+def agree_without_numpy() -> list[list[object]]:
+    with pytest.raises(RuntimeError, match="Numpy is not available"):
+        torch.zeros(1).numpy()
+    return agree_on_all()
+
+
+@pytest.mark.parametrize("world_size", [2, 17])
+def test_messages_do_not_need_numpy(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(name='numpy')\n")
+    code = f"""
+from test_control import SIZES, agree_without_numpy, payload
+from zero_comm import run_ranks
+
+if __name__ == "__main__":
+    expected = [[payload(rank, size) for rank in range({world_size})] for size in SIZES]
+    assert run_ranks(agree_without_numpy, {world_size}) == [expected] * {world_size}
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    paths = [str(tmp_path), str(Path(__file__).parent), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

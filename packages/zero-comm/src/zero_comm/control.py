@@ -319,10 +319,11 @@ class Control:
         """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes. ``doing``: the message that
         the watch and errors name. ``patience``: as for `_exchange`."""
         if self.world_size > _DIRECT_RANKS:
-            received = [torch.empty(len(body), dtype=torch.uint8) for _ in range(self.world_size)]
+            received = [bytearray(len(body)) for _ in range(self.world_size)]
+            tensors = list(map(_tensor, received))
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
-            work = dist.all_gather(received, _tensor(body), group=self._process_group, async_op=True)
+            work = dist.all_gather(tensors, _tensor(bytearray(body)), group=self._process_group, async_op=True)
             gathering = Work(
                 tag,
                 [(work, None)],
@@ -332,7 +333,7 @@ class Control:
                 ledger=self.ledger,
             )
             gathering.wait(patience)
-            return [bytes(r.numpy()) for r in received]
+            return list(map(bytes, received))
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
         self._shown.waiting = (doing, time.monotonic(), True)
@@ -352,24 +353,24 @@ class Control:
             raise (self._explain or self.explain)(failure) from error
         finally:
             self._shown.waiting = None
-        return [bytes(r.numpy()) for r in received_by_rank]
+        return list(map(bytes, received_by_rank))
 
     def _count(self, tag: Tag, nbytes: int) -> None:
         """Count a message of ``nbytes`` bytes to every other rank."""
         self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
 
-    def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[torch.Tensor], list[tuple[int, Any]]]:
+    def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[bytearray], list[tuple[int, Any]]]:
         """Start to send ``body`` to every rank and to receive theirs; return the receive buffers by rank, and the
         pending operations, each with its peer."""
         self._sequence = (self._sequence + 1) % (1 << 30)
         self._count(tag, len(body))
-        mine = _tensor(body)
-        received = [mine if r == self.rank else torch.empty_like(mine) for r in range(self.world_size)]
+        received = [bytearray(body if r == self.rank else len(body)) for r in range(self.world_size)]
+        tensors = list(map(_tensor, received))
         pending: list[tuple[int, Any]] = []
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
-            arrival = dist.irecv(received[source], group=self._process_group, group_src=source, tag=self._sequence)
-            departure = dist.isend(mine, group=self._process_group, group_dst=target, tag=self._sequence)
+            arrival = dist.irecv(tensors[source], group=self._process_group, group_src=source, tag=self._sequence)
+            departure = dist.isend(tensors[self.rank], group=self._process_group, group_dst=target, tag=self._sequence)
             pending += [(source, arrival), (target, departure)]
         return received, pending
 
@@ -399,9 +400,9 @@ def _frame(body: bytes) -> bytes:
     return (len(body).to_bytes(4, "little") + body[: _FRAME_BYTES - 4]).ljust(_FRAME_BYTES, b"\0")
 
 
-def _tensor(body: bytes) -> torch.Tensor:
-    """Return a copy of ``body`` as a uint8 tensor."""
-    return torch.frombuffer(bytearray(body), dtype=torch.uint8)
+def _tensor(body: bytearray) -> torch.Tensor:
+    """Return ``body`` as a uint8 tensor in the same memory: bytes are read there, for `Tensor.numpy` needs NumPy."""
+    return torch.frombuffer(body, dtype=torch.uint8)
 
 
 def _decode(body: bytes) -> Message:
