@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import weakref
@@ -26,6 +27,19 @@ def destroy_group(process_group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(process_group)
 
 
+def keep_where_forked(thing: object) -> None:
+    """Have ``thing``, a process group or what holds one, live to the end of every process that is forked from this one
+    while it exists: nothing frees it there, the interpreter's end included."""
+    reference = weakref.ref(thing)
+
+    def keep() -> None:
+        """Give the object one reference that nobody gives back, if it still exists."""
+        if (alive := reference()) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
+
+    os.register_at_fork(after_in_child=keep)
+
+
 def close_at_exit(holder: Closable) -> Callable[[], None]:
     """Have ``holder`` closed when the interpreter begins to shut down, if it still exists; return a function that
     cancels this.
@@ -33,9 +47,12 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
     [Note: threads at the end] gloo's threads may still release tensors, for which they need the interpreter's lock. A
     thread that asks for the lock while the interpreter shuts down is ended on the spot, and the C++ runtime aborts the
     process ("terminate called without an active exception"). So the threads are joined before that. If the process ends
-    by an exception they are not: one of them may wait for a peer that waits for this process to end. Nor are they in a
-    process that was forked from this one, which has none of the threads.
+    by an exception they are not: one of them may wait for a peer that waits for this process to end.
+
+    A process that was forked from this one has none of the threads, so there a group can never be destroyed: its
+    destructor would wait for them for ever. `keep_where_forked` has it live as long as the process.
     """
+    keep_where_forked(holder)
     reference, process = weakref.ref(holder), os.getpid()
 
     def close() -> None:

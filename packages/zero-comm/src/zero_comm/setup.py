@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from .discovery import discover, local_rank
+from .leaving import keep_where_forked
 from .store import open_store
 
 
@@ -26,6 +27,7 @@ def init(
     when rank 0 cannot listen there, and PeerError when ranks do not come within ``timeout``.
     """
     if dist.is_initialized():
+        keep_where_forked(dist.group.WORLD)
         return
     where = torch.device(device) if device is not None else default_device()
     chosen = backend or _backend_for(where)
@@ -35,6 +37,7 @@ def init(
     else:
         store = open_store(place, timeout)
         dist.init_process_group(chosen, timeout=timeout, store=store, rank=place.rank, world_size=place.world_size)
+    keep_where_forked(dist.group.WORLD)
     await_connections()
 
 

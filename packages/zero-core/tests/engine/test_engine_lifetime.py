@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -80,3 +82,25 @@ def test_free_memory_is_returned_once_activations_have_freed_theirs(
     engine.destroy()
     malloc.keep_freed_memory(False)
     assert [[path for path in paths if path.suffix != ".lock"] for paths in left] == [[]]
+
+
+FORKS = """
+import os, signal, sys
+import torch
+import zero_core
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}}
+engine = zero_core.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+for state in ("open", "destroyed"):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends it where it would hang
+        sys.exit(3)
+    print(state, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    engine.destroy()
+"""
+
+
+def test_a_forked_process_ends_by_itself_though_it_has_no_thread_of_the_engines_groups() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["open", "3", "destroyed", "3"]), done.stderr
