@@ -94,6 +94,7 @@ class ParkedStates:
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
         """Hide weights that stay gathered behind placeholders; yield (unit, weights or shard) of all on the device."""
         for unit in partition.units:
+            unit.drop_kept()
             if not unit.releasable:
                 unit.hide()
                 self._shown.append(unit)
