@@ -137,6 +137,31 @@ def test_a_job_begins_with_the_fewest_nodes_and_tells_one_that_comes_later_at_on
         assert first.wait(90) == 0, told.text
 
 
+def test_a_node_that_was_stopped_for_too_long_says_that_it_is_lost_and_the_job_goes_on(start, write_script, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["--no_ssh", "--nnodes", "1:2", "--master_addr", "127.0.0.1", "--master_port", port, "--nproc", 1]
+    words += ["--max_restarts", 2, "--silence", 2]
+    script = write_script(
+        "import os, time; open('began' + os.environ['WORLD_SIZE'] + os.environ['RANK'], 'w')\n"
+        "while not os.path.exists('enough'): time.sleep(0.1)"
+    )
+    first = start(*words, "--node_rank", 0, script)
+    told = Lines(first.stderr)
+    second = start(*words, "--node_rank", 1, script)
+    assert wait_until(lambda: len(list(tmp_path.glob("began2?"))) == 2, 120), told.text
+    stopped = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+    for process in stopped:
+        process.suspend()
+    assert wait_until((tmp_path / "began10").exists, 60), told.text
+    for process in stopped:
+        process.resume()
+    _, err = second.communicate(timeout=60)
+    assert second.returncode != 0 and "counts this node as lost" in err and "reports why" not in err, err
+    (tmp_path / "enough").touch()
+    assert first.wait(60) == 0, told.text
+
+
 @pytest.mark.soak
 def test_a_launcher_says_for_which_nodes_and_ranks_it_waits(start, write_script, hosts):
     with socket.create_server(("127.0.0.1", 0)) as probe:

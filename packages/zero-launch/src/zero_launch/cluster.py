@@ -375,9 +375,13 @@ class Cluster(abc.ABC):
     # -- losing hosts
 
     def _lose_silent_hosts(self) -> None:
-        """Give up the hosts that were silent for too long."""
+        """Give up the hosts that were silent for too long, and close the channels to them: one that was only stopped
+        would else take the messages that wait for it for a sign that it still takes part."""
         for peer, seconds in self._roster.silent():
+            channel = peer.channel
             self._lose(peer, f"{title(peer)} was lost: no sign of life for {seconds:.1f} s")
+            if channel is not None:
+                channel.close(0.0)
 
     def _drop(self, peer: Peer, why: str) -> None:
         """Give up a host that never began; keep ``why`` for the report."""

@@ -48,8 +48,8 @@ class HostSide:
     def __init__(self, channel: Channel, inbox: queue.SimpleQueue[tuple[str, Message]]) -> None:
         self._channel = channel
         self._inbox = inbox
-        self._why: str | None = None
-        """Why this host ends the job by itself, when it does."""
+        self.cut_off: str | None = None
+        """Why this host ends its part by itself, once it has lost the launcher, which counts it as lost then."""
         self._over = threading.Event()
         self._stops = False
         self._asked_to_stop = False
@@ -143,7 +143,7 @@ class HostSide:
         account = agent.account()
         self.left = account["left"] == END
         kept = keep or (failed and not (stopped and not account["failures"]))
-        why = None if self._asked_to_stop else self._why or stopped
+        why = None if self._asked_to_stop else self.cut_off or stopped
         if not kept:
             shutil.rmtree(folder, ignore_errors=True)
         self._channel.send("ended", failed=failed, folder=str(folder) if kept else "", why=why, **account)
@@ -176,10 +176,10 @@ class HostSide:
                     self._asked_to_stop, self._dismissed = True, kind == "dismiss"
                     break
                 elif kind == "eof":
-                    self._why = f"the way to the launcher ended: {message['why']}"
+                    self.cut_off = f"the way to the launcher ended: {message['why']}"
                     break
                 elif (silence := self._channel.silence) > spec.silence_seconds:
-                    self._why = f"nothing was heard from the launcher for {silence:.1f} s"
+                    self.cut_off = f"nothing was heard from the launcher for {silence:.1f} s"
                     break
             else:
                 return

@@ -23,8 +23,8 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
 
     ``node``: this node, and where node 0 listens. ``token``: shared by all nodes.
 
-    Raises ConnectionError when node 0 does not answer within 2 minutes or does not let this node take part, LaunchError
-    when the job failed, and LeftEarly when its ranks have saved and left (under Slurm it returns then); what happened
+    Raises ConnectionError when node 0 does not answer within 2 minutes, does not let this node take part, or is lost on
+    the way, LaunchError when the job failed, and LeftEarly when its ranks have saved and left (under Slurm it returns then); what happened
     is reported by node 0.
     """
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
@@ -38,6 +38,11 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
     if hand.run(spec) != 0:
         if hand.refusal is not None:
             raise Refused(f"node 0 ({node.address}) does not let this node take part: {hand.refusal}")
+        if hand.cut_off is not None:
+            raise ConnectionError(
+                f"node 0 ({node.address}) counts this node as lost: {hand.cut_off}. The job goes on without it if enough "
+                "nodes are left; node 0 says so"
+            )
         raise LaunchError([], spec.nproc, [f"node 0 ({node.address}) reports why"])
     if hand.left and node.source != "Slurm":  # srun would end node 0, which puts the job back into the queue
         raise LeftEarly(leads=False)
