@@ -52,6 +52,23 @@ def test_training_goes_on_from_parked_states_as_if_nothing_had_happened(
         assert "reload_states" in ours["refused"] and "reload_states" in ours["twice"]
 
 
+def gathered_after_parking(stage: int) -> tuple[int, int]:
+    engine = start(stage, **BF16)
+    train(engine, 0, 2, torch.bfloat16)
+    engine(*batch(2, torch.bfloat16))
+    before = engine.memory_report()["gathered parameters"]
+    engine.offload_states(["lp_params"])
+    after = engine.memory_report()["gathered parameters"]
+    engine.reload_states()
+    engine.destroy()
+    return before, after
+
+
+def test_the_unit_that_stays_for_backward_is_freed_by_parking() -> None:
+    for before, after in run_ranks(gathered_after_parking, RANKS, 3):
+        assert before > 0 == after
+
+
 def test_what_cannot_be_parked_is_refused_by_name(alone: None) -> None:
     engine = start(2)
     assert "offload_optimizer.nvme_path" in outcome(lambda: engine.offload_states(device="nvme"))

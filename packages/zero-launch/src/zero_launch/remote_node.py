@@ -24,8 +24,8 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
     ``node``: this node, and where node 0 listens. ``token``: shared by all nodes.
 
     Raises ConnectionError when node 0 does not answer within 2 minutes, does not let this node take part, or is lost on
-    the way, LaunchError when the job failed, and LeftEarly when its ranks have saved and left (under Slurm it returns then); what happened
-    is reported by node 0.
+    the way; LaunchError when the job failed; and LeftEarly when its ranks have saved and left (under Slurm it returns
+    then). Node 0 reports what happened.
     """
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     about = {"node_rank": node.rank, "nproc": spec.nproc}
@@ -40,8 +40,8 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
             raise Refused(f"node 0 ({node.address}) does not let this node take part: {hand.refusal}")
         if hand.cut_off is not None:
             raise ConnectionError(
-                f"node 0 ({node.address}) counts this node as lost: {hand.cut_off}. The job goes on without it if enough "
-                "nodes are left; node 0 says so"
+                f"node 0 ({node.address}) counts this node as lost: {hand.cut_off}. The job goes on without it if "
+                "enough nodes are left; node 0 says so"
             )
         raise LaunchError([], spec.nproc, [f"node 0 ({node.address}) reports why"])
     if hand.left and node.source != "Slurm":  # srun would end node 0, which puts the job back into the queue
