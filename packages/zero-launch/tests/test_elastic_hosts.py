@@ -174,12 +174,12 @@ def test_a_node_that_waits_for_a_round_when_the_job_ends_well_ends_well_too(star
     words += ["--elastic", "1:2", "--restarts", 1, "--no_standby"]
     monkeypatch.setenv("ZERO_LAUNCH_TOKEN", "a token of the test's own")
     first, second = (start(*words, "--node_rank", number, script) for number in range(2))
-    gone = Lines(second.stderr)
-    assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 60), gone.text
+    told, gone = Lines(first.stderr), Lines(second.stderr)
+    assert wait_until(lambda: len(list(tmp_path.glob("round0.*.2"))) == 2, 120), f"{told.text}\n{gone.text}"
     second.kill()
-    assert wait_until((tmp_path / "round1.0.1").exists, 60)
+    assert wait_until((tmp_path / "round1.0.1").exists, 60), told.text
     again = start(*words, "--node_rank", 1, script)
-    told, heard = Lines(first.stderr), Lines(again.stderr)
+    heard = Lines(again.stderr)
     assert told.have("host 1 is back", 90), f"{told.text}\nand the host that came back:\n{heard.text}"
     (tmp_path / "enough").touch()
     assert [first.wait(60), again.wait(60)] == [0, 0], heard.text
