@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -19,8 +20,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True)
     if mount.returncode:
         pytest.skip(f"mounting a small file system is not allowed here: {mount.stderr.decode().strip()}")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
+    gc.collect()
+    gc.disable()  # no file may wait for it to be closed
+    try:
+        yield tmp_path
+        subprocess.run(["umount", str(tmp_path)], check=True)
+    finally:
+        gc.enable()
 
 
 def save(group: ThreadCoordinator, root: Path, step: int, nbytes: int) -> Path:

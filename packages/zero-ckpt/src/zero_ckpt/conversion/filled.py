@@ -9,6 +9,7 @@ whole would make. Until it is complete it is called `<name>.partial`.
 from __future__ import annotations
 
 import os
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -107,6 +108,10 @@ def _write_template(template: FileTemplate, partial: Path) -> None:
         with torch.serialization.skip_data():
             torch.save(template.value, partial)
     except RuntimeError as error:  # torch does not say what the system answered
+        held: BaseException | None = error
+        while held is not None:  # torch's writer, which holds the file open, is in the frames
+            traceback.clear_frames(held.__traceback__)
+            held = held.__context__
         raise CheckpointError(f"{partial} cannot be written; is there no space left? torch says: {error}") from error
 
 
