@@ -52,7 +52,7 @@ def configuration(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def planned(args: argparse.Namespace) -> dict[str, float]:
-    """What zero-plan says of the run: bytes of a tier, bytes read and written by a step, least seconds of a step."""
+    """Return zero-plan's numbers for the run: bytes by tier, bytes that a step reads and writes, its least seconds."""
     sys.path.insert(0, str(EXAMPLES))
     import torch
     from model import GPT, Shape

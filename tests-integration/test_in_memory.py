@@ -183,8 +183,8 @@ def test_a_run_does_not_go_on_from_what_another_left_in_memory(tmp_path: Path) -
 
 
 def in_default_folders(root: Path, run: Run) -> tuple[list[tuple[int, str] | None], list[bool], dict[str, bytes]]:
-    """What two runs that name no folder for their copies begin with, the first of them twice; which of the folders are
-    there; and the first run's result."""
+    """Start two runs that name no folder for their copies, the first of them twice. Return the state that each start
+    resumes from, which of the folders are there, and the first run's result."""
     found: list[tuple[int, str] | None] = []
     weights: dict[str, bytes] = {}
     for folder, until in (("one", STEPS), ("other", EVERY), ("one", LAST)):

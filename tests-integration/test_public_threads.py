@@ -1,4 +1,4 @@
-"""What users of other projects have reported in public, tried here; docs/public-threads.md names the threads."""
+"""Reports of other projects' users, reproduced here; docs/public-threads.md names the threads."""
 
 from __future__ import annotations
 

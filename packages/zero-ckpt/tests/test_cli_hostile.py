@@ -1,4 +1,4 @@
-"""What a checkpoint holds cannot forge a line of the command's output, command the terminal, or end the command."""
+"""Names in a checkpoint cannot forge a line of the command's output, control the terminal, or end the command."""
 
 from __future__ import annotations
 

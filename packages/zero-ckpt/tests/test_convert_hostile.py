@@ -1,4 +1,4 @@
-"""What lies beside the output of a conversion, and arguments that make no sense, lead nowhere else and to no hang."""
+"""A conversion follows no link beside its output, hangs on no pipe there, and refuses arguments that make no sense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What counts as a running process of a job, and what `end_job` leaves of one."""
+"""Running processes of a job: which are counted, and which `end_job` leaves."""
 
 from __future__ import annotations
 

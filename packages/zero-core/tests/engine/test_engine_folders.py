@@ -55,7 +55,7 @@ def goes_elsewhere(root: str, changes: dict[str, Any]) -> list[str]:
 
 
 def removed(root: str) -> list[str]:
-    """What calls with relative paths raise once the script's working directory is gone."""
+    """Return the errors of calls with relative paths once the script's working directory is gone."""
     told = []
     gone = Path(root, "gone")
     gone.mkdir()

@@ -55,7 +55,7 @@ STEP = "step"
 
 
 class _BackwardTerms(NamedTuple):
-    """What the ranks agree on before a backward pass.
+    """The agreement of all ranks before a backward pass.
 
     Attributes:
         pending: the units (indices) that it may reduce.

@@ -17,7 +17,7 @@ WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed.
 
 
 class Trains(Protocol):
-    """What `refuse_wrappers` needs of a `Partition`."""
+    """The part of a `Partition` that `refuse_wrappers` needs."""
 
     def is_trained(self, module: nn.Module | None, /) -> bool:
         """Return whether ``module`` is the model or its engine."""
