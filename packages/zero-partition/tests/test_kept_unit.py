@@ -114,3 +114,31 @@ def left(stage: int) -> dict[str, int]:
 def test_nothing_is_kept_after_an_evaluation_a_step_or_the_end() -> None:
     for found in run_ranks(left, 2, 3):
         assert set(found.values()) == {0}, found
+
+
+class Shifted(Stack):
+    """A stack to whose result rank 0 alone adds the weight of a module that nobody calls. Autograd needs no value for
+    that gradient, so it comes before the unit is gathered in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.shift = torch.nn.LayerNorm(7, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result = super().forward(tokens)
+        return result + self.shift.weight.sum() if torch.distributed.get_rank() == 0 else result
+
+
+def shifted(stage: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Shifted().double()
+    parts = cut(model, stage)
+    optimizer = trained(parts, model, 5)
+    with gathered(parts, model.parameters()):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_gradient_that_comes_before_the_gather_of_the_unit_that_is_kept_leaves_it_kept() -> None:
+    expected = run_ranks(shifted, 2, 2)
+    for rank, result in enumerate(run_ranks(shifted, 2, 3)):
+        assert all(map(torch.equal, result, expected[rank]))

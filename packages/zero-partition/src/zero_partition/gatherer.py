@@ -63,7 +63,7 @@ class Gatherer:
         self._live = live
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
-        self._kept: dict[str, set[int]] = {}
+        self._requested: dict[str, set[int]] = {}
         self._turn = -1
 
     def begin(
@@ -96,8 +96,11 @@ class Gatherer:
 
     def release(self, unit: Unit) -> None:
         """Release ``unit``, whose modules have run in this pass, if it is releasable. A pinned unit stays; so does,
-        until the end of the pass, one that had to be requested in a pass of this key, as the order lacked it."""
-        if unit.releasable and unit.index not in self._kept.get(self._gathers.key, ()):
+        until the end of the pass, one that had to be requested in a pass of this key, as the order lacked it, and so
+        does the memory of a unit that is kept for this pass and not gathered in it yet."""
+        if unit.state is UnitState.RELEASED:
+            return
+        if unit.releasable and unit.index not in self._requested.get(self._gathers.key, ()):
             self._release(unit)
 
     def release_before(self, unit: Unit, may_release: Callable[[Unit], bool]) -> None:
@@ -132,7 +135,7 @@ class Gatherer:
     def reset(self) -> None:
         """Forget the running pass and all learned orders; only when no gather is in flight."""
         self._gathers.reset()
-        self._kept.clear()
+        self._requested.clear()
 
     @outside_transforms
     def _gather_absent(self, unit: Unit) -> None:
@@ -150,7 +153,7 @@ class Gatherer:
         if self._gathers.issue_through(unit):
             return
         if self._gathers.active:
-            self._kept.setdefault(self._gathers.key, set()).add(unit.index)
+            self._requested.setdefault(self._gathers.key, set()).add(unit.index)
             self._gathers.issue_until(len(self._gathers.order))
         self._waits.before_unscheduled_gather()
         self._request(unit.index)

@@ -9,7 +9,8 @@ class UnitState(enum.Enum):
     """Where a unit's parameters are.
 
     RELEASED (or GATHERED) -> GATHERING by `issue_gather`; GATHERING -> GATHERED by `wait_gather`; GATHERED -> RELEASED
-    by `release`. Units that are never released stay GATHERED.
+    by `release`. A RELEASED unit that is kept returns to GATHERED by `restore_kept`, without a gather. Units that are
+    never released stay GATHERED.
     """
 
     RELEASED = enum.auto()
@@ -22,7 +23,7 @@ class LiveElements:
 
     Attributes:
         coming: elements whose gathers are in flight.
-        live: elements of releasable units that are gathered, or whose gathers are in flight.
+        live: elements of releasable units that are gathered or kept, or whose gathers are in flight.
     """
 
     def __init__(self) -> None:

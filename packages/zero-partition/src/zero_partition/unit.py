@@ -197,8 +197,8 @@ class Unit:
         self.edits.collect_written(self.views, exact=self._is_exact)
         self.edits.forget_lent()
         self._placeholders.install()
-        self.kept = keep and not (self.lent or self.memory.is_held or self.edits.pending or self.edits.refused)
-        if self.kept:
+        if keep and not (self.lent or self.memory.is_held or self.edits.pending or self.edits.refused):
+            self.kept = True
             self.state = UnitState.RELEASED
         else:
             self._free_flat()
@@ -221,8 +221,6 @@ class Unit:
     def drop_kept(self) -> None:
         """Free the flat buffer if `release` has kept it; `restore_kept` is not possible any more."""
         if self.kept:
-            self.kept = False
-            self.state = UnitState.GATHERED
             self._free_flat()
 
     def release_keeping_views(self) -> None:
@@ -239,8 +237,9 @@ class Unit:
                 self._make_views(torch.empty_like(self.flat))
         self.lent = False
         self.flat.untyped_storage().resize_(0)
-        if self.state is not UnitState.RELEASED:
+        if self.kept or self.state is not UnitState.RELEASED:
             self._live.note_released(self.layout.numel)
+        self.kept = False
         self.state = UnitState.RELEASED
 
     @property
