@@ -14,7 +14,7 @@ from training import Run
 
 from zero_comm import run_ranks
 from zero_core import UsageError
-from zero_core.checkpoint.in_memory import default_folder
+from zero_ckpt.torch import node_memory_folder
 
 EVERY, STEPS, LAST = 2, 5, 8
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
@@ -194,7 +194,7 @@ def in_default_folders(root: Path, run: Run) -> tuple[list[tuple[int, str] | Non
         training.train(engine, run, engine.global_steps, until)
         weights = training.bits(training.weights(engine))
         engine.destroy()
-    return found, [Path(default_folder(str(root / folder))).is_dir() for folder in ("one", "other")], weights
+    return found, [node_memory_folder(str(root / folder)).is_dir() for folder in ("one", "other")], weights
 
 
 def test_a_run_that_names_no_folder_has_one_in_memory_for_its_checkpoints_folder(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_run_that_names_no_folder_has_one_in_memory_for_its_checkpoints_folder
         ended = run_ranks(in_default_folders, 2, tmp_path, run)
     finally:
         for folder in ("one", "other"):
-            shutil.rmtree(default_folder(str(tmp_path / folder)), ignore_errors=True)
+            shutil.rmtree(node_memory_folder(str(tmp_path / folder)), ignore_errors=True)
     (tmp_path / "b").mkdir()
     expected = run_ranks(undisturbed, 2, tmp_path / "b", run, 3, {})
     for rank, (found, kept, weights) in enumerate(ended):

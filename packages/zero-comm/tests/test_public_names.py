@@ -37,6 +37,7 @@ NAMES = [
     "all_to_all",
     "await_connections",
     "default_device",
+    "destroy_group",
     "discover",
     "init",
     "node_name",

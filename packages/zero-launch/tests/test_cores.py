@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
 
 import zero_launch
-from zero_launch.cores import bindings, one_thread_advice, threads_per_rank, usable_cores
+from zero_launch.cores import bindings, threads_per_rank, usable_cores, warn_of_one_thread
 
 
 @pytest.mark.parametrize(("content", "expected"), [("150000 100000", 2), ("50000 100000", 1), ("100000 100000\n", 1)])
@@ -64,12 +65,20 @@ def test_cores_that_cannot_be_given_are_refused(monkeypatch):
         bindings(1, "0-1,1")
 
 
-def test_a_rank_that_has_one_thread_and_more_cores_is_advised(monkeypatch):
-    share = usable_cores()
+def test_the_first_rank_of_a_host_warns_where_ranks_have_one_thread_and_more_cores(monkeypatch, caplog):
+    logger = logging.getLogger("zero_launch")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    advice = one_thread_advice(1, 1)
-    assert (f"1 of this rank's {share} cores" in advice) is (share > 1)
-    assert one_thread_advice(share, 1) == "" or share == 1
-    assert one_thread_advice(1, share) == ""  # one core each
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    share = threads_per_rank(1)
+    warn_of_one_thread(1, 1, logger)
+    assert share == 1 or [f"1 of this rank's {share} cores" in r.getMessage() for r in caplog.records] == [True]
+    caplog.clear()
+    warn_of_one_thread(4, 1, logger)
+    warn_of_one_thread(1, 4, logger)  # one core each
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    warn_of_one_thread(1, 1, logger)  # the first rank has said it
+    monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert one_thread_advice(1, 1) == ""  # the user's own choice, by torch.set_num_threads
+    warn_of_one_thread(1, 1, logger)  # the user's own choice, by torch.set_num_threads
+    assert caplog.records == []

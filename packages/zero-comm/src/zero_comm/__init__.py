@@ -14,6 +14,7 @@ from .discovery import RankEnvironment, discover
 from .errors import CommError, DesyncError, PeerError
 from .feedback import FeedbackAverage
 from .group import Group
+from .leaving import destroy_group
 from .ledger import Ledger, LedgerRow
 from .mesh import Mesh
 from .packets import Codec
@@ -58,6 +59,7 @@ __all__ = [
     "all_to_all",
     "await_connections",
     "default_device",
+    "destroy_group",
     "discover",
     "init",
     "node_name",

@@ -23,6 +23,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._inodes: set[int] = set()
+        self._process = os.getpid()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -44,8 +45,11 @@ class Connections:
     def sever(self) -> int:
         """Shut down the recorded connections that are still open, forget all, and return the number shut down.
 
-        May be called by any thread.
+        May be called by any thread. Does nothing in a process that was forked from the one that opened them: shutting
+        them down there would cut them here too.
         """
+        if os.getpid() != self._process:
+            return 0
         count = 0
         for inode, descriptor in open_sockets().items():
             if inode in self._inodes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import os
 import socket
 import time
 import uuid
@@ -90,9 +91,15 @@ class Control:
         """The gloo group underneath; None for a single rank."""
         return self._process_group
 
+    @property
+    def _takes_part(self) -> bool:
+        """Return whether there is a group and this is its process, not one that was forked from it."""
+        return self._process_group is not None and os.getpid() == self._process
+
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
         """Use ``process_group``, a new one of the same ranks, after `close`; call `exchange_nodes` and `watch` next."""
         self._process_group = process_group
+        self._process = os.getpid()
         self._sequence = 0
         self.is_torn = False
         self._verdict: str | None = None
@@ -149,7 +156,8 @@ class Control:
 
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
         """Exchange as `exchange` does, without looking at what the messages say. ``patience``: None for the group's
-        timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set."""
+        timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set. Raises `CommError`
+        in a forked process."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
@@ -157,6 +165,11 @@ class Control:
         body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
         if self.world_size == 1:
             return [_decode(body)]
+        if self._process_group is not None and not self._takes_part:
+            raise CommError(
+                f"{message}: this process ({os.getpid()}) was forked from rank {self.rank} (process {self._process}), "
+                "which alone takes part in what the ranks do together; call the engine there, and hand data over."
+            )
         tag = Tag("control", message.kind, message.step)
         self.is_torn = True
         frames = self._all_gather(_frame(body), tag, message, patience)
@@ -213,7 +226,7 @@ class Control:
     def report_failure(self, reason: str) -> None:
         """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors
         then name it. See [Note: the first cause]."""
-        if self._process_group is not None:
+        if self._takes_part:
             with suppress(RuntimeError):  # the store went with the rank that kept it
                 value = json.dumps([self.rank, f"failed: {reason}"])
                 self._store.compare_set(self._name, "", value)
@@ -228,7 +241,7 @@ class Control:
     def leave_note(self, reason: str) -> None:
         """Store why this rank may make no further call; does nothing for a single rank. The others' `explain` uses it,
         unless a rank has reported a failure; this rank's next `exchange` deletes it."""
-        if self._process_group is not None:
+        if self._takes_part:
             with suppress(RuntimeError):
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
                 self._noted = True
@@ -312,7 +325,7 @@ class Control:
         """Destroy the process group. May be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
-            destroy_group(self._process_group)
+            destroy_group(self._process_group, self._process)
             self._process_group = None
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:

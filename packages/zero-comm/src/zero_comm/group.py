@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class Group:
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
         """Use ``process_group``, a new one of the same ranks, after `close`. Discard every `Work` of the old one."""
         self._process_group = process_group
+        self._process = os.getpid()
         self._sequence = 0
         self.issued = 0
         if process_group is not None:
@@ -252,10 +254,10 @@ class Group:
         be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
-            destroy_group(self._process_group)
+            destroy_group(self._process_group, self._process)
             self._process_group = None
         if self._alone is not None:
-            destroy_group(self._alone)
+            destroy_group(self._alone, self._process)
             self._alone = None
 
     def coded_ranks(self, device: torch.device) -> Sequence[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import functools
 import os
 import sys
 import weakref
@@ -21,23 +22,33 @@ class Closable(Protocol):
         """Destroy the process group; do nothing if that was done before."""
 
 
-def destroy_group(process_group: dist.ProcessGroup) -> None:
-    """Destroy ``process_group``; do nothing if the script has destroyed all groups already."""
+def destroy_group(process_group: dist.ProcessGroup, process: int | None = None) -> None:
+    """Destroy ``process_group``; do nothing if the script has destroyed all groups already, or in a process that was
+    forked from the group's. ``process``: the group's process, by id; default this one."""
+    if process not in (None, os.getpid()):
+        return
+    keep_where_forked().add(process_group)
     with suppress(ValueError, AssertionError):
         dist.destroy_process_group(process_group)
 
 
-def keep_where_forked(thing: object) -> None:
-    """Have ``thing``, a process group or what holds one, live to the end of every process that is forked from this one
-    while it exists: nothing frees it there, the interpreter's end included."""
-    reference = weakref.ref(thing)
+@functools.cache
+def keep_where_forked() -> weakref.WeakSet[dist.ProcessGroup]:
+    """Have every process that is forked from this one keep all process groups to its end: nothing frees them there, the
+    interpreter's end included. See [Note: threads at the end].
+
+    Return the set of the groups that torch does not know any more, to which destroyed ones are added: code may still
+    hold them.
+    """
+    destroyed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def keep() -> None:
-        """Give the object one reference that nobody gives back, if it still exists."""
-        if (alive := reference()) is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))
+        """Give each group one reference that nobody gives back."""
+        for group in {*destroyed, *dist.distributed_c10d._world.pg_map}:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     os.register_at_fork(after_in_child=keep)
+    return destroyed
 
 
 def close_at_exit(holder: Closable) -> Callable[[], None]:
@@ -52,7 +63,7 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
     A process that was forked from this one has none of the threads, so there a group can never be destroyed: its
     destructor would wait for them for ever. `keep_where_forked` has it live as long as the process.
     """
-    keep_where_forked(holder)
+    keep_where_forked()
     reference, process = weakref.ref(holder), os.getpid()
 
     def close() -> None:

@@ -27,7 +27,7 @@ def init(
     when rank 0 cannot listen there, and PeerError when ranks do not come within ``timeout``.
     """
     if dist.is_initialized():
-        keep_where_forked(dist.group.WORLD)
+        keep_where_forked()
         return
     where = torch.device(device) if device is not None else default_device()
     chosen = backend or _backend_for(where)
@@ -37,7 +37,7 @@ def init(
     else:
         store = open_store(place, timeout)
         dist.init_process_group(chosen, timeout=timeout, store=store, rank=place.rank, world_size=place.world_size)
-    keep_where_forked(dist.group.WORLD)
+    keep_where_forked()
     await_connections()
 
 

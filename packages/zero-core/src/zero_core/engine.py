@@ -206,9 +206,11 @@ class Engine(nn.Module):
     def destroy(self, unshard: bool = True) -> None:
         """Unshard the parameters, remove all hooks and leave the process groups, once. Collective. Waits for
         checkpoints that are written in the background. ``unshard``: false leaves sharded parameters released, for
-        models that do not fit on one rank. Raises `zero_ckpt.CheckpointError` if such a checkpoint failed."""
-        if not self.training_state.lifetime.destroyed:
-            self.training_state.lifetime.destroyed = True
+        models that do not fit on one rank. Does nothing in a process that was forked from the rank. Raises
+        `zero_ckpt.CheckpointError` if such a checkpoint failed."""
+        lifetime = self.training_state.lifetime
+        if not lifetime.destroyed and lifetime.process == os.getpid():
+            lifetime.destroyed = True
             self._parts.close(self.training_state, unshard)
 
     # -- checkpoints, and states moved off the device ----------------------------------------------------------------

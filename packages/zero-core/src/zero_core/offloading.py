@@ -267,16 +267,17 @@ class Offloading:
         return {} if self._activations is None else self._activations.memory()
 
     def _advise_on_threads(self) -> None:
-        """Warn where the update on the CPU has one thread and could have more."""
-        from zero_launch.cores import one_thread_advice  # only where it is needed, as it takes 0.1 s
+        """Warn, on one rank of the host, where the update on the CPU has one thread and could have more."""
+        from zero_launch.cores import warn_of_one_thread  # only where it is needed, as it takes 0.1 s
 
-        if advice := one_thread_advice(torch.get_num_threads(), self.processes):
-            logger.warning(advice)
+        warn_of_one_thread(torch.get_num_threads(), self.processes, logger)
 
     def close(self) -> None:
         """Write an unwritten trace, remove files of activations, and return kept free memory to the system."""
         if self._activations is not None:
             self._activations.close()
+        if self._parking is not None:
+            self._parking.close()
         if self._keeps_freed_memory:
             malloc.return_free_memory()
         if self.trace is not None:

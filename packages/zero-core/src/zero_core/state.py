@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,10 +102,12 @@ class Attached:
 
 @dataclass
 class Lifetime:
-    """Reasons why an engine cannot be used: it is ``destroyed``, or ``parked`` until `Engine.reload_states`."""
+    """Reasons why an engine cannot be used: it is ``destroyed``, or ``parked`` until `Engine.reload_states`; a process
+    forked from ``process`` cannot either."""
 
     destroyed: bool = False
     parked: bool = False
+    process: int = field(default_factory=os.getpid)
 
 
 @dataclass(frozen=True)

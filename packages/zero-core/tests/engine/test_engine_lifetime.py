@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -104,3 +106,58 @@ for state in ("open", "destroyed"):
 def test_a_forked_process_ends_by_itself_though_it_has_no_thread_of_the_engines_groups() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["open", "3", "destroyed", "3"]), done.stderr
+
+
+FORKS_ON_RANKS = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+import zero_core
+from zero_comm import CommError
+
+folder = sys.argv[1]
+config = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+    "zero_optimization": {"stage": 2},
+    "checkpoint": {"writer": {"decoupled": True}},
+}
+engine = zero_core.initialize(model=torch.nn.Linear(8, 8), config=config)[0]
+mine = dist.new_group([0, 1])  # as a script makes its own
+said = []
+for state in ("open", "destroyed"):
+    if state == "open":
+        engine.save_checkpoint(folder)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # ends it where it would hang
+        if state == "open":
+            try:
+                engine.save_checkpoint(folder)
+            except CommError as error:
+                print(error, flush=True)
+        engine.destroy()
+        sys.exit(3)
+    said.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    engine.destroy()
+told = [None, None]
+dist.all_gather_object(told, said)
+print(told, flush=True)
+"""
+
+
+def test_forked_processes_of_two_ranks_end_by_themselves_and_take_no_part(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS_ON_RANKS)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(script), str(tmp_path / "saved")]
+    ranks = [
+        subprocess.Popen(command, env={**os.environ, **where, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    for rank, text in enumerate(said):
+        assert f") was forked from rank {rank} (process {ranks[rank].pid})" in text, text
+        assert "[[3, 3], [3, 3]]" in text, text
+    assert [rank.returncode for rank in ranks] == [0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -29,15 +30,17 @@ def threads_per_rank(nproc: int) -> int:
     return max(1, usable_cores() // nproc)
 
 
-def one_thread_advice(threads: int, nproc: int) -> str:
-    """Return advice for a rank whose computations have one of ``threads``, as OMP_NUM_THREADS says, though each of
-    the ``nproc`` ranks of its host may have several cores; empty if there is none to give."""
+def warn_of_one_thread(threads: int, nproc: int, logger: logging.Logger) -> None:
+    """Warn in ``logger`` where a rank's computations have one of ``threads``, as OMP_NUM_THREADS says, though each of
+    the ``nproc`` ranks of its host may have several cores. The first rank of a host (LOCAL_RANK 0, or none) alone
+    warns."""
     share = threads_per_rank(nproc)
-    if threads > 1 or share == 1 or os.environ.get("OMP_NUM_THREADS") != "1":
-        return ""
-    return (
-        f"OMP_NUM_THREADS is 1, so the optimizer's update on the CPU uses 1 of this rank's {share} cores. torchrun and "
-        f"Accelerate set it where the environment does not: set OMP_NUM_THREADS={share}, or start with zero-launch"
+    if threads > 1 or share == 1 or os.environ.get("OMP_NUM_THREADS") != "1" or int(os.environ.get("LOCAL_RANK", "0")):
+        return
+    logger.warning(
+        "OMP_NUM_THREADS is 1, so the optimizer's update on the CPU uses 1 of this rank's %d cores. torchrun and "
+        "Accelerate set it where the environment does not: set OMP_NUM_THREADS=%d, or start with zero-launch",
+        *(share, share),
     )
 
 

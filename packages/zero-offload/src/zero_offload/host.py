@@ -48,8 +48,9 @@ class HostStore:
 
     @property
     def resident_bytes(self) -> int:
-        """Return the bytes of host memory that all shards take: the sum of their sizes, without overhead."""
-        return sum(map(nbytes_of, self._shards.values()))
+        """Return the bytes of host memory that are held: the sum of the shards' sizes, without overhead, those
+        included that ``keep_memory`` has kept."""
+        return sum(block.nbytes for block in self._blocks.values())
 
     def put(self, name: str, shard: torch.Tensor) -> None:
         """Copy a new shard (1-D, any dtype) into the store; it replaces one of the same name, which may have another

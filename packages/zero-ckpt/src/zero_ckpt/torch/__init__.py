@@ -5,6 +5,7 @@ from __future__ import annotations
 from .buffers import Stager, dtype_name, tensor_buffer, torch_dtype
 from .coordinator import DistCoordinator, default_coordinator
 from .loading import load
+from .node_folder import node_memory_folder
 from .node_memory import Found, NodeMemory
 from .rng import RngState
 from .saving import Stateful, save
@@ -19,6 +20,7 @@ __all__ = [
     "default_coordinator",
     "dtype_name",
     "load",
+    "node_memory_folder",
     "save",
     "tensor_buffer",
     "torch_dtype",

@@ -32,6 +32,7 @@ from ..manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, decode_manif
 from ..opened import Folder
 from ..types import Interval
 from .coordinator import DistCoordinator
+from .node_folder import warn_of_other_runs
 from .transfer import Transfer, exchange
 
 Needs = Callable[[Manifest], "Iterable[str]"]
@@ -72,6 +73,8 @@ class NodeMemory:
         self._attempt: str = opened[0][1]
         self._partner = partners(self._nodes)
         self._saver = AsyncSaver(self._coordinator, then=self._copy_to_partners, allow=allow)
+        if self.leads:
+            warn_of_other_runs(directory)
 
     @property
     def node(self) -> str:

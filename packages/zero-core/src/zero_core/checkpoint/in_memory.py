@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
 from zero_ckpt import Manifest, TensorEntry
-from zero_ckpt.torch import Found, NodeMemory
+from zero_ckpt.torch import Found, NodeMemory, node_memory_folder
+from zero_comm import destroy_group
 
 from ..offloading import Offloading
 from ..state import TrainingState
@@ -27,9 +26,9 @@ _RUN = "run"
 
 
 class InMemory:
-    """Copies the engine's state into the memory of the nodes, as the section ``checkpoint.in_memory`` says; into
-    `default_folder` unless that names a path. ``run``, in its methods: the folder of the run's checkpoints on disk;
-    None, if `resume` and saves have not named it yet, stands for ``checkpoint.path``."""
+    """Copies the engine's state into the memory of the nodes, as ``checkpoint.in_memory`` says; without a path there
+    into `node_memory_folder`. ``run``, in its methods: the folder of the run's checkpoints on disk; None, if `resume`
+    and saves have not named it yet, stands for ``checkpoint.path``."""
 
     def __init__(self, state: TrainingState, offloading: Offloading) -> None:
         section = state.config.checkpoint.in_memory
@@ -95,22 +94,17 @@ class InMemory:
         try:
             memory.close()
         finally:
-            if self._group is not None and dist.is_initialized():
-                dist.destroy_process_group(self._group)
+            if self._group is not None:
+                destroy_group(self._group)
             self._group = None
 
     def _open(self, run: str | None) -> NodeMemory:
         """Return the node memory, opened at the first call with a process group of its own. Collective then."""
         if self._memory is None:
-            folder = Path(self._path or default_folder(str(run or self._disk)))
+            folder = Path(self._path or node_memory_folder(str(run or self._disk)))
             self._group = own_group(self._state)
             self._memory = NodeMemory(self._state.model_part.subfolder(folder), self._group, allow=check_room)
         return self._memory
-
-
-def default_folder(run: str) -> str:
-    """Return where a node keeps this user's copies of the run with checkpoints in ``run``, an absolute path."""
-    return f"/dev/shm/zero-{os.geteuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:16]}"
 
 
 def _is_of(manifest: Manifest, run: str) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState
+from zero_comm import destroy_group
 from zero_offload import BudgetError, HostBudget
 from zero_settings import absolute_path
 
@@ -158,8 +159,8 @@ class Saver:
             try:
                 self._background_saver.close()
             finally:
-                if self._group is not None and dist.is_initialized():
-                    dist.destroy_process_group(self._group)
+                if self._group is not None:
+                    destroy_group(self._group)
                 self._group = None
 
     def _open_background_saver(self, group: Coordinator) -> AsyncSaver:
