@@ -12,9 +12,9 @@ import torch.distributed as dist
 import training
 from training import Run
 
+from zero_ckpt.torch import node_memory_folder
 from zero_comm import run_ranks
 from zero_core import UsageError
-from zero_ckpt.torch import node_memory_folder
 
 EVERY, STEPS, LAST = 2, 5, 8
 OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}

@@ -124,6 +124,20 @@ def test_a_killed_pytorch_model_goes_on_behind_the_shards_that_are_complete(tmp_
     assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_complete_shard_that_was_written_since_is_not_taken_for_it(tmp_path: Path) -> None:
+    blocks(tmp_path)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        convert(Counting(open_source(tmp_path / "ckpt"), stop=5), out, to="pytorch", max_shard_size="40KB", workers=1)
+    first, *_ = sorted(out.glob("*.bin"))
+    with first.open("r+b") as file:  # the same file still, of the same size
+        file.write(b"overwritten")
+    os.utime(first, ns=(0, 0))
+    with pytest.raises(CheckpointError, match=f"{first.name} exists and is not overwritten"):
+        convert(tmp_path / "ckpt", out, to="pytorch", max_shard_size="40KB")
+    assert first.read_bytes().startswith(b"overwritten")
+
+
 def test_an_interrupted_universal_checkpoint_goes_on_where_it_stopped(tmp_path: Path) -> None:
     blocks(tmp_path)
     (whole,) = convert(tmp_path / "ckpt", tmp_path / "whole", to="deepspeed-universal")

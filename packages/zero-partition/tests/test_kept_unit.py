@@ -133,7 +133,7 @@ def shifted(stage: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Shifted().double()
     parts = cut(model, stage)
-    optimizer = trained(parts, model, 5)
+    trained(parts, model, 5)
     with gathered(parts, model.parameters()):
         return [p.detach().clone() for p in model.parameters()]
 

@@ -88,7 +88,7 @@ def write_filled(
             _set_checksums(partial, fd, {places[key]: found for key, found in done.items()})
             os.fsync(fd)
             nbytes = sum(tensor.nbytes for tensor in template.tensors.values())
-            record.complete(name, os.fstat(fd).st_ino, nbytes, now=not overwrite)
+            record.complete(name, os.fstat(fd), nbytes, now=not overwrite)
         finally:
             os.close(fd)
         publish(partial, template.path, overwrite)

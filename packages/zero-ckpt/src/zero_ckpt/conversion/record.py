@@ -2,8 +2,9 @@
 
 [Note: records of conversions]
 The record says what the output is made from, which files are complete, and of the file that is being filled, which
-tensors are on disk, with the CRC-32 of their bytes. A complete file is known by its inode, which is recorded before it
-takes its name: so a run that died in between knows it, too. A run that makes the same from the same source continues
+tensors are on disk, with the CRC-32 of their bytes. A complete file is known by its inode, size and time of
+modification, which are recorded before it takes its name: so a run that died in between knows it, too, and a file that
+was written since, or another one that got the inode, is not taken for it. A run that makes the same from the same source continues
 behind it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
 """
 
@@ -24,7 +25,7 @@ from .partial_file import write_at
 RECORD_BYTES = 256 << 20
 """After so many bytes a conversion notes how far it is."""
 _MAX_BYTES = 256 << 20
-_INODE = "\0inode"
+_STAMP = "\0inode", "\0bytes", "\0modified"
 
 
 class ConversionRecord:
@@ -51,23 +52,24 @@ class ConversionRecord:
     def is_complete(self, file: str) -> bool:
         """Return whether a file is finished, by an earlier run or this one."""
         try:
-            return self._files.get(file, {}).get(_INODE) == (self.folder / file).lstat().st_ino
+            stamp = _stamp(os.lstat(self.folder / file))
         except FileNotFoundError:
             return False
+        return self._files.get(file) == stamp
 
     def done(self, file: str) -> dict[str, int]:
         """Return the tensors of an unfinished file that are on disk, by name, with their CRC-32, as a new dict."""
-        return {name: found for name, found in self._files.get(file, {}).items() if name != _INODE}
+        return {name: found for name, found in self._files.get(file, {}).items() if name not in _STAMP}
 
     def note(self, file: str, tensors: dict[str, int], nbytes: int) -> None:
         """Record that these tensors of a file (name to CRC-32), all that are done so far, are on disk, `nbytes` more
         than before. The record itself is written once 256 MiB are new."""
         self._note(file, tensors, nbytes)
 
-    def complete(self, file: str, inode: int, nbytes: int, *, now: bool) -> None:
-        """Record that a file of `nbytes` bytes is on disk, and is complete once the one of this inode has its name;
-        written `now`, or as by `note`."""
-        self._note(file, {_INODE: inode}, RECORD_BYTES if now else nbytes)
+    def complete(self, file: str, status: os.stat_result, nbytes: int, *, now: bool) -> None:
+        """Record that a file with `nbytes` bytes of tensors is on disk, and is complete once the one of this `status`
+        has its name; written `now`, or as by `note`."""
+        self._note(file, _stamp(status), RECORD_BYTES if now else nbytes)
 
     def _note(self, file: str, what: dict[str, int], nbytes: int) -> None:
         """Keep `what` of a file, `nbytes` more than before; write the record once 256 MiB are new."""
@@ -102,13 +104,15 @@ class ConversionRecord:
 
     def close(self, *, keep: bool) -> None:
         """Release the lock; `keep`: write the record for another run, otherwise remove it."""
-        if keep:
-            self._write()
-        else:
-            self._next.unlink(missing_ok=True)
-            self._path.unlink(missing_ok=True)
-            fsync_directory(self._path.parent)
-        unlock_and_close(self._fd)
+        try:
+            if keep:
+                self._write()
+            else:
+                self._next.unlink(missing_ok=True)
+                self._path.unlink(missing_ok=True)
+                fsync_directory(self._path.parent)
+        finally:
+            unlock_and_close(self._fd)
 
     def _read(self) -> dict[str, dict[str, int]]:
         """Return the files of an earlier run of the same conversion; empty if there is none."""
@@ -120,6 +124,11 @@ class ConversionRecord:
             return {}
         files = found.get("files")
         return files if isinstance(files, dict) and all(map(_is_progress, files.values())) else {}
+
+
+def _stamp(status: os.stat_result) -> dict[str, int]:
+    """Return what a complete file is known by."""
+    return dict(zip(_STAMP, (status.st_ino, status.st_size, status.st_mtime_ns), strict=True))
 
 
 def _is_progress(what: Any) -> bool:
