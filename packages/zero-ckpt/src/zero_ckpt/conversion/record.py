@@ -4,8 +4,9 @@
 The record says what the output is made from, which files are complete, and of the file that is being filled, which
 tensors are on disk, with the CRC-32 of their bytes. A complete file is known by its inode, size and time of
 modification, which are recorded before it takes its name: so a run that died in between knows it, too, and a file that
-was written since, or another one that got the inode, is not taken for it. A run that makes the same from the same source continues
-behind it. It is written after the bytes it speaks of are on disk, and is removed when the output is complete.
+was written since, or another one that got the inode, is not taken for it. A run that makes the same from the same
+source continues behind it. It is written after the bytes it speaks of are on disk, and is removed when the output is
+complete.
 """
 
 from __future__ import annotations
