@@ -12,7 +12,6 @@ threads make the same collective calls in the same order.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
@@ -51,8 +50,8 @@ class AsyncSaver:
     after that. Memory of up to `max_pending` snapshots is kept until `close`; `allow` is called with the bytes of one
     before they are allocated, and may raise to refuse them.
 
-    A process that ends without `close` first finishes the saves that were started, and logs what fails then. One that
-    is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
+    A process that ends without `close`, by an exception too, first finishes the saves that were started, and logs what
+    fails then. One that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
     CheckpointError.
     """
 
@@ -252,7 +251,7 @@ def _close_at_exit() -> None:
 
 _OPEN: set[AsyncSaver] = set()
 # before the pools of concurrent.futures end, which a save needs; exit functions of atexit come after that
-getattr(threading, "_register_atexit", atexit.register)(_close_at_exit)
+threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]
 
 
 @dataclass

@@ -24,6 +24,12 @@ class Holder(nn.Module):
         self.module = module
 
 
+def first_part(engine: nn.Module) -> nn.Module:
+    """The first submodule of the engine's model that has parameters of its own."""
+    inner = (module for module in engine.module.modules() if module is not engine.module)
+    return next(module for module in inner if next(module.parameters(recurse=False), None) is not None)
+
+
 def tried(stage: int) -> dict[str, str]:
     engine, untouched = start(stage), start(stage)
     around: dict[str, Callable[[], object]] = {
@@ -33,6 +39,9 @@ def tried(stage: int) -> dict[str, str]:
     around["fully_shard"] = lambda: fully_shard(engine)
     around["DistributedDataParallel of the model"] = lambda: DistributedDataParallel(engine.module)
     around["DataParallel of the model"] = lambda: DataParallel(engine.module)
+    around["DistributedDataParallel of what holds the engine"] = lambda: DistributedDataParallel(Holder(engine))
+    around["DataParallel of what holds the model"] = lambda: DataParallel(nn.Sequential(Holder(engine.module)))
+    around["DistributedDataParallel of a part of the model"] = lambda: DistributedDataParallel(first_part(engine))
     found = {name: outcome(call) for name, call in around.items()}
     Holder(engine), DistributedDataParallel(nn.Linear(2, 2)), DataParallel(nn.Linear(2, 2))
     train(engine, 0, 2)

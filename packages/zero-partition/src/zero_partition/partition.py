@@ -174,9 +174,11 @@ class Partition:
         """Remember ``user``, weakly, as the object that trains with this partition."""
         self._user = weakref.ref(user)
 
-    def is_trained(self, module: nn.Module | None) -> bool:
-        """Return whether ``module`` is the model of this partition or its `user`."""
-        return module is not None and (module is self._model() or module is self.user)
+    def trains(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is the model or its `user`, or has a parameter of the model."""
+        if module is self._model() or module is self.user:  # whose parameters a wrapper may have taken away
+            return True
+        return any(self.find(parameter) is not None for parameter in module.parameters())
 
     def owned_ranks(self) -> range:
         """Return the ranks whose shards this rank's optimizer updates: all at stage 0, else only this one."""

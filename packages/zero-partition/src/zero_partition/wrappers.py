@@ -1,4 +1,8 @@
-"""Refuse torch's data-parallel wrappers around a model that is sharded, or around the engine that trains it."""
+"""Refuse torch's data-parallel wrappers around a model that is sharded, or around the engine that trains it.
+
+Those that are modules are found around whatever holds either; the functions `fully_shard` and `replicate`, which
+register no module, around the engine alone.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,22 @@ WRAPPERS = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed.
 class Trains(Protocol):
     """The part of a `Partition` that `refuse_wrappers` needs."""
 
-    def is_trained(self, module: nn.Module | None, /) -> bool:
-        """Return whether ``module`` is the model or its engine."""
+    def trains(self, module: nn.Module, /) -> bool:
+        """Return whether ``module`` is the model or its engine, or has a parameter of the model."""
 
 
 def refuse_wrappers(partition: Trains) -> Callable[[], object]:
     """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
-    made around the model or the user of ``partition``; return the call that ends it. It ends with the partition too."""
+    made around a module with parameters of ``partition``; return the call that ends it. It ends with the partition too."""
     reference = weakref.ref(partition)
 
     def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
-        """Refuse ``child`` of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
+        """Refuse ``child`` with parameters of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
         if (
-            (owner := reference()) is not None
-            and owner.is_trained(child)
+            child is not None
             and any(_is_from_wrappers(cls.__module__) for cls in type(parent).__mro__)
+            and (owner := reference()) is not None
+            and owner.trains(child)
         ):
             _refuse(type(parent).__name__)
 
