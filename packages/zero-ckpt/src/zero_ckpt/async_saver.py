@@ -51,8 +51,8 @@ class AsyncSaver:
     before they are allocated, and may raise to refuse them.
 
     A process that ends without `close`, by an exception too, first finishes the saves that were started, and logs what
-    fails then. One that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait` raise
-    CheckpointError.
+    fails then. One that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait`
+    raise CheckpointError.
     """
 
     def __init__(

@@ -29,11 +29,12 @@ class Trains(Protocol):
 
 def refuse_wrappers(partition: Trains) -> Callable[[], object]:
     """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
-    made around a module with parameters of ``partition``; return the call that ends it. It ends with the partition too."""
+    made around a module with parameters of ``partition``; return the call that ends it. It ends with the partition
+    too."""
     reference = weakref.ref(partition)
 
     def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
-        """Refuse ``child`` with parameters of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
+        """Refuse ``child`` of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
         if (
             child is not None
             and any(_is_from_wrappers(cls.__module__) for cls in type(parent).__mro__)
