@@ -110,6 +110,8 @@ CHANGES = [
     Change(f"{ZERO}.leaf_module.name_suffixes", ["0"], zero(3, unit_max_numel=3000), sees=("units",)),
     Change("fp16.enabled", True, sees=("dtypes",)),
     Change("fp16.auto_cast", True, FP16, {"input": torch.float32}, sees=("error",)),
+    Change("bf16.auto_cast", True, BF16, {"input": torch.float32}, sees=("error",)),
+    Change("gradient_allreduce_op", "sum", sees=("weights",)),
     Change("fp16.loss_scale", 64.0, FP16, {"input": torch.float16}, sees=("history",)),
     Change("fp16.initial_scale_power", 4, FP16, {"input": torch.float16}, sees=("history",)),
     Change("fp16.loss_scale_window", 1, FP16, {"input": torch.float16}, sees=("history",)),

@@ -144,7 +144,6 @@ def test_a_rate_asked_for_before_one_was_set_is_an_error_that_callers_of_deepspe
     [
         (lambda o: WarmupLR(o, warmup_num_steps=0), "warmup_num_steps: expected an integer >= 1, got 0"),
         (lambda o: WarmupLR(o, warmup_num_steps=1.5), "warmup_num_steps: expected an integer >= 1, got 1.5"),
-        (lambda o: WarmupLR(o, warmup_type="exp"), "warmup_type: expected 'log' or 'linear', got 'exp'"),
         (lambda o: WarmupLR(o, warmup_max_lr="auto"), "warmup_max_lr: expected a number or a list of numbers"),
         (lambda o: WarmupLR(o, [0.1] * 3), "warmup_min_lr: expected one number, or one for each of the 2 param groups"),
         (lambda o: WarmupLR(o, last_batch_iteration=-2), "last_batch_iteration: expected an integer >= -1"),

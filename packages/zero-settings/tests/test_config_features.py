@@ -10,7 +10,6 @@ from zero_settings.precision import precision_policy
 ASKED = {
     "compile.passes": ["z3"],
     "datastates_ckpt": {"host_cache_size": 16},
-    "gradient_allreduce_op": "sum",
     "managed_gradient_accumulation": False,
     "optimizer.type": "MuAdamW",
     "pipeline.stages": 2,
@@ -96,7 +95,7 @@ activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint
 checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.interval checkpoint.keep_last
 checkpoint.mean_time_between_failures checkpoint.overhead checkpoint.path checkpoint.use_node_local_storage
 checkpoint.writer.decoupled
-bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+bf16.auto_cast bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
 comet.api_key comet.enabled comet.experiment_key comet.experiment_name comet.mode comet.online comet.project
 comet.samples_log_interval comet.workspace comms_logger.enabled comms_logger.prof_all comms_logger.prof_ops
 comms_logger.verbose csv_monitor.enabled csv_monitor.job_name csv_monitor.output_path dataloader_drop_last dump_state
@@ -106,7 +105,8 @@ tensorboard.output_path timers.throughput.enabled wall_clock_breakdown wandb.ena
 wandb.team communication_data_type data_types.buffer_dtype data_types.grad_accum_dtype
 data_types.keep_in_fp32_modules data_types.param_dtype deterministic fp16.auto_cast
 fp16.consecutive_hysteresis fp16.enabled fp16.fp16_master_weights_and_grads fp16.hysteresis fp16.initial_scale_power
-fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_clipping optimizer
+fp16.loss_scale fp16.loss_scale_window fp16.min_loss_scale gradient_accumulation_steps gradient_allreduce_op
+gradient_clipping optimizer
 reduce_each_micro_batch scheduler sequence_parallel_size steps_per_print train_batch_size
 train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules

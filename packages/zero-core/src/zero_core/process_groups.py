@@ -111,7 +111,7 @@ def open_groups(config: Config, rows: Sequence[Sequence[int]], ledger: Ledger) -
         ledger=ledger,
         slice_sum=TreeSum(kernels.slice_sum()) if config.virtual_ranks else kernels.slice_sum(),
         deterministic=config.deterministic is not False,
-        averages=not config.virtual_ranks,
+        averages=not config.virtual_ranks and config.gradient_allreduce_op == "mean",
         ranks_per_node=config.comm.ranks_per_node,
         shard_size=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         secondary_size=zero.zero_hpz_partition_size if zero.stage >= 3 else 1,

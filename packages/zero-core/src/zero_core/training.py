@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from zero_optim import Scheduler
-from zero_partition import StepResult
+from zero_partition import StepResult, naming_dtypes
 from zero_precision import cast_floating
+from zero_settings import input_dtype
 
 from .accumulation import Accumulation
 from .audit import Auditor
@@ -73,15 +74,17 @@ class Training:
         self._checkpoints = checkpoints
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output; float arguments are cast to float16 first with ``fp16.auto_cast``."""
+        """Run the module and return its output; float arguments are cast first as `input_dtype` of the configuration
+        says."""
         state = self._state
         state.check_open("forward")
-        if state.config.fp16.enabled and state.config.fp16.auto_cast:
-            args, kwargs = cast_floating((args, kwargs), torch.float16)
+        if (dtype := input_dtype(state.config)) is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype)
         micro_batch = state.micro_batches.around_forward(state.counters.global_steps, state.counters.accumulated)
         with self._failures.may_be_caught("forward"), state.autocast(), self._checkpointing.running():
             with self._instruments.during("forward"), self._offloading.forward(), micro_batch, self._audit.forward():
-                return state.module(*args, **kwargs)
+                with naming_dtypes(state.module, (args, kwargs)):
+                    return state.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
         """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in

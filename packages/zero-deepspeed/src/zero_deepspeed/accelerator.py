@@ -41,6 +41,11 @@ def compute_device() -> torch.device:
     return found
 
 
+def is_current_accelerator_supported() -> bool:
+    """Return True: what `get_accelerator` returns is what torch supports here."""
+    return get_accelerator().is_available()
+
+
 def get_accelerator() -> Accelerator:
     """Return the accelerator that this process computes on."""
     return Accelerator(compute_device())
@@ -83,9 +88,10 @@ class Accelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices of this host; on the CPU the number of ranks on this host, by
-        LOCAL_WORLD_SIZE."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_cpu else torch.accelerator.device_count()
+        """Return the number of devices of this host; on the CPU the number of ranks on this host, by LOCAL_SIZE or
+        else LOCAL_WORLD_SIZE."""
+        ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return int(ranks) if self._on_cpu else torch.accelerator.device_count()
 
     def is_available(self) -> bool:
         """Return True: the device was found."""

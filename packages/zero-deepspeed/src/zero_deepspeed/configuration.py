@@ -1,4 +1,4 @@
-"""`deepspeed.DeepSpeedConfig`: a configuration, resolved."""
+"""`deepspeed.DeepSpeedConfig` and `DeepSpeedZeroConfig`: a configuration and its section for ZeRO, resolved."""
 
 from __future__ import annotations
 
@@ -7,9 +7,35 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_settings import Config
+from zero_settings import Config, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 from .settings import load_config, raw_config
+
+
+class DeepSpeedZeroConfig:
+    """The section `zero_optimization`, resolved as `initialize` does, by DeepSpeed's names for its values.
+
+    ``values``: keys of the section as a JSON file has them, or their other names (``prefetch_bucket_size`` for
+    ``stage3_prefetch_bucket_size``); both are attributes. ``offload_param`` and ``offload_optimizer`` are None where
+    nothing is offloaded. Raises `ConfigError`.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        whole = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": values}
+        self._section: ZeroOptimization = load_config(whole, ranks).zero_optimization
+
+    def model_dump(self) -> dict[str, Any]:
+        """Return every value of the section as plain data, by its key."""
+        return self._section.model_dump()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key, or of another name of one."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self._section, self._section.aliases.get(name, name))
+        idle = isinstance(value, (OffloadOptimizer, OffloadParam)) and value.device == "none"
+        return None if idle else value
 
 
 class DeepSpeedConfig:

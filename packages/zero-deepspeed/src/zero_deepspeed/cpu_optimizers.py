@@ -8,6 +8,7 @@ that optimizer's options.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class DeepSpeedCPUAdam(CPUAdam):
     """AdamW, or Adam with ``adamw_mode=False``, by the CPU kernels; see this module about ``model_params``.
 
     ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without bias correction, with
-    ``amsgrad``, and without parameters.
+    ``amsgrad``, for an ``eps`` that is no number, and without parameters.
     """
 
     same_arithmetic_as = CPUAdam
@@ -46,7 +47,11 @@ class DeepSpeedCPUAdam(CPUAdam):
             raise UsageError("DeepSpeedCPUAdam(bias_correction=False) is not available; leave it true")
         if amsgrad:
             raise UsageError("DeepSpeedCPUAdam(amsgrad=True) is not available; leave it false")
-
+        if not isinstance(eps, Real):
+            raise UsageError(
+                f"DeepSpeedCPUAdam(eps={eps!r}): expected a number. Adafactor has two: a framework that replaces it by "
+                "this optimizer hands them on. Use AdamW, or set zero_force_ds_cpu_optimizer to false"
+            )
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         forced = {"decoupled_weight_decay": adamw_mode}
         _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)

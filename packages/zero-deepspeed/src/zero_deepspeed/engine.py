@@ -26,6 +26,7 @@ from zero_settings import Config
 from . import VERSION
 from .client_state import from_plain, to_plain
 from .communication import get_world_group
+from .errors import UnsupportedError
 from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -51,6 +52,7 @@ class DeepSpeedEngine(nn.Module):
         module: the user's model.
         config: the configuration as it was given, as a dict.
         mpu: as it was given; None without one.
+        inside_no_sync_ctxt: whether a block of `no_sync` or `coalesce_grad_reduction` is open.
     """
 
     zero_engine: Engine
@@ -59,7 +61,6 @@ class DeepSpeedEngine(nn.Module):
     register_forward_pre_hook = register_unless_wrapper
     backward = Delegated[Any]("zero_engine")
     scale = Delegated[Any]("zero_engine")
-    step = Delegated[Any]("zero_engine")
     is_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
     set_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
     synced = Delegated[Any]("zero_engine")
@@ -130,6 +131,7 @@ class DeepSpeedEngine(nn.Module):
         self.module = core.module
         self.config = config
         self.mpu = mpu
+        self.inside_no_sync_ctxt = False
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
         self._named_optimizer: DeepSpeedOptimizer | None = offload
         if core.sharded_optimizer is not None:
@@ -157,19 +159,49 @@ class DeepSpeedEngine(nn.Module):
         """Return the dtype of gradients in messages between ranks."""
         return self.zero_engine.training_state.precision.wire_dtype
 
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as `Engine.step`. Raises `StageError` inside `no_sync` and `coalesce_grad_reduction`, where gradients
+        are not those of all ranks yet."""
+        if self.inside_no_sync_ctxt:
+            raise StageError("step() inside no_sync() or coalesce_grad_reduction(): leave the block first")
+        self.zero_engine.step(*args, **kwargs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager: backward passes inside only accumulate gradients on this rank.
 
-        Raises `StageError` at stages 2 and 3, and `UsageError` where every micro-batch is reduced for another reason,
-        as `Engine.no_sync`.
+        Raises `StageError` at stages 2 and 3 and inside another such block, and `UsageError` where every micro-batch is
+        reduced for another reason, as `Engine.no_sync`.
         """
         if self.zero_optimization_stage() >= 2:
             raise StageError(
                 f"no_sync() is for stages 0 and 1; stage {self.zero_optimization_stage()} reduces every micro-batch"
             )
-        with self.zero_engine.no_sync():
+        with self._without_steps("no_sync"), self.zero_engine.no_sync():
             yield
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Context manager: the backward passes inside belong to one optimizer step, which follows the block.
+
+        Each pass reduces its gradients as outside; the sums are those of one reduction, and no rank keeps full
+        gradients for it. Raises `UnsupportedError` at stage 0, and `StageError` inside another such block.
+        """
+        if self.zero_optimization_stage() == 0:
+            raise UnsupportedError("coalesce_grad_reduction is for stages 1 to 3; at stage 0 use no_sync()")
+        with self._without_steps("coalesce_grad_reduction"):
+            yield
+
+    @contextmanager
+    def _without_steps(self, block: str) -> Iterator[None]:
+        """Context manager in which `step` and blocks of this kind raise `StageError`; ``block``: its name."""
+        if self.inside_no_sync_ctxt:
+            raise StageError(f"{block}() inside no_sync() or coalesce_grad_reduction(): such blocks cannot be nested")
+        self.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = False
 
     def get_global_grad_norm(self) -> float | None:
         """Return the global gradient norm, before clipping, of the last step that was not skipped.

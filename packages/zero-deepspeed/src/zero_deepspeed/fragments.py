@@ -43,14 +43,15 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a full copy of the optimizer state of that name, such as `exp_avg`; None when no engine has the parameter.
-    Collective.
+    """Return a full copy of the optimizer state of that name, such as `exp_avg`; None when no engine has the parameter,
+    and for one that is not trained. Collective.
 
-    Zeros before the first step. Raises `UsageError` without an optimizer, and `PartitionError` for a parameter that is
-    not trained or another name.
+    Zeros before the first step. Raises `UsageError` without an optimizer, and `PartitionError` for another name.
     """
     owner = owner_of(param)
-    return None if owner is None else full_state(owner, _optimizer(owner), param, optim_state_key)
+    if owner is None or not _is_trained(owner, param):
+        return None
+    return full_state(owner, _optimizer(owner), param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -72,12 +73,15 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replace the optimizer state of that name by rank 0's ``value``, a tensor of the parameter's shape. Collective.
+    """Replace the optimizer state of that name by rank 0's ``value``, a tensor of the parameter's shape; do nothing for
+    a parameter that is not trained. Collective.
 
     Raises `UsageError` when no engine, or one without an optimizer, has the parameter, and `PartitionError` for another
     shape or before there is such a state.
     """
     owner = _owner(param)
+    if not _is_trained(owner, param):
+        return
     set_full_state(owner, _optimizer(owner), param, optim_state_key, value)
 
 
@@ -278,6 +282,12 @@ def _owner(param: nn.Parameter) -> Partition:
     if owner is None:
         raise UsageError(f"a parameter of shape {tuple(param.shape)} does not belong to a model given to initialize")
     return owner
+
+
+def _is_trained(owner: Partition, param: nn.Parameter) -> bool:
+    """Return whether the partition updates a parameter: replicated ones it does if they need a gradient."""
+    found = owner.find(param)
+    return param.requires_grad if found is None else found[0].plan.trainable
 
 
 def _optimizer(owner: Partition) -> ShardedOptimizer:

@@ -154,7 +154,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
             "gradients are reduced inside backward; no_sync() or gradient_accumulation_steps puts that off",
         ),
         "allreduce_no_retain": "gradients are reduced inside backward",
-        "coalesce_grad_reduction": "gradients are averaged unit by unit, in backward or at the boundary",
         **dict.fromkeys(
             ("sparse_allreduce", "sparse_allreduce_bucket", "sparse_allreduce_no_retain", "sparse_all_gather"),
             "sparse gradients are made dense where they arise",

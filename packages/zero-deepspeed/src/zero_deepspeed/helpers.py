@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 from zero_core import checkpointing
 
@@ -87,6 +88,13 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     """Return a copy of nested containers with every tensor copied to memory of its own on
     ``device``, detached; parameters stay parameters."""
     return tree_map(lambda leaf: _copied(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, item)
+
+
+def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Have ``hook`` called with the parameter whenever autograd has accumulated into its gradient; return the handle
+    that removes it."""
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:

@@ -20,6 +20,7 @@ from .communication import init_distributed
 from .construction import init_suspended
 from .engine import CheckpointNames, DeepSpeedEngine
 from .errors import UnsupportedError
+from .leaf_modules import mark_configured_leaves
 from .sequence import mpu_for, sequence_size
 from .settings import load_config, raw_config
 
@@ -81,6 +82,7 @@ def initialize(
             device=compute_device(),
             dialect=CheckpointNames(raw),
         )
+    mark_configured_leaves(core.module, core.resolved_config.zero_optimization.leaf_module)
     engine = DeepSpeedEngine(core, raw, mpu)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -95,12 +97,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def _given_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the configuration from the one argument that has it; ``config`` comes before ``config_params``.
+    """Return the configuration from the one argument that has it; ``config`` comes before ``config_params``, and
+    ``args.deepspeed_config`` before ``args.deepscale_config``, its older name.
 
     Raises `UsageError` for none, and if ``args.deepspeed_config`` is given as well.
     """
     given = config if config is not None else config_params
     from_args = getattr(args, "deepspeed_config", None)
+    if (older := getattr(args, "deepscale_config", None)) is not None:
+        logger.warning("args.deepscale_config is deprecated; use args.deepspeed_config")
+        from_args = older if from_args is None else from_args
     if given is not None and from_args is not None:
         raise UsageError("initialize: give the configuration once, as config or as args.deepspeed_config")
     if given is None and from_args is None:

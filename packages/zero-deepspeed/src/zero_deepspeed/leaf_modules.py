@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from zero_core.errors import UsageError
-from zero_partition import set_leaf_modules
+from zero_partition import leaf_marker, set_leaf_modules
+from zero_settings import LeafModule
 
 LeafChoice = type[nn.Module] | str
 
@@ -21,13 +22,21 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether ``model`` was marked by `set_z3_leaf_module`: gathered with all that is inside."""
+    """Return whether ``model`` is gathered with all that is inside, by `set_z3_leaf_module` or the configuration."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``model``, itself included, that were marked by `set_z3_leaf_module`."""
+    """Return the modules of ``model``, itself included, that are leaves as `z3_leaf_module` says."""
     return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
+    """Mark, for `get_z3_leaf_modules`, the modules of ``model`` that the configuration's ``section`` makes leaves."""
+    is_leaf = leaf_marker(section.classes, section.names, section.name_suffixes)
+    for name, module in model.named_modules():
+        if is_leaf(name, module):
+            module._z3_leaf = True  # type: ignore[assignment]
 
 
 def set_z3_leaf_modules(

@@ -27,8 +27,15 @@ COMPATIBLE: dict[str, bool] = {
 GIT_HASH = GIT_BRANCH = "zero-deepspeed"
 INSTALLED: dict[str, bool] = {}
 ACCELERATOR_NAME = ""
-TORCH_INFO: dict[str, str] = {}
-"""The attributes of `deepspeed.git_version_info`; empty ones, as nothing is built ahead of time."""
+TORCH_INFO: dict[str, str | bool] = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": get_accelerator().is_bf16_supported(),
+    "cuda_version": torch.version.cuda or "0.0",
+    "hip_version": torch.version.hip or "0.0",
+    "nccl_version": "0.0",
+}
+"""The attributes of `deepspeed.git_version_info`: empty, or of the torch that runs, as nothing is built ahead of time.
+There is no `nccl_version`: it is that of torch."""
 
 _PACKAGES = (
     "zero-deepspeed",

@@ -12,13 +12,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_settings import REMOVED_KEYS, Config, ConfigError, Problem, known_keys, read
+from pydantic import TypeAdapter, ValidationError
+
+from zero_settings import REMOVED_KEYS, SCHEMA_KEY, Config, ConfigError, Problem, known_keys, read, value_kinds
 
 logger = logging.getLogger("DeepSpeed")
 
 _READ_KEY_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 _ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
 _CLIPPING = "DeepSpeed's default since 0.19"
+_STRICT = ("optimizer", "scheduler")
+"""Sections whose values DeepSpeed hands on as they are, so that what torch refuses is refused."""
+_NUMBERS = {bool: TypeAdapter(bool), int: TypeAdapter(int), float: TypeAdapter(float)}
 
 
 def raw_config(source: Any) -> dict[str, Any]:
@@ -47,7 +52,8 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
     that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
-    steps, which becomes 1 step. Raises `ConfigError`.
+    steps, which becomes 1 step; booleans, numbers and lists written in another way (1 or "true", "16", one string).
+    Raises `ConfigError`.
     """
     data = read(raw)
     if not trains:
@@ -56,6 +62,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     _replace_zero_warmup(data)
     _drop_unknown_keys(data)
     _drop_idle_offload(data)
+    _convert_values(data)
     return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data, sequence))
 
 
@@ -145,7 +152,7 @@ def _lenient_sections(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
     """Yield (path with a dot at the end, section, its known keys) of sections in which DeepSpeed ignores other keys.
     The section aio comes twice if it has a key and its alias; then the alias is not known.
     """
-    yield "", data, {*known_keys(""), *REMOVED_KEYS}
+    yield "", data, {*known_keys(""), *REMOVED_KEYS, SCHEMA_KEY}
     for name in _READ_KEY_BY_KEY:
         if isinstance(data.get(name), dict):
             yield f"{name}.", data[name], set(known_keys(name))
@@ -162,3 +169,25 @@ def _drop_idle_offload(data: dict[str, Any]) -> None:
     if isinstance(section, dict) and section.get("device", "none") != "none":
         logger.warning("zero_optimization.offload_optimizer has no effect at stage 0, where nothing is sharded")
         del zero["offload_optimizer"]
+
+
+def _convert_values(data: dict[str, Any]) -> None:
+    """Replace, in ``data``, values that DeepSpeed converts: 0, 1, "true" or "off" for a boolean, a string for a number,
+    one string for a list of them. What cannot be converted stays."""
+    for path, section, kinds in value_kinds(data):
+        if path.partition(".")[0] not in _STRICT:
+            for key, kind in kinds.items():
+                section[key] = _converted(section[key], kind)
+
+
+def _converted(value: Any, kind: type) -> Any:
+    """Return ``value`` as ``kind`` (bool, int, float or tuple, of strings) if DeepSpeed takes it for one; else as it
+    is."""
+    if kind is tuple:
+        return [value] if isinstance(value, str) and value != "auto" else value
+    if not isinstance(value, (int, str)) or isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        return value
+    try:
+        return _NUMBERS[kind].validate_python(value)
+    except ValidationError:
+        return value

@@ -16,6 +16,7 @@ from .access import (
     set_full_state,
 )
 from .data_watch import change_class, present_class
+from .dtype_hints import naming_dtypes
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .gradients import UnitGradients
@@ -86,6 +87,7 @@ __all__ = [
     "gathered_anywhere",
     "grid_squares",
     "leaf_marker",
+    "naming_dtypes",
     "norm_squared",
     "owner_of",
     "partition",

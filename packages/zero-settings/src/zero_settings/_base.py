@@ -182,6 +182,24 @@ def _section_in(annotation: Any) -> type[Section] | None:
     return None
 
 
+def plain_kind(annotation: Any) -> type | None:
+    """Return bool, int, float, or tuple for tuples of strings, if a type annotation allows nothing else but None."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return plain_kind(arguments[0])
+    if origin in (Union, types.UnionType):
+        kinds = {plain_kind(argument) for argument in arguments if argument is not types.NoneType}
+        return kinds.pop() if len(kinds) == 1 else None
+    if origin is tuple:
+        return tuple if plain_kind(arguments[0]) is None and str in (arguments[0], *get_args(arguments[0])) else None
+    return annotation if annotation in (bool, int, float) else None
+
+
+def lowered(value: Any) -> Any:
+    """Return a string in small letters, and anything else as it is. A pydantic validator."""
+    return value.lower() if isinstance(value, str) else value
+
+
 def null_is_default(value: Any) -> Any:
     """Return an empty dict, which becomes a section of defaults, for None; anything else as it is. A pydantic
     validator."""

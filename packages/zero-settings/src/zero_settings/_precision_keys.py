@@ -63,6 +63,7 @@ class Bf16(Section):
     auto_keys = ALL_KEYS
 
     enabled: Flag = False
+    auto_cast: Flag = Field(default=False, description="Cast the floating inputs of the model to bfloat16.")
     immediate_grad_update: Flag = False
     check_grad_overflow: Flag | None = Field(
         default=None, description="true: skip a step whose gradient is not finite; otherwise it is an error."

@@ -27,6 +27,9 @@ REMOVED_KEYS = {
 }
 """Keys of older configurations: refused whatever their value, each with what to do instead."""
 
+SCHEMA_KEY = "$schema"
+"""The key by which editors find the JSON Schema of a file; it configures nothing."""
+
 _CPU_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 
 
@@ -101,11 +104,12 @@ def _refuse_removed(raw: dict[str, Any], prepared: PreparedSource) -> None:
 
 
 def _modernised(raw: dict[str, Any], prepared: PreparedSource) -> dict[str, Any]:
-    """Return the file without `REMOVED_KEYS`, and with legacy forms of `zero_optimization` in today's form.
+    """Return the file without `REMOVED_KEYS` and `SCHEMA_KEY`, and with legacy forms of `zero_optimization` in today's
+    form.
 
     ``raw`` is not changed; notes and problems about what was changed are added to ``prepared``.
     """
-    raw = {key: value for key, value in raw.items() if key not in REMOVED_KEYS}
+    raw = {key: value for key, value in raw.items() if key not in (*REMOVED_KEYS, SCHEMA_KEY)}
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
         prepared.notes["zero_optimization.stage"] = f"from the legacy form zero_optimization: {str(zero).lower()}"

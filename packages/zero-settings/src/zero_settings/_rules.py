@@ -27,6 +27,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
         *group_problems(config, world_size),
         *_offload_problems(config),
         *_one_bit_problems(config),
+        *_sum_problems(config),
         *_dtype_problems(config),
         *_loss_scale_problems(config),
         *_recomputation_problems(config),
@@ -113,6 +114,24 @@ def _one_bit_problems(config: ConfigFile) -> list[Problem]:
         got = f'"{zero.offload_optimizer.device}"'
         problems.append(Problem("zero_optimization.offload_optimizer.device", expected, got, action="use adamw"))
     return problems
+
+
+def _sum_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of `gradient_allreduce_op` "sum": what averages by itself cannot sum."""
+    if config.gradient_allreduce_op == "mean":
+        return []
+    one_bit = config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams)
+    averaging = {
+        "zero_optimization.zero_quantized_gradients": config.zero_optimization.zero_quantized_gradients,
+        "a 1-bit optimizer": one_bit,
+        "deterministic.across_world_sizes": virtual_ranks(config) > 0,
+    }
+    action = 'set it to "mean", and multiply the learning rate or the loss by the number of ranks'
+    return [
+        Problem("gradient_allreduce_op", f'expected "mean" with {what}, which averages', '"sum"', action=action)
+        for what, asked in averaging.items()
+        if asked
+    ]
 
 
 def _dtype_problems(config: ConfigFile) -> list[Problem]:

@@ -13,7 +13,7 @@ from zero_settings import _batch, _rules
 from zero_settings._base import PositiveInt, thaw
 from zero_settings._explain import explain
 from zero_settings._paths import absolute_path
-from zero_settings._prepare import PreparedSource, prepare
+from zero_settings._prepare import SCHEMA_KEY, PreparedSource, prepare
 from zero_settings._rules import rank_problems, virtual_ranks
 from zero_settings._source import read
 from zero_settings.errors import ConfigError, Problem, show
@@ -160,7 +160,9 @@ class Config(ConfigFile):
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """Return the JSON Schema of a configuration file, aliases and "auto" included."""
-        return ConfigFile.model_json_schema()
+        schema = ConfigFile.model_json_schema()
+        schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema."}
+        return schema
 
     def _row(self, path: str, value: Any) -> ReportRow:
         """Return the report's row of the value at a path, with the notes about it: how it was written, and why it has

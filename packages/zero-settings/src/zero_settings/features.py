@@ -56,7 +56,6 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("data_efficiency.enabled", is_on, "data efficiency", _OFF),
     Refusal("datastates_ckpt", is_given, "DataStates checkpointing", "remove it"),
     Refusal("expert_parallel.enabled", is_on, "expert parallelism", "train experts with plain ZeRO: set it to false"),
-    Refusal("gradient_allreduce_op", is_not("mean"), "summing gradients", 'set it to "mean"'),
     Refusal("hybrid_engine.enabled", is_on, "the hybrid engine", _OFF),
     Refusal("managed_gradient_accumulation", is_not(True), "accumulation by hand", 'set it to true, or use "no_sync"'),
     Refusal("optimizer.legacy_fusion", is_on, "legacy fusion", _OFF),

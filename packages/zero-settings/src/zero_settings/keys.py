@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from zero_settings._base import Flag, FloatOrInf, FreeForm, NaturalFloat, PositiveInt, Section, Text
+from zero_settings._base import (
+    Flag,
+    FloatOrInf,
+    FreeForm,
+    NaturalFloat,
+    PositiveInt,
+    Section,
+    Text,
+    lowered,
+    plain_kind,
+)
 from zero_settings._optim_keys import OptimizerSection, SchedulerSection
 from zero_settings._parallel_keys import (
     Autotuning,
@@ -80,7 +91,9 @@ class ConfigFile(Section):
 
     prescale_gradients: Flag = False
     gradient_predivide_factor: NaturalFloat = 1.0
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lowered)] = Field(
+        default="mean", description='Whether the ranks\' gradients are averaged or, with "sum", only summed.'
+    )
     deterministic: Flag | Deterministic = Field(
         default=False, description="true: sum gradients in rank order on every backend."
     )
@@ -130,6 +143,27 @@ class ConfigFile(Section):
     autotuning: Autotuning = Autotuning()
     datastates_ckpt: Literal[False] | FreeForm | None = None
     weight_quantization: WeightQuantization | None = None
+
+
+def value_kinds(data: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], dict[str, type]]]:
+    """Yield (path, object, kinds) of ``data``, a configuration as written, and of each section in it, outermost first.
+
+    ``kinds``: of the object's keys with a value that has to be a boolean, an integer, a number or a list of strings,
+    whatever it is now: bool, int, float or tuple. Keys that may be something else besides null, and unknown ones, are
+    left out.
+    """
+    yield from _value_kinds("", data, ConfigFile)
+
+
+def _value_kinds(path: str, data: dict[str, Any], section: type[Section]) -> Iterator[Any]:
+    """Yield as `value_kinds` does, for the object ``data`` of class ``section`` at ``path``."""
+    fields = {key: section.model_fields.get(section.aliases.get(key, key)) for key in data}
+    kinds = {key: kind for key, field in fields.items() if field and (kind := plain_kind(field.annotation))}
+    yield path, data, kinds
+    for key, value in data.items():
+        inner = section.section_of(section.aliases.get(key, key), data)
+        if inner is not None and isinstance(value, dict):
+            yield from _value_kinds(f"{path}.{key}" if path else key, value, inner)
 
 
 def known_keys(section: str, *, aliases: bool = True) -> list[str]:

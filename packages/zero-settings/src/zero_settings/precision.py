@@ -55,6 +55,16 @@ def build_policy(config: ConfigFile) -> PrecisionPolicy:
     return PrecisionPolicy.full(parse_dtype(types.param_dtype or "fp32"), **overrides)
 
 
+def input_dtype(config: ConfigFile) -> torch.dtype | None:
+    """Return the dtype to which the model's floating inputs are cast, by `auto_cast` of fp16 or bf16; None where they
+    stay as they are."""
+    import torch
+
+    if config.fp16.enabled and config.fp16.auto_cast:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled and config.bf16.auto_cast else None
+
+
 def names_dtypes(config: ConfigFile) -> bool:
     """Return whether a key names a dtype or a pattern of its own. If none does, the dtypes of `build_policy` fit
     together, and nobody has to import torch to find out."""

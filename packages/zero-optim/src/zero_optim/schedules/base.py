@@ -28,7 +28,7 @@ class Scheduler(Protocol):
 
 
 Rate = float | torch.Tensor
-"""A learning rate: a float, or a 0-dimensional tensor where the optimizer holds it as one."""
+"""A learning rate: a float, or a tensor of one element where the optimizer holds it as one."""
 
 
 class ParamGroups(Protocol):
@@ -102,7 +102,7 @@ class Schedule(ABC):
             )
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].copy_(torch.as_tensor(rate).reshape(()))
             else:
                 group["lr"] = rate
         return [group["lr"] for group in groups]

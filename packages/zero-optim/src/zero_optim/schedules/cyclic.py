@@ -126,6 +126,9 @@ class OneCycle(Schedule):
         self.cycle = Cycle(
             cycle_first_step_size, cycle_second_step_size, cycle_first_stair_count, cycle_second_stair_count
         )
+        self.first_step_size, self.second_step_size = self.cycle.first, self.cycle.second
+        self.total_size, self.step_ratio = self.cycle.total, self.cycle.first / self.cycle.total
+        self.first_stair_count, self.second_stair_count = self.cycle.first_stairs, self.cycle.second_stairs
         self.min_lrs = per_group(optimizer, "cycle_min_lr", cycle_min_lr)
         self.max_lrs = per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = per_group(optimizer, "cycle_min_mom", cycle_min_mom)
@@ -149,10 +152,14 @@ class OneCycle(Schedule):
         factor = 1 + self.decay_lr_rate * self._decay_intervals()
         return [low / factor for low in self.min_lrs]
 
-    def get_momentum(self) -> list[float]:
-        """Return the first beta of each param group at `last_batch_iteration`, by the class's formula, also for groups
-        without betas.
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each param group at `last_batch_iteration`, by the class's formula, also for groups
+        without betas; None where momentum is not cycled.
         """
+        return [(momentum, BETA2) for momentum in self._momenta()] if self.cycle_momentum else None
+
+    def _momenta(self) -> list[float]:
+        """Return the first beta of each param group at `last_batch_iteration`, also for groups without betas."""
         if self.last_batch_iteration < self.cycle.total:
             height = self.cycle.height(self.last_batch_iteration + 1)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -165,7 +172,7 @@ class OneCycle(Schedule):
         """Advance to the next iteration, or to `batch_iteration`, and write its rates and betas to the param groups."""
         super().step(batch_iteration)
         if self.cycle_momentum:
-            self._write_momentum(self.get_momentum())
+            self._write_momentum(self._momenta())
 
     def _decay_intervals(self) -> float:
         """Return how many intervals of `decay_step_size` iterations have passed since the end of the cycle, with

@@ -14,13 +14,14 @@ WarmupType = Literal["log", "linear"]
 
 
 class Ramp:
-    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear". ValueError for
-    another kind, or fewer than 1 step.
+    """The rise from 0 to 1 over the first `steps` iterations (at least 2); `kind`: "log" or "linear". Any other kind
+    is "log", with a warning, as in DeepSpeed. ValueError for fewer than 1 step.
     """
 
     def __init__(self, steps: int, kind: str) -> None:
         if kind not in ("log", "linear"):
-            raise ValueError(f"warmup_type: expected 'log' or 'linear', got {kind!r}")
+            logger.warning("warmup_type: expected 'log' or 'linear', got %r; 'log' is used", kind)
+            kind = "log"
         self.steps = max(2, as_integer("warmup_num_steps", steps, least=1))
         self.kind = kind
         self._per_log = 1.0 / math.log(self.steps)
@@ -55,6 +56,7 @@ class WarmupLR(Schedule):
         self.min_lrs = per_group(optimizer, "warmup_min_lr", warmup_min_lr)
         self.max_lrs = per_group(optimizer, "warmup_max_lr", largest)
         self.ramp = Ramp(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self.ramp.steps, self.ramp.kind
         if last_batch_iteration == -1:
             self._last_lr = self._write(self.min_lrs)
 
@@ -125,6 +127,7 @@ class WarmupCosineLR(Schedule):
         self.warmup_min_ratio = warmup_min_ratio
         self.cos_min_ratio = cos_min_ratio
         self.ramp = Ramp(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self.ramp.steps, self.ramp.kind
         self.org_lrs = group_rates(optimizer)
         _warn_when_short(self.total_num_steps, self.ramp.steps)
         if last_batch_iteration == -1:

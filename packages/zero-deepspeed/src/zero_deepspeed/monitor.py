@@ -1,0 +1,89 @@
+"""`deepspeed.monitor`: outputs for metrics by DeepSpeed's names, over those of zero_core."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from zero_core.monitors import Event, build_monitor, check_clients
+from zero_settings import Config
+
+from .errors import UnsupportedError
+from .settings import load_config
+
+SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
+"""The sections of a configuration that say where metrics go."""
+
+
+class MonitorConfig:
+    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``."""
+
+    def __init__(self, resolved: Config) -> None:
+        self.resolved = resolved
+        self.enabled = any(getattr(resolved, section).enabled for section in SECTIONS)
+        for section in SECTIONS:
+            setattr(self, section, getattr(resolved, section))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
+    """Return the `SECTIONS` of a configuration, with defaults for those that it lacks. Raises `ConfigError`."""
+    given = {section: param_dict[section] for section in SECTIONS if section in param_dict}
+    return MonitorConfig(load_config({**given, "train_micro_batch_size_per_gpu": 1}, 1))
+
+
+class MonitorMaster:
+    """Writes events to the outputs that a configuration enables, on rank 0 alone.
+
+    ``monitor_config``: from `get_monitor_config`. Raises ImportError where an enabled output's client is not installed.
+
+    Attributes:
+        enabled: whether any output is.
+    """
+
+    def __init__(self, monitor_config: MonitorConfig) -> None:
+        check_clients(monitor_config.resolved)
+        self.monitor_config = monitor_config
+        self.enabled = monitor_config.enabled
+        self._monitor = build_monitor(monitor_config.resolved, dist.get_rank() if dist.is_initialized() else 0)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write events, (name, value, number of samples) each; do nothing on ranks other than 0."""
+        self._monitor.write_events(event_list)
+
+
+class _OneMonitor(MonitorMaster):
+    """A `MonitorMaster` of one section, which its class names and its argument is."""
+
+    section = ""
+
+    def __init__(self, config: Any) -> None:
+        values = config if isinstance(config, Mapping) else config.model_dump()
+        if not values.get("enabled", False):
+            raise UnsupportedError(f"{type(self).__name__}: enabled is false in the section {self.section}")
+        super().__init__(get_monitor_config({self.section: dict(values)}))
+
+
+class TensorBoardMonitor(_OneMonitor):
+    """Writes to TensorBoard. Named as DeepSpeed's; ``config``: the section ``tensorboard``."""
+
+    section = "tensorboard"
+
+
+class WandbMonitor(_OneMonitor):
+    """Writes to Weights & Biases. Named as DeepSpeed's; ``config``: the section ``wandb``."""
+
+    section = "wandb"
+
+
+class csvMonitor(_OneMonitor):
+    """Writes to CSV files. Named as DeepSpeed's; ``config``: the section ``csv_monitor``."""
+
+    section = "csv_monitor"
+
+
+class CometMonitor(_OneMonitor):
+    """Writes to Comet. Named as DeepSpeed's; ``config``: the section ``comet``."""
+
+    section = "comet"
