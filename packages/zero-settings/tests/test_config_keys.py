@@ -161,7 +161,20 @@ def test_an_error_in_an_alias_is_reported_under_the_name_that_was_written(refuse
     assert refused({"zero_optimization": {"prefetch_bucket_size": -1}}).path == "zero_optimization.prefetch_bucket_size"
 
 
-def test_every_key_is_described_in_the_json_schema_with_aliases_and_auto():
+def test_every_key_says_in_the_json_schema_what_it_does():
+    schema = Config.json_schema()
+    tables = {"": schema, **schema["$defs"]}
+    assert sum(len(table.get("properties", {})) for table in tables.values()) > 300
+    silent = [
+        f"{name}.{key}"
+        for name, table in tables.items()
+        for key, value in table.get("properties", {}).items()
+        if not value.get("description", "").endswith((".", '"'))
+    ]
+    assert silent == []
+
+
+def test_every_key_is_in_the_json_schema_with_aliases_and_auto():
     schema = Config.json_schema()
     definitions = schema["$defs"]
     zero = definitions["ZeroOptimization"]["properties"]

@@ -28,7 +28,7 @@ class ClassByName(Section):
     class.
     """
 
-    type: Text
+    type: Text = Field(description="The name of the class.")
     params: SerializeAsAny[Params] = Params()
 
     what: ClassVar[str]

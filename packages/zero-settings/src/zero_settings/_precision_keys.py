@@ -40,7 +40,7 @@ class Fp16(Section):
 
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Train in float16.")
     auto_cast: Flag = Field(default=False, description="Cast the floating inputs of the model to float16.")
     loss_scale: NaturalFloat = Field(
         default=0.0, description="0 is the dynamic loss scale, any other number a constant one."
@@ -48,10 +48,12 @@ class Fp16(Section):
     initial_scale_power: NaturalInt = Field(
         default=16, le=127, description="The dynamic scale starts at 2 to this power."
     )
-    loss_scale_window: PositiveInt = 1000
-    hysteresis: PositiveInt = 2
-    consecutive_hysteresis: Flag = False
-    min_loss_scale: PositiveInt = 1
+    loss_scale_window: PositiveInt = Field(default=1000, description="Steps without overflow that double the scale.")
+    hysteresis: PositiveInt = Field(default=2, description="Overflows before the scale is halved.")
+    consecutive_hysteresis: Flag = Field(default=False, description="Count them anew after each step without one.")
+    min_loss_scale: PositiveInt = Field(
+        default=1, description="The scale falls no lower; there, an overflow is an error."
+    )
     fp16_master_weights_and_grads: Flag = Field(
         default=False, description="No float32 master copy (stage 1 and above)."
     )
@@ -62,7 +64,7 @@ class Bf16(Section):
 
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Train in bfloat16.")
     auto_cast: Flag = Field(default=False, description="Cast the floating inputs of the model to bfloat16.")
     immediate_grad_update: Flag = False
     check_grad_overflow: Flag | None = Field(
@@ -79,7 +81,7 @@ class TorchAutocast(Section):
 
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Run the model under torch.autocast.")
     dtype: NarrowDtypeName | None = Field(default=None, description="bfloat16 unless given.")
     lower_precision_safe_modules: tuple[Text, ...] | None = Field(
         default=None, description="Full names of module classes whose weights are gathered in the autocast dtype."

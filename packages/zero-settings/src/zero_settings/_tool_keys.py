@@ -44,6 +44,8 @@ class ActivationCheckpointing(Section):
 
 
 class CheckpointWriter(Section):
+    """How files of checkpoints are written."""
+
     type: Annotated[Literal["FAST", "PYTHON", "MOCK"], BeforeValidator(_upper)] = "FAST"
     io_buffer_size: PositiveInt = Field(default=64 * 1024 * 1024, description="Bytes.")
     io_buffer_double: Flag = True
@@ -115,7 +117,7 @@ class CommsLogger(Section):
     auto_keys = ALL_KEYS
 
     enabled: Flag = Field(default=False, description="Print what was sent, by phase and unit.")
-    prof_all: Flag = True
+    prof_all: Flag = Field(default=True, description="Print every operation and phase.")
     prof_ops: tuple[Text, ...] = Field(default=(), description="Only these operations or phases, unless prof_all.")
     verbose: Flag = Field(default=False, description="Print every collective when it starts.")
     debug: Flag = False
@@ -134,42 +136,54 @@ class FlopsProfiler(Section):
 
 
 class Tensorboard(Section):
+    """Metrics as TensorBoard's event files."""
+
     auto_keys = ALL_KEYS
 
     enabled: Flag = Field(default=False, description="Needs zero-core[tensorboard].")
     output_path: Text = Field(default="", description="Event files go to output_path/job_name.")
-    job_name: Text = "DeepSpeedJobName"
+    job_name: Text = Field(default="DeepSpeedJobName", description="The folder's last part.")
 
 
 class Wandb(Section):
+    """Metrics to Weights & Biases."""
+
     auto_keys = ALL_KEYS
 
     enabled: Flag = Field(default=False, description="Needs zero-core[wandb].")
-    group: Text | None = None
+    group: Text | None = Field(default=None, description="The client's group of runs.")
     team: Text | None = Field(default=None, description="The client's entity.")
-    project: Text = "deepspeed"
+    project: Text = Field(default="deepspeed", description="The client's project.")
 
 
 class CsvMonitorSection(Section):
+    """Metrics as CSV files."""
+
     auto_keys = ALL_KEYS
 
-    enabled: Flag = False
+    enabled: Flag = Field(default=False, description="Append to files on rank 0.")
     output_path: Text = Field(default="", description="One file per name goes to output_path/job_name.")
-    job_name: Text = "DeepSpeedJobName"
+    job_name: Text = Field(default="DeepSpeedJobName", description="The folder's last part.")
 
 
 class Comet(Section):
+    """Metrics to Comet; null leaves a value to the client."""
+
     auto_keys = ALL_KEYS
 
     enabled: Flag = Field(default=False, description="Needs zero-core[comet].")
     samples_log_interval: PositiveInt = Field(default=100, description="Samples between two values of one name.")
-    project: Text | None = None
-    workspace: Text | None = None
-    api_key: Text | None = None
-    experiment_name: Text | None = None
-    experiment_key: Text | None = None
-    online: Flag | None = None
-    mode: Literal["get", "create", "get_or_create"] | None = None
+    project: Text | None = Field(default=None, description="The client's project.")
+    workspace: Text | None = Field(default=None, description="The client's workspace.")
+    api_key: Text | None = Field(
+        default=None, description="Never printed or logged; COMET_API_KEY keeps it out of files."
+    )
+    experiment_name: Text | None = Field(default=None, description="The experiment's name.")
+    experiment_key: Text | None = Field(default=None, description="The experiment that `mode` gets or creates.")
+    online: Flag | None = Field(default=None, description="false: log into a local archive.")
+    mode: Literal["get", "create", "get_or_create"] | None = Field(
+        default=None, description="Continue an experiment, begin one, or either."
+    )
 
 
 class RunRecordSection(Section):
@@ -186,6 +200,8 @@ class RunRecordSection(Section):
 
 
 class ThroughputTimer(Section):
+    """Samples per second in progress lines."""
+
     auto_keys = ALL_KEYS
 
     enabled: Flag = Field(default=True, description="Lines of progress say samples per second.")
@@ -193,4 +209,6 @@ class ThroughputTimer(Section):
 
 
 class TimersSection(Section):
+    """What is timed."""
+
     throughput: ThroughputTimer = ThroughputTimer()

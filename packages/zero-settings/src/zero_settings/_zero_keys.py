@@ -62,12 +62,12 @@ class OffloadParam(Section):
 
     auto_keys = ALL_KEYS
 
-    device: Device = "none"
+    device: Device = Field(default="none", description="Where shards wait; none: where the model computes.")
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
-    buffer_count: PositiveInt = 5
+    buffer_count: PositiveInt = Field(default=5, description="Shards of files that are in host memory at once.")
     buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: those of the largest shard.")
     max_in_cpu: NaturalInt = Field(default=0, description="Elements that stay in host memory, besides the buffers.")
-    pin_memory: Flag = True
+    pin_memory: Flag = Field(default=True, description="Page-locked host memory, with an accelerator.")
 
 
 class OffloadOptimizer(Section):
@@ -75,10 +75,12 @@ class OffloadOptimizer(Section):
 
     auto_keys = ALL_KEYS
 
-    device: Device = "none"
+    device: Device = Field(
+        default="none", description="Where masters and states are, and are updated; none: the device."
+    )
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
-    buffer_count: PositiveInt = 4
-    pin_memory: Flag = True
+    buffer_count: PositiveInt = Field(default=4, description="Groups of files that are in host memory at once.")
+    pin_memory: Flag = Field(default=True, description="Page-locked host memory, with an accelerator.")
     pipeline_read: Flag = Field(default=True, description="Read ahead of the update.")
     pipeline_write: Flag = Field(default=True, description="Write behind the update.")
     fast_init: Flag = False
@@ -111,9 +113,9 @@ class LeafModule(Section):
 
     auto_keys = ALL_KEYS
 
-    classes: tuple[Text, ...] = ()
-    names: tuple[Text, ...] = ()
-    name_suffixes: tuple[Text, ...] = ()
+    classes: tuple[Text, ...] = Field(default=(), description="By class, its name alone or with its module.")
+    names: tuple[Text, ...] = Field(default=(), description="By full name in the model.")
+    name_suffixes: tuple[Text, ...] = Field(default=(), description="By the end of the full name.")
 
 
 class ZeroOptimization(Section):
@@ -167,9 +169,13 @@ class ZeroOptimization(Section):
         default=50_000_000,
         description="Elements gathered ahead of use; the next unit is, whatever its size, unless this is 0.",
     )
-    stage3_param_persistence_threshold: NaturalInt = 100_000
+    stage3_param_persistence_threshold: NaturalInt = Field(
+        default=100_000, description="Parameters of fewer elements stay gathered."
+    )
     stage3_model_persistence_threshold: NaturalInt = sys.maxsize
-    stage3_max_live_parameters: NaturalInt = 1_000_000_000
+    stage3_max_live_parameters: NaturalInt = Field(
+        default=1_000_000_000, description="Elements gathered at once; the unit in use is, whatever its size."
+    )
     stage3_max_reuse_distance: NaturalInt = 1_000_000_000
     stage3_gather_16bit_weights_on_model_save: Flag = False
     stage3_module_granularity_threshold: Int = 0
@@ -215,8 +221,10 @@ class Comm(Section):
     ranks_per_node: PositiveInt | None = Field(
         default=None, description="So many consecutive ranks count as one node; by default as they were started."
     )
-    weight_codec: Literal["int8", "fp8_e4m3"] = "int8"
-    gradient_codec: Literal["int4", "int8", "fp8_e4m3"] = "int4"
+    weight_codec: Literal["int8", "fp8_e4m3"] = Field(default="int8", description="Of zero_quantized_weights.")
+    gradient_codec: Literal["int4", "int8", "fp8_e4m3"] = Field(
+        default="int4", description="Of zero_quantized_gradients."
+    )
 
 
 class Aio(Section):
@@ -231,17 +239,19 @@ class Aio(Section):
     block_size: PositiveInt | None = Field(
         default=None, description="Bytes; null, as in the next two: as tuned for the drive."
     )
-    queue_depth: PositiveInt | None = None
-    intra_op_parallelism: PositiveInt | None = None
-    single_submit: Flag = False
-    overlap_events: Flag = True
-    use_gds: Flag = False
+    queue_depth: PositiveInt | None = Field(
+        default=None, description="Requests of a thread that the kernel has at once."
+    )
+    intra_op_parallelism: PositiveInt | None = Field(default=None, description="Threads that share one transfer.")
+    single_submit: Flag = Field(default=False, description="Hand blocks to the kernel one by one.")
+    overlap_events: Flag = Field(default=True, description="false: await each batch before the next is handed over.")
+    use_gds: Flag = Field(default=False, description="Not for tiers: zero_nvme_aio.gds serves device memory.")
 
 
 class OffloadActivations(Section):
     """The tier of tensors that autograd saves in forward for backward."""
 
-    device: Device = "none"
+    device: Device = Field(default="none", description="Where they wait; none: where they are made.")
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
     min_bytes: PositiveInt = Field(default=65536, description="Smaller tensors stay where they are.")
     prefetch: NaturalInt = Field(default=2, description="Tensors that backward asks for ahead of use.")

@@ -13,8 +13,9 @@ from zero_settings import _batch, _rules
 from zero_settings._base import PositiveInt, thaw
 from zero_settings._explain import explain
 from zero_settings._paths import absolute_path
-from zero_settings._prepare import SCHEMA_KEY, PreparedSource, prepare
+from zero_settings._prepare import PreparedSource, prepare
 from zero_settings._rules import rank_problems, virtual_ranks
+from zero_settings._schema import json_schema
 from zero_settings._source import read
 from zero_settings.errors import ConfigError, Problem, show
 from zero_settings.features import leaves, no_effect, refusals
@@ -159,10 +160,8 @@ class Config(ConfigFile):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """Return the JSON Schema of a configuration file, aliases and "auto" included."""
-        schema = ConfigFile.model_json_schema()
-        schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema."}
-        return schema
+        """Return the JSON Schema of a configuration file, aliases and "auto" included, every key with a description."""
+        return json_schema()
 
     def _row(self, path: str, value: Any) -> ReportRow:
         """Return the report's row of the value at a path, with the notes about it: how it was written, and why it has

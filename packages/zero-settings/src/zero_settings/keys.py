@@ -65,8 +65,10 @@ class ConfigFile(Section):
     train_batch_size: PositiveInt | None = Field(
         default=None, description="micro x accumulation x data-parallel ranks."
     )
-    train_micro_batch_size_per_gpu: PositiveInt | None = None
-    gradient_accumulation_steps: PositiveInt | None = None
+    train_micro_batch_size_per_gpu: PositiveInt | None = Field(
+        default=None, description="Samples of a rank in one forward and backward."
+    )
+    gradient_accumulation_steps: PositiveInt | None = Field(default=None, description="Micro-batches in one step.")
     managed_gradient_accumulation: Flag = True
     reduce_each_micro_batch: Flag = Field(
         default=False, description="Stages 0 and 1 reduce like 2 and 3: bitwise equality."

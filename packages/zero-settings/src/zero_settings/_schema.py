@@ -1,0 +1,50 @@
+"""The JSON Schema of a configuration file, in which every key says what it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zero_settings._base import Section
+from zero_settings._prepare import SCHEMA_KEY
+from zero_settings.features import NO_EFFECT, REFUSED
+from zero_settings.keys import ConfigFile
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration file; aliases, "auto" and the key of the schema itself included."""
+    schema = ConfigFile.model_json_schema()
+    _describe(schema, schema["properties"], ConfigFile, "")
+    schema["properties"][SCHEMA_KEY] = {"type": "string", "description": "Where an editor finds this schema."}
+    return schema
+
+
+def _describe(schema: dict[str, Any], properties: dict[str, Any], section: type[Section], path: str) -> None:
+    """Give each of ``properties``, of the ``section`` at ``path`` (with a dot at the end, or empty), a description
+    where it has none, and those of the sections inside. ``schema``: the whole."""
+    for key, field in section.model_fields.items():
+        inner = section.section_of(key, {})
+        said = field.description or _verdict(f"{path}{key}") or (_summary(inner) if inner is not None else "")
+        for name in (key, *(alias for alias, of in section.aliases.items() if of == key)):
+            if said and name in properties:
+                properties[name] = {**properties[name], "description": said}
+        if inner is not None:
+            within = schema["$defs"].get(inner.__name__, {}).get("properties", {})
+            _describe(schema, within, inner, f"{path}{key}.")
+
+
+def _verdict(path: str) -> str:
+    """Return why the key at ``path``, or a section that it is in, has no effect or is not available; else empty."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix in NO_EFFECT:
+            return f"No effect: {NO_EFFECT[prefix]}."
+        for row in REFUSED:
+            if row.path in (prefix, f"{prefix}.enabled"):
+                return f"Not available ({row.feature}): {row.instead}."
+    return ""
+
+
+def _summary(section: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring in one line."""
+    return " ".join((section.__doc__ or "").split("\n\n")[0].split())
