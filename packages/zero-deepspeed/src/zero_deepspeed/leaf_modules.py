@@ -36,7 +36,7 @@ def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
     is_leaf = leaf_marker(section.classes, section.names, section.name_suffixes)
     for name, module in model.named_modules():
         if is_leaf(name, module):
-            module._z3_leaf = True  # type: ignore[assignment]
+            module._z3_leaf = True
 
 
 def set_z3_leaf_modules(

@@ -23,7 +23,7 @@ _ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
 _CLIPPING = "DeepSpeed's default since 0.19"
 _STRICT = ("optimizer", "scheduler")
 """Sections whose values DeepSpeed hands on as they are, so that what torch refuses is refused."""
-_NUMBERS = {bool: TypeAdapter(bool), int: TypeAdapter(int), float: TypeAdapter(float)}
+_NUMBERS: dict[type, TypeAdapter[Any]] = {bool: TypeAdapter(bool), int: TypeAdapter(int), float: TypeAdapter(float)}
 
 
 def raw_config(source: Any) -> dict[str, Any]:

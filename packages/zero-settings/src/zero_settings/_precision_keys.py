@@ -50,7 +50,7 @@ class Fp16(Section):
     )
     loss_scale_window: PositiveInt = Field(default=1000, description="Steps without overflow that double the scale.")
     hysteresis: PositiveInt = Field(default=2, description="Overflows before the scale is halved.")
-    consecutive_hysteresis: Flag = Field(default=False, description="Count them anew after each step without one.")
+    consecutive_hysteresis: Flag = Field(default=False, description="The count restarts after each step without one.")
     min_loss_scale: PositiveInt = Field(
         default=1, description="The scale falls no lower; there, an overflow is an error."
     )
