@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ torch = pytest.importorskip("torch")
 from converted import blocks, checkpoint  # noqa: E402
 
 from zero_ckpt import CheckpointError, convert, open_checkpoint, save_sharded  # noqa: E402
-from zero_ckpt.conversion import open_source  # noqa: E402
+from zero_ckpt.conversion import open_source, pytorch_sink  # noqa: E402
 from zero_ckpt.conversion.record import RECORD_BYTES, ConversionRecord  # noqa: E402
+from zero_ckpt.zero_to_fp32 import convert_zero_checkpoint_to_state_dict  # noqa: E402
 
+LOCKS = Path("/proc/locks")
 EXISTS = "exists and is not overwritten"
 
 
@@ -144,3 +149,58 @@ def test_a_universal_checkpoint_is_not_taken_apart_by_a_second_conversion(tmp_pa
     (written,) = convert(Meanwhile(open_source(tmp_path / "ckpt"), rival), out, to="deepspeed-universal")
     assert sorted(path.name for path in out.iterdir()) == ["global_step1", "latest_universal"]
     assert len(list(written.rglob("*.pt"))) > 20
+
+
+RANK = """
+import sys
+from zero_ckpt.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
+
+sys.stdin.readline()
+convert_zero_checkpoint_to_fp32_state_dict(sys.argv[1], sys.argv[2], max_shard_size="40KB")
+"""
+
+
+def test_all_ranks_of_a_script_may_ask_for_one_state_dict_at_once(tmp_path: Path) -> None:
+    model = blocks(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    command = [sys.executable, "-c", RANK, str(tmp_path / "ckpt"), str(out)]
+    ranks = [subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    for rank in ranks:
+        assert rank.stdin is not None
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, errors
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".turn")]
+    loaded = {name: value for file in out.glob("*.bin") for name, value in torch.load(file, weights_only=True).items()}
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+
+
+def test_who_waited_for_the_same_state_dict_does_not_write_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks(tmp_path)
+    written: list[Path] = []
+    write = pytorch_sink.write_pytorch
+
+    def counted(source: Any, tensors: Any, target: Path, **options: Any) -> Any:
+        written.append(target)
+        return write(source, tensors, target, **options)
+
+    monkeypatch.setattr(pytorch_sink, "write_pytorch", counted)
+    out, turn = tmp_path / "out", tmp_path / ".out.turn"
+    with ThreadPoolExecutor(3) as pool:
+        with turn.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            asked = ("float32", "float32", "bfloat16")
+            ranks = [
+                pool.submit(convert_zero_checkpoint_to_state_dict, tmp_path / "ckpt", out, dtype) for dtype in asked
+            ]
+            while sum(f":{turn.stat().st_ino} " in line and "->" in line for line in LOCKS.read_text().split("\n")) < 3:
+                assert not any(rank.done() for rank in ranks)
+        for rank in ranks:
+            rank.result()
+    assert len(written) in (2, 3)  # 3 where the one that asked for bfloat16 came between the two
+    convert_zero_checkpoint_to_state_dict(tmp_path / "ckpt", out)
+    assert len(written) in (3, 4) and not turn.exists()

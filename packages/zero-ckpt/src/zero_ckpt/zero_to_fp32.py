@@ -6,15 +6,20 @@ Also a program: `python -m zero_ckpt.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .conversion.model import ModelTensor, model_aliases, model_tensors, parse_size
 from .conversion.sources import Source, open_source
+from .durable import make_directories
 from .errors import CheckpointError
+from .relative import absolute
 from .scripts import SCRIPT_NAME
 from .types import is_optimizer_kind
 
@@ -89,7 +94,8 @@ def convert_zero_checkpoint_to_state_dict(
     It becomes files of up to `max_shard_size` each (bytes, or text such as `5GB`; None: one file) with an index.
     Floating-point tensors become `dtype`: float32, float16 or bfloat16. `tag` is by default the one that `latest`
     names; `exclude_frozen_parameters` leaves out parameters that are not trained. Raises CheckpointError for another
-    dtype, and as `open_source` does. Existing files are overwritten, as DeepSpeed's function does.
+    dtype, and as `open_source` does. Existing files are overwritten, as DeepSpeed's function does. Of processes that
+    make the same call at once, as all ranks of a script do, one writes, and the others wait for it.
     """
     from .conversion.pytorch_sink import write_pytorch
     from .conversion.safetensors_sink import write_safetensors
@@ -100,11 +106,12 @@ def convert_zero_checkpoint_to_state_dict(
     source = _open(checkpoint_dir, tag)
     tensors = _chosen(source, exclude_frozen_parameters, _OUTPUT_DTYPES[name])
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    target = Path(output_dir)
-    if safe_serialization:
-        write_safetensors(source, tensors, target, limit=limit, workers=4, progress=_ignore, overwrite=True)
-    else:
-        write_pytorch(source, tensors, target, limit=limit, workers=4, progress=_ignore, overwrite=True)
+    target = absolute(Path(output_dir))
+    write = write_safetensors if safe_serialization else write_pytorch
+    asked = repr((source.fingerprint, name, limit, safe_serialization, [tensor.name for tensor in tensors]))
+    with _turn_to_write(target, asked) as mine:
+        if mine:
+            write(source, tensors, target, limit=limit, workers=4, progress=_ignore, overwrite=True)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -131,6 +138,29 @@ def load_state_dict_from_zero_checkpoint(
     model = model.cpu()
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
+
+
+@contextmanager
+def _turn_to_write(target: Path, asked: str) -> Iterator[bool]:
+    """Wait until no other process writes `target`, and yield whether this one has to: not if the one that it waited for
+    was `asked` for the same. It did not write if it raised."""
+    make_directories(target.parent)
+    path, key = target.with_name(f".{target.name}.turn"), hashlib.sha256(asked.encode()).digest()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        waited = False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = True
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        done = waited and os.pread(fd, len(key), 0) == key
+        yield not done
+        if not done:
+            os.pwrite(fd, key, 0)
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(fd)
 
 
 def _ignore(nbytes: int) -> None:
