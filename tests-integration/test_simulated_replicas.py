@@ -11,11 +11,13 @@ import torch
 from simulated_accelerator import Launch, Report, configure, watch
 from simulated_accelerator.ranks import run_simulated
 
-from zero_comm import EngineGroups, Ledger, Mesh, Tag
+from zero_comm import EngineGroups, Group, Ledger, Mesh, QuantizedReduce, Tag, open_group
+from zero_precision import BlockCodec
 
 pytestmark = pytest.mark.timeout(600)  # the first one compiles
 REPLICAS = {"mics_shard_size": 2}
 CODED = {**REPLICAS, "zero_quantized_gradients": True}
+NODES = {"zero_quantized_gradients": True}
 COUNT, NUMEL = 3, 10
 
 
@@ -65,6 +67,47 @@ def test_hops_between_replicas_keep_neither_compute_nor_the_next_reduction_waiti
         for inside, across, back in zip(*places, strict=True):
             assert not set(hops[inside].behind) & {*places[1], *places[2]}
             assert inside in hops[across].behind and across in hops[back].behind
+        assert computed.behind == ()
+
+
+def several_coded() -> tuple[list[list[float]], Report, list[Launch]]:
+    """Return the averages of several quantized reductions over two nodes of two ranks in flight, what was seen, and the
+    launches before the first wait."""
+    configure(seed=3)
+    groups = Mesh(device=torch.device("sim", 0)).open_groups()
+    rank = groups.control.rank
+    rows = [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    inside, across = (Group(open_group(row)) for row in rows)
+    reduction = QuantizedReduce(inside, across, BlockCodec("int8", block=256))
+    with watch() as report:
+        started = []
+        for number in range(COUNT):
+            flat = torch.full((4 * NUMEL,), float(number + rank), device="sim")
+            out = torch.ones(NUMEL, device="sim")
+            started.append((out, reduction.reduce_scatter(flat, out, Tag("reduce", f"unit {number}"))))
+        for _, work in started:
+            work.advance()
+        before_waits = torch.zeros((), device="sim")
+        torch.distributed.all_reduce(before_waits)
+        for _, work in started:
+            work.wait()
+    values = [out.tolist() for out, _ in started]
+    for group in (inside, across, groups):
+        group.close()
+    return values, report, report.launches
+
+
+def test_quantized_hops_keep_neither_compute_nor_the_next_reduction_waiting() -> None:
+    for values, report, launches in run_simulated(several_coded, 4):
+        for number, average in enumerate(values):
+            assert average == pytest.approx([number + 1.5] * NUMEL, rel=0.01)
+        assert [str(race) for race in report.races] == [] and report.stops == []
+        *hops, computed = launches
+        streams = dict.fromkeys(hop.stream for hop in hops)
+        places = [[n for n, hop in enumerate(hops) if hop.stream == stream] for stream in streams]
+        assert [len(numbers) for numbers in places] == [COUNT] * 2  # in the node, and between the nodes
+        for inside, across in zip(*places, strict=True):
+            assert not set(hops[inside].behind) & set(places[1]) and inside in hops[across].behind
         assert computed.behind == ()
 
 
@@ -133,7 +176,7 @@ def test_gradients_over_replicas_are_the_cpus_bit_by_bit(stage: int, dtype: str)
             assert [name for name, gradient in plain.items() if not torch.equal(gradient, mine[name])] == []
 
 
-@pytest.mark.parametrize("zero", [REPLICAS, CODED], ids=["exact", "coded"])
+@pytest.mark.parametrize("zero", [REPLICAS, CODED, NODES], ids=["exact", "coded", "nodes"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_steps_over_replicas_have_no_stop(stage: int, zero: dict[str, Any]) -> None:
     for reports in run_simulated(stops.by_step, 4, engines.config(stage, "bf16", **zero), range(9, 12)):
@@ -141,7 +184,7 @@ def test_steps_over_replicas_have_no_stop(stage: int, zero: dict[str, Any]) -> N
         assert [str(race) for report in reports for race in report.races] == []
 
 
-@pytest.mark.parametrize("zero", [REPLICAS, CODED], ids=["exact", "coded"])
+@pytest.mark.parametrize("zero", [REPLICAS, CODED, NODES], ids=["exact", "coded", "nodes"])
 @pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
 def test_no_delays_make_a_race_over_replicas(stage: int, zero: dict[str, Any]) -> None:
     settings = engines.config(stage, "bf16", **zero)

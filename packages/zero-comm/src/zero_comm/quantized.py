@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from .group import Group
+from .hop_streams import HopStreams
 from .packets import Codec, Packets
 from .tag import Tag
 from .work import Work
@@ -81,6 +82,7 @@ class QuantizedReduce:
         self.rank = across.rank * inside.world_size + inside.rank
         self.world_size = inside.world_size * across.world_size
         self._open: deque[_QuantizedReduction] = deque()
+        self._streams = HopStreams(inside.ledger)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Start to average the ranks' ``flat`` (1-D, floating, N*s elements) and to give slice r to rank r, in its
@@ -91,8 +93,9 @@ class QuantizedReduce:
         until `Work.wait` has returned. Sends G*(L-1) packets of s elements inside the node, G-1 across. Raises
         ValueError for a longer ``flat``.
 
-        The second hop starts in `Work.advance` or `Work.wait`, which first start those of earlier reductions. Every
-        rank must start its reductions, and wait for them, in the same order.
+        On the CPU the second hop starts in `Work.advance` or `Work.wait`, which first start those of earlier
+        reductions; an accelerator gets both hops at once, see [Note: streams of the hops] in hop_streams.py. Every rank
+        must start its reductions, and wait for them, in the same order.
         """
         size = out.numel()
         if flat.numel() > size * self.world_size:
@@ -102,7 +105,17 @@ class QuantizedReduce:
             )
         if size == 0:
             return Work(tag)
-        reduction = _QuantizedReduction(self._inside, self._across, self._codec, flat, out, tag, accumulate)
+        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        sums = torch.zeros((self._across.world_size, size), dtype=wide, device=out.device)
+
+        def begin() -> _QuantizedReduction:
+            """Start the hop inside the node."""
+            return _QuantizedReduction(self._inside, self._across, self._codec, flat, out, sums, tag, accumulate)
+
+        if flat.device.type != "cpu":
+            end = self._streams.run(flat.device, lambda: begin().summed(), _QuantizedReduction.finish)
+            return Work(tag, [(end, None)], buffers=(flat, out, sums), ledger=self._inside.ledger)
+        reduction = begin()
         self._open.append(reduction)
 
         def finish() -> None:
@@ -149,12 +162,9 @@ class _Hop:
                     packets.write(slices[rank, number], sent[rank, number])
         self._work = group.all_to_all(self._arrived, sent, tag)
 
-    def sums(self, dtype: torch.dtype) -> torch.Tensor:
-        """Wait, and return the k sums over all ranks, added in rank order: shape (k, s), in ``dtype``."""
+    def add_to(self, sums: torch.Tensor) -> None:
+        """Wait, and add the slices of all ranks, in rank order, to the k ``sums``: shape (k, s)."""
         self._work.wait()
-        if len(self._arrived) == 1:
-            return self._own.to(dtype)
-        sums = torch.zeros(self._own.shape, dtype=dtype, device=self._own.device)
         decoded = torch.empty_like(sums[0])
         for rank in self._coded:
             for number in self._numbers:
@@ -163,13 +173,13 @@ class _Hop:
                 else:
                     self._packets.read(self._arrived[rank, number], decoded)
                     sums[number].add_(decoded)
-        return sums
 
 
 class _QuantizedReduction:
     """One reduction in flight: the constructor starts the hop inside the node; call `start_across`, then `finish`.
 
-    The arguments are those of `QuantizedReduce` and of its `reduce_scatter`.
+    The arguments are those of `QuantizedReduce` and of its `reduce_scatter`. ``sums``: zeros of shape (nodes, s), in
+    which the node's sums are added up.
     """
 
     def __init__(
@@ -179,6 +189,7 @@ class _QuantizedReduction:
         codec: Codec,
         flat: torch.Tensor,
         out: torch.Tensor,
+        sums: torch.Tensor,
         tag: Tag,
         accumulate: bool,
     ) -> None:
@@ -187,23 +198,33 @@ class _QuantizedReduction:
         self._out = out
         self._tag = tag
         self._accumulate = accumulate
-        self._dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        self._sums = sums
         self._world_size = inside.world_size * across.world_size
         slices = _padded(flat, self._world_size * out.numel()).view(across.world_size, inside.world_size, -1)
         nodes = across.coded_ranks(flat.device)
         self._inside_hop = _Hop(inside, self._packets, slices.transpose(0, 1), tag, nodes)
+        self._is_summed = False
         self._across_hop: _Hop | None = None
+
+    def summed(self) -> _QuantizedReduction:
+        """Wait for the sums of the node, once; return this reduction."""
+        if not self._is_summed:
+            self._is_summed = True
+            self._inside_hop.add_to(self._sums)
+        return self
 
     def start_across(self) -> _Hop:
         """Wait for the sums of the node and start to send them across nodes, once; return that second hop."""
         if self._across_hop is None:
-            sums = self._inside_hop.sums(self._dtype)
-            self._across_hop = _Hop(self._across, self._packets, sums.unsqueeze(1), self._tag)
+            self.summed()
+            self._across_hop = _Hop(self._across, self._packets, self._sums.unsqueeze(1), self._tag)
         return self._across_hop
 
     def finish(self) -> None:
         """Wait for the sum over the nodes, and write the average into ``out`` or add it there."""
-        total = self.start_across().sums(self._dtype)[0]
+        totals = torch.zeros_like(self._sums[:1])
+        self.start_across().add_to(totals)
+        total = totals[0]
         if self._accumulate:
             self._out.add_(total / self._world_size)
         else:

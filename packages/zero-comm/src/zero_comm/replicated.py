@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Protocol
 
 import torch
 
+from .hop_streams import HopStreams
 from .ledger import Ledger
 from .tag import Tag
 from .work import Work
@@ -54,11 +53,7 @@ class ReplicatedReduce:
     fit the dtype in which gradients travel. Every rank, the owner too, takes the final average in the form in which it
     travels, so all replicas end with the same bits.
 
-    [Note: streams of the hops] An accelerator gets all hops at once. They run in two streams of their own: the average
-    inside the replica in one, everything behind it in the other, so that neither compute nor the average of the next
-    reduction queues behind the network between the replicas. `Work.wait` has the current stream wait for the last of
-    it. A stream's temporary memory is used in that stream alone; what the streams share is the current stream's, and
-    is held until it has waited.
+    On an accelerator the hops run in streams of their own, see [Note: streams of the hops] in hop_streams.py.
 
     Attributes:
         rank, world_size: those of ``shard``; they say who owns which slice.
@@ -81,7 +76,7 @@ class ReplicatedReduce:
         self.world_size = shard.world_size
         self._ledger = ledger if ledger is not None else Ledger()
         self._open: deque[_ReplicatedReduction] = deque()
-        self._streams: tuple[torch.Stream, torch.Stream] | None = None
+        self._streams = HopStreams(self._ledger)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
         """Start to average ``flat`` (S*s elements) of all S*R ranks, and to give slice r to its R owners, in their
@@ -102,7 +97,7 @@ class ReplicatedReduce:
             return _ReplicatedReduction(first, partial, wire, tag, out, accumulate)
 
         if flat.device.type != "cpu":
-            end = self._run_in_streams(begin, flat.device)
+            end = self._streams.run(flat.device, lambda: _waited(begin()), self._finish_across)
             return Work(tag, [(end, None)], buffers=(flat, out, partial), ledger=self._ledger)
         reduction = begin()
         self._open.append(reduction)
@@ -120,24 +115,10 @@ class ReplicatedReduce:
         self._shard.drop_unfinished()
         self._across.drop_unfinished()
 
-    def _run_in_streams(self, begin: Callable[[], _ReplicatedReduction], device: torch.device) -> _StreamEnd:
-        """Queue on ``device`` the whole reduction that ``begin`` starts, behind the current stream, and return its end.
-
-        See [Note: streams of the hops].
-        """
-        if self._streams is None:
-            self._streams = torch.Stream(device), torch.Stream(device)
-        inside, across = self._streams
-        with self._ledger.hops_of_one():
-            inside.wait_stream(torch.accelerator.current_stream(device))
-            with inside:
-                reduction = begin()
-                reduction.last.wait()
-            across.wait_stream(inside)
-            with across:
-                self._average_across(reduction)
-                reduction.finish()
-        return _StreamEnd(across)
+    def _finish_across(self, reduction: _ReplicatedReduction) -> None:
+        """Run the hops between the replicas, and write the average."""
+        self._average_across(reduction)
+        reduction.finish()
 
     def _advance(self, until: _ReplicatedReduction) -> None:
         """Bring the open reductions to their last hop, in order, up to and including ``until``; do nothing if it is
@@ -182,13 +163,7 @@ class _ReplicatedReduction:
             self._out.copy_(average)
 
 
-class _StreamEnd:
-    """The point that the queue of ``stream`` ends at now."""
-
-    def __init__(self, stream: torch.Stream) -> None:
-        self._device = stream.device
-        self._event = stream.record_event()
-
-    def wait(self, timeout: timedelta | None = None, /) -> None:
-        """Have the current stream wait until ``stream`` has come there; return at once, whatever ``timeout`` is."""
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+def _waited(reduction: _ReplicatedReduction) -> _ReplicatedReduction:
+    """Wait for the running hop of ``reduction``, and return it."""
+    reduction.last.wait()
+    return reduction
