@@ -15,6 +15,7 @@ from ranks import ThreadCoordinator, on_ranks
 
 from zero_ckpt import AsyncSaver, CheckpointError, Interval, NotPlainDataError, open_checkpoint, verify
 from zero_ckpt.dry_run import dry_run_checkpoints
+from zero_ckpt.snapshot import _Memory
 from zero_ckpt.writer import BufferedSink
 
 
@@ -406,3 +407,12 @@ def test_intervals_without_elements_are_saved_also_where_there_are_no_others(tmp
         )
     checkpoint = open_checkpoint(tmp_path, "t")
     assert checkpoint.read("now", "buffer") == checkpoint.read("later", "buffer") == b""
+
+
+def test_a_dry_run_counts_memory_that_is_kept_once() -> None:
+    with dry_run_checkpoints() as counted:
+        memory = _Memory(lambda nbytes: None)
+        memory.places([1 << 20])
+        memory.places([3 << 20])
+        memory.places([2 << 20])
+    assert counted.copied_nbytes == 3 << 20

@@ -137,3 +137,26 @@ def test_a_variance_that_would_never_exist_is_refused_by_name(kind: Any, name: s
 def test_every_public_name_is_listed_and_documented() -> None:
     assert zero_optim.__all__ == sorted(zero_optim.__all__)
     assert all(getattr(zero_optim, name).__doc__ for name in zero_optim.__all__)
+
+
+def test_lamb_steps_the_same_whatever_the_strides_of_its_states() -> None:
+    plain, strided = three()[0], three()[0]
+    optimizers = [Lamb([p], 0.1, weight_decay=0.1) for p in (plain, strided)]
+    for step in range(3):
+        for p, optimizer in zip((plain, strided), optimizers, strict=True):
+            with_gradients([p, p], step)
+            optimizer.step()
+            for key in ("exp_avg", "exp_avg_sq"):
+                if p is strided:
+                    optimizer.state[p][key] = optimizer.state[p][key].t().contiguous().t()
+    assert torch.allclose(plain, strided, rtol=1e-6)
+
+
+def test_an_interval_without_a_learning_rate_keeps_the_momentum() -> None:
+    (p,) = parameters = [nn.Parameter(torch.ones(6))]
+    optimizer = ZeroOneAdam(parameters, 0.1, var_freeze_step=2, local_step_scaler=1, local_step_clipper=4)
+    for step in range(12):
+        p.grad = torch.ones(6)
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.0
+        optimizer.step()
+        assert optimizer.state[p]["exp_avg"].min() > 0, step

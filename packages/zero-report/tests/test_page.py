@@ -386,3 +386,13 @@ def test_a_page_of_tables_shows_texts_as_texts_and_runs_nothing(tmp_path: Path) 
     assert (
         "prefers-color-scheme: dark" in text and "--ground: #14171a" in text.partition("prefers-color-scheme: dark")[2]
     )
+
+
+def test_the_same_failure_in_two_attempts_is_two_events(tmp_path: Path) -> None:
+    for attempt in range(2):
+        for rank in range(2):
+            writer = RecordWriter(tmp_path, rank=rank, world_size=2, attempt=attempt, first_step=3, background=False)
+            writer.note("failure", text="ValueError: bad batch")
+            writer.close()
+    events = [event for event in data_of(write_report(tmp_path))["events"] if event["kind"] == "failure"]
+    assert [event["ranks"] for event in events] == [[0, 1], [0, 1]]

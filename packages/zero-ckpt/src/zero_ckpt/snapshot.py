@@ -178,20 +178,22 @@ class _Memory:
         self._block: mmap.mmap | None = None
 
     def places(self, sizes: Sequence[int]) -> list[memoryview]:
-        """Return a view of each size in bytes, 64-byte aligned; the views of the call before are overwritten.
+        """Return a view of each size in bytes, 64-byte aligned, with arbitrary content. They share their memory with
+        the views of earlier calls, except when the block had to grow: then views still held keep the old block alive.
 
-        In a dry run (see `zero_ckpt.dry_run`) `allow` is not called; the bytes are counted there.
+        Raises what `allow` raises. In a dry run (see `zero_ckpt.dry_run`) `allow` is not called; bytes are counted.
         """
         begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
         if begins[-1] == 0:
             return [memoryview(b"")] * len(sizes)
         if self._block is None or len(self._block) < begins[-1]:
+            before = 0 if self._block is None else len(self._block)
             self._block = None
             dry_run = current_dry_run()
             if dry_run is None:
                 self._allow(begins[-1])
             else:
-                dry_run.copied_nbytes += max(begins[-1], mmap.PAGESIZE)
+                dry_run.copied_nbytes += max(begins[-1], mmap.PAGESIZE) - before
             self._block = _private_memory(max(begins[-1], mmap.PAGESIZE))
         view = memoryview(self._block)
         return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]

@@ -269,8 +269,8 @@ def _local_fragments(param: nn.Parameter) -> Iterator[_LocalFragment]:
 
 
 def _read_fragment(param: nn.Parameter, read: Callable[[_LocalFragment], torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the result of ``read`` for this rank's fragment; an empty tensor if it has
-    none. Raises as `_local_fragments`."""
+    """Return the result of ``read`` for this rank's fragment, None included; an empty tensor of the parameter's dtype
+    if this rank has none. Not collective. Raises as `_local_fragments`."""
     for fragment in _local_fragments(param):
         return read(fragment)
     return param.new_empty(0)

@@ -332,7 +332,8 @@ class ElasticCluster(Cluster):
         return True
 
     def _lose(self, peer: Peer, why: str) -> None:
-        """Give up a host and call it again later. If its ranks ran, they failed: all ranks restart or the job stops."""
+        """Give up a host and, unless the job stops, call it again later. If its ranks ran or were done, they count as
+        failed when it was last heard: all ranks restart, unless they do already, or the job stops without restarts."""
         before, peer.state = peer.state, "lost"
         self._meeting.lost(self._places[peer.name])
         if before in ("running", "done"):

@@ -141,10 +141,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: float = 1.0, error_if_nonfinite: bool = False) -> float:
         """Have the next `step` clip all gradients together to ``max_norm``; return their norm before clipping.
 
-        ``grad_scale`` multiplies the gradients first; give `step` the same. The gradients stay unchanged: the factor,
-        that of ``torch.nn.utils.clip_grad_norm_``, is applied while the step reads them. `zero_grad` resets the factor.
-        With ``error_if_nonfinite``, RuntimeError for a norm that is not finite, and the factor stays as it was.
-        TypeError or ValueError for gradients that the kernels cannot read.
+        Reads every gradient, from files too. ``grad_scale`` multiplies the gradients first; give `step` the same. The
+        gradients stay unchanged: the factor, that of ``torch.nn.utils.clip_grad_norm_``, is applied while the step
+        reads them. Another call replaces it; `step`, `zero_grad` and `load_state_dict` reset it. With
+        ``error_if_nonfinite``, RuntimeError for a norm that is not finite, and the factor stays as it was. TypeError or
+        ValueError for gradients that the kernels cannot read; ValueError for one of a parameter that was unfrozen after
+        construction; OffloadError after `close`.
         """
         self._check_open()
         self._check()

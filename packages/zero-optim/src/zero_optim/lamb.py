@@ -66,7 +66,7 @@ class Lamb(ClosureOptimizer):
 
     def _direction(self, group: dict[str, Any], p: torch.Tensor) -> tuple[torch.Tensor, tuple[float, float]]:
         """Advance the step count and the moments of ``p``, which has a gradient; return its update direction, a new
-        tensor, and the squared norms (``p``, direction).
+        tensor, and the squared norms (``p``, direction). Where there is no kernel, the host waits for both norms.
         """
         state = self.state[p]
         if not state:
@@ -75,7 +75,7 @@ class Lamb(ClosureOptimizer):
         step, gradient = int(state["step"]), p.grad
         beta1, beta2 = group["betas"]
         direction = torch.empty_like(p)
-        if gradient is not None and _has_kernel(p, gradient):
+        if gradient is not None and _has_kernel(p, gradient, state["exp_avg"], state["exp_avg_sq"]):
             ((weight, update),) = lamb_step(
                 p.data_ptr(),
                 gradient.data_ptr(),
@@ -124,10 +124,10 @@ def _unreduced_norms(partial: PartialNorms, /) -> list[tuple[float, ...]]:
     return [norms for _, norms in partial]
 
 
-def _has_kernel(p: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the CPU kernels can work on ``p`` together with ``other``, its gradient or direction."""
-    plain = p.device.type == "cpu" and p.dtype in _DTYPES
-    return plain and other.dtype == p.dtype and p.is_contiguous() and other.is_contiguous()
+def _has_kernel(p: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Return whether the CPU kernels can work on ``p`` together with ``others``: its gradient, moments or direction."""
+    plain = p.device.type == "cpu" and p.dtype in _DTYPES and p.is_contiguous()
+    return plain and all(other.dtype == p.dtype and other.is_contiguous() for other in others)
 
 
 def _squared_norm(x: torch.Tensor) -> float:

@@ -308,8 +308,8 @@ class Runtime:
         return self._liveness.writing(what)
 
     def abort(self, failure: BaseException) -> None:
-        """End this runtime because of ``failure``: tell the other ranks why and leave the data groups, so that no rank
-        waits for this one."""
+        """End this runtime because of ``failure``: tell the other ranks why and destroy all its process groups, so that
+        no rank waits for this one. Does not wait; does nothing if an earlier failure has ended it. See `reopen`."""
         self._liveness.end(failure)
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:

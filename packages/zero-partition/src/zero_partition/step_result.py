@@ -33,8 +33,8 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """Return whether the host knows that the step was skipped. Never waits: False while only the device knows the
-        norm, as such a step raises later if it was not finite."""
+        """Return whether the step was skipped. Never waits: False for every step whose norm was added up on the device,
+        as such a step raises later instead if the norm was not finite."""
         return not isinstance(self.square, DeviceSquare) and not self.taken
 
     @property

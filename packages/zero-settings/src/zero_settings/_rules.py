@@ -10,7 +10,7 @@ from zero_settings._optimizer_params import AdamParams, OneBitParams
 from zero_settings._parallel_keys import Deterministic
 from zero_settings.errors import Problem
 from zero_settings.keys import ConfigFile
-from zero_settings.precision import build_policy, loss_scale, names_dtypes
+from zero_settings.precision import build_policy, changes_default_dtypes, loss_scale
 
 _File = TypeVar("_File", bound=ConfigFile)
 
@@ -153,7 +153,7 @@ def _dtype_problems(config: ConfigFile) -> list[Problem]:
     if config.torch_autocast.enabled and declared == "fp64":
         action = "autocast never touches float64"
         return [Problem("data_types.param_dtype", "expected fp32 under torch_autocast", "fp64", None, action)]
-    if not names_dtypes(config):
+    if not changes_default_dtypes(config):
         return []
     try:
         build_policy(config)
@@ -227,12 +227,13 @@ def derived(config: ConfigFile, auto: set[str], model_hint: Any) -> dict[str, An
             values["optimizer.params.weight_decay"] = 1e-2
     hidden = hidden_size(model_hint)
     if hidden is not None:
-        values.update({path: size for path, size in _bucket_sizes(hidden).items() if path in auto})
+        values.update({path: size for path, size in _sizes_from_hidden(hidden).items() if path in auto})
     return values
 
 
-def _bucket_sizes(hidden: int) -> dict[str, int]:
-    """Return bucket sizes in elements by path, for this hidden size, by the rules of Accelerate and Transformers."""
+def _sizes_from_hidden(hidden: int) -> dict[str, int]:
+    """Return the two bucket sizes and the persistence threshold, in elements, that Accelerate and Transformers derive
+    from a hidden size, by the path of their key."""
     return {
         "zero_optimization.reduce_bucket_size": hidden * hidden,
         "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
@@ -342,9 +343,9 @@ def virtual_ranks(config: ConfigFile) -> int:
 
 
 def rank_problems(config: ConfigFile, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for a number of ranks that batch sizes cannot be resolved for: one that the ranks of a sequence
-    do not divide, or that virtual ranks do not allow.
-    """
+    """Yield the problems that must be solved before batch sizes can be resolved: a `sequence_parallel_size` that does
+    not divide ``world_size`` or is combined with virtual ranks and, for virtual ranks, a number of them or of ranks
+    that does not fit, and keys that cannot be used with them."""
     size = config.sequence_parallel_size
     yield from _divisor_problems(_SEQUENCE_SIZE, size, world_size)
     if size > 1 and virtual_ranks(config):

@@ -224,11 +224,16 @@ def no_effect(config: Section, path: str) -> str:
 
 
 def _group_size_note(config: Section) -> str:
-    """Return a note where `sub_group_size` is not the size in force; empty where it is."""
+    """Return the report's note for `sub_group_size`: no effect without an offloaded optimizer, or the elements that are
+    in force because the value is out of bounds; empty where the value itself is in force."""
     given, used = (lookup(config, f"zero_optimization.{name}") for name in ("sub_group_size", "group_size"))
     if lookup(config, "zero_optimization.offload_optimizer.device") == "none":
         return "accepted, no effect: zero_optimization.offload_optimizer.device is none"
-    return "" if given == used else f"{used} is in force: fewer cost time, and more memory without saving any"
+    return (
+        ""
+        if given == used
+        else f"{used} elements are in force: smaller groups cost time, larger ones memory, and save no time"
+    )
 
 
 def _has_bf16_moments_on_device(config: Section) -> bool:

@@ -65,9 +65,10 @@ def input_dtype(config: ConfigFile) -> torch.dtype | None:
     return torch.bfloat16 if config.bf16.enabled and config.bf16.auto_cast else None
 
 
-def names_dtypes(config: ConfigFile) -> bool:
-    """Return whether a key names a dtype or a pattern of its own. If none does, the dtypes of `build_policy` fit
-    together, and nobody has to import torch to find out."""
+def changes_default_dtypes(config: ConfigFile) -> bool:
+    """Return whether a key changes dtypes beyond switching fp16 or bf16 on: any key of data_types,
+    communication_data_type, or one for 16-bit masters or states. If none does, the dtypes of `build_policy` fit
+    together, and torch need not be imported to find out."""
     return (
         config.data_types != type(config.data_types)()
         or config.communication_data_type is not None

@@ -28,8 +28,9 @@ class StoreFolders:
         self._sharing: dict[int, bool] = {}
 
     def take(self) -> int:
-        """Make the folders and lock the store; return the file descriptor that holds the lock, for `give_back`.
-        ExtentError while another store, here or in another process, holds it; OSError for a folder that cannot be made.
+        """Make the folders and lock the store; return the file descriptor that holds the lock, for `give_back`. Two
+        stores exclude each other if they have the same prefix and the same first path. ExtentError while another one,
+        here or in another process, holds it; OSError for a folder or lock file that cannot be made, opened or locked.
         """
         for path in self.paths:
             os.makedirs(path, exist_ok=True)
@@ -37,9 +38,12 @@ class StoreFolders:
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(descriptor)
             raise ExtentError(f"the store '{self.prefix}' in '{self.paths[0]}' is in use") from None
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(error.errno, f"the file system has no locks ({error.strerror})", lock) from error
         return descriptor
 
     def give_back(self, descriptor: int) -> None:

@@ -85,7 +85,8 @@ def bf16_join(high: Bits16, low: Bits16) -> Single:
 
 
 def stored(x: npt.ArrayLike, dtype: Dtype) -> npt.NDArray[Any]:
-    """Return numbers as an array stored in ``dtype``, rounded to nearest even; bf16 is stored as uint16."""
+    """Return numbers as an array stored in ``dtype``, rounded to nearest even, for bf16 (stored as uint16) by way of
+    float32; what is too large becomes infinite."""
     if dtype == "bf16":
         return bf16_nearest(x)
     with np.errstate(over="ignore", invalid="ignore"):

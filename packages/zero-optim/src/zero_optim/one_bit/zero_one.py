@@ -60,8 +60,10 @@ class ZeroOneAdam(OneBitOptimizer):
                 return count
 
     def interval(self, number: int) -> int:
-        """Return the length in steps of the interval that step ``number`` (from 1) is in; 1 means that the ranks
-        average in every step.
+        """Return the scheduled length in steps of intervals at step ``number`` (from 1): one ends where the steps since
+        ``var_freeze_step`` are a multiple of it. 1 means that the ranks average in every step.
+
+        The first interval after a doubling may be shorter, the last one before it longer.
         """
         doublings = max(number - self.var_freeze_step - 1, 0) // self.local_step_scaler
         return min(self.local_step_clipper, 1 << min(doublings, 62))
@@ -103,7 +105,8 @@ class ZeroOneAdam(OneBitOptimizer):
         instead, at step ``number``. Collective.
         """
         local, self._local_steps = self._local_steps, []
-        momenta = [each.mean_momentum() for each in local]
+        own = [self.state[p]["exp_avg"] for _, p in self._parameters()]
+        momenta = [each.mean_momentum(momentum) for each, momentum in zip(local, own, strict=True)]
         self._average_over_ranks(momenta, number)
         for (group, p), each, momentum in zip(self._parameters(), local, momenta, strict=True):
             state = self.state[p]
@@ -135,6 +138,7 @@ class _LocalSteps:
         self.decay *= 1.0 - group["lr"] * group["weight_decay"]
         self._moved.add_(momentum, alpha=rate)
 
-    def mean_momentum(self) -> torch.Tensor:
-        """Return the mean of the steps' momenta, weighted by their learning rates. Call it once: it scales in place."""
-        return self._moved.div_(self.rate) if self.rate else self._moved
+    def mean_momentum(self, present: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the steps' momenta, weighted by their learning rates, or a copy of ``present``, the last
+        one, where these are all 0. Call it once: it scales in place."""
+        return self._moved.div_(self.rate) if self.rate else present.clone()

@@ -163,7 +163,8 @@ def frame_outside_dry_run() -> FrameType | None:
 
 
 def frame_outside_torch() -> FrameType | None:
-    """Return the innermost frame that belongs neither to torch nor to `zero_plan.dry_run`; None if there is none."""
+    """Return the innermost frame whose code has a file and belongs neither to torch nor to `zero_plan.dry_run`; None if
+    there is none, as for a script given with ``python -c``."""
     frame = frame_outside_dry_run()
     while frame is not None and _is_in_torch(frame):
         frame = frame.f_back

@@ -183,17 +183,18 @@ def checkpoint_rows(run: Run) -> list[dict[str, Any]]:
 def event_rows(run: Run) -> list[dict[str, Any]]:
     """Return the last 400 events of the run (warnings, failures, restarts), by time, as dicts for the page.
 
-    ``kind``, ``step``, ``at`` (Unix seconds), ``text`` and ``ranks``; the same event of several ranks is one row.
+    ``kind``, ``step``, ``at`` (Unix seconds), ``text`` and ``ranks``; the same event of several ranks of one attempt is
+    one row.
     Checkpoints, plans and peaks are left out.
     """
-    rows: dict[tuple[str, int, str], dict[str, Any]] = {}
-    for _, record, note in _all_notes(run):
+    rows: dict[tuple[int, str, int, str], dict[str, Any]] = {}
+    for attempt, record, note in _all_notes(run):
         if note["note"] in _OWN_NOTES:
             continue
         facts = {key: value for key, value in note.items() if key not in ("note", "at", "step", "text")}
         text = str(note.get("text") or "") or ", ".join(f"{key} {value}" for key, value in facts.items())
         row = rows.setdefault(
-            (note["note"], int(note.get("step", 0)), text),
+            (attempt, note["note"], int(note.get("step", 0)), text),
             {"kind": note["note"], "step": note.get("step", 0), "at": note["at"], "text": text, "ranks": []},
         )
         if record.rank not in row["ranks"]:
