@@ -1,15 +1,14 @@
 """Hosts for the launcher's tests: network namespaces on one bridge, each with an address, a host name and an sshd.
 
-Nothing of the machine's own network, sshd or keys is touched: the bridge is in a namespace too, and keys and
-configuration live in the test's folder. So do the hosts' home folders: the profile of who runs the tests may take long,
-and waits for a minute for a lock that a host which was lost has left.
+Nothing of the machine's own sshd or keys is touched: keys and configuration live in the test's folder. So do the hosts'
+home folders: the profile of who runs the tests may take long, and waits for a minute for a lock that a host which was
+lost has left.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+import namespaces
 import psutil
 
 NAMES = ("alpha", "beta", "gamma")
@@ -34,12 +34,7 @@ def why_not() -> str | None:
     for program in ("ip", "ssh", "ssh-keygen", SSHD):
         if shutil.which(program) is None:
             return f"no {program} here (Debian: iproute2, openssh-client, openssh-server)"
-    mark = f"zl{os.getpid()}probe"
-    probe = subprocess.run(["ip", "netns", "add", mark], capture_output=True, text=True)
-    if probe.returncode:
-        return f"no network namespaces here: {probe.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", mark], check=True)
-    return None
+    return namespaces.refused()
 
 
 CLOCK = """
@@ -73,9 +68,9 @@ class Hosts:
         self._jobs: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Hosts:
-        _remove_stale()
+        namespaces.remove_stale("zl")
         try:
-            self._build_network()
+            namespaces.connect(self.front, self._namespaces, "10.77.0")
             self._start_daemons()
         except BaseException:
             self.__exit__()
@@ -91,22 +86,7 @@ class Hosts:
             daemon.kill()
             daemon.wait()
         for namespace in (self.front, *self._namespaces.values()):
-            for process in _inside(namespace):
-                process.kill()
-            subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
-
-    def _build_network(self) -> None:
-        for namespace in (self.front, *self._namespaces.values()):
-            _ip("netns", "add", namespace)
-            _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("-n", self.front, "link", "add", "bridge0", "type", "bridge")
-        _ip("-n", self.front, "addr", "add", "10.77.0.254/24", "dev", "bridge0")
-        _ip("-n", self.front, "link", "set", "bridge0", "up")
-        for number, (name, namespace) in enumerate(self._namespaces.items(), start=1):
-            _ip("-n", self.front, "link", "add", name, "type", "veth", "peer", "name", "net0", "netns", namespace)
-            _ip("-n", self.front, "link", "set", name, "master", "bridge0", "up")
-            _ip("-n", namespace, "addr", "add", f"10.77.0.{number}/24", "dev", "net0")
-            _ip("-n", namespace, "link", "set", "net0", "up")
+            namespaces.remove(namespace)
 
     @property
     def memory(self) -> Path:
@@ -209,15 +189,15 @@ class Hosts:
 
     def unplug(self, name: str) -> None:
         """Take the host's link down, without a word to anybody."""
-        _ip("-n", self.front, "link", "set", name, "down")
+        namespaces.ip("-n", self.front, "link", "set", name, "down")
 
     def plug(self, name: str) -> None:
-        _ip("-n", self.front, "link", "set", name, "up")
+        namespaces.ip("-n", self.front, "link", "set", name, "up")
 
     def processes(self, name: str) -> list[psutil.Process]:
         """What runs on the host, but for its sshd."""
         found = []
-        for process in _inside(self._namespaces[name]):
+        for process in namespaces.inside(self._namespaces[name]):
             with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
                 if process.name() != "sshd":
                     found.append(process)
@@ -226,7 +206,7 @@ class Hosts:
     def ssh_clients(self) -> dict[str, psutil.Process]:
         """The launcher's connections, by host."""
         found = {}
-        for process in _inside(self.front):
+        for process in namespaces.inside(self.front):
             words = process.cmdline()
             if words[:1] == ["ssh"]:
                 found[next(word for word in words if word in NAMES)] = process
@@ -235,34 +215,6 @@ class Hosts:
     def all_gone(self) -> bool:
         """Return whether nothing of a job runs on any host."""
         return not any(self.processes(name) for name in NAMES)
-
-
-def _remove_stale() -> None:
-    """Remove what a test run left that was killed itself."""
-    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
-        match = re.match(r"zl(\d+)(?:front|alpha|beta|gamma)\b", line)
-        if match is not None and not psutil.pid_exists(int(match[1])):
-            for process in _inside(match[0]):
-                process.kill()
-            subprocess.run(["ip", "netns", "del", match[0]], check=False, capture_output=True)
-
-
-def _inside(namespace: str) -> list[psutil.Process]:
-    listing = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True).stdout
-    found = []
-    for pid in map(int, listing.split()):
-        try:
-            process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE:
-                process.name(), process.cmdline()
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
+import namespaces
 
 WIRE = "net0"
 
@@ -23,8 +22,7 @@ def why_not() -> str | None:
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"no {program} here (Debian: iproute2)"
-    probe = subprocess.run(["unshare", "-n", "ip", "link", "add", WIRE, "type", "veth"], capture_output=True, text=True)
-    return None if probe.returncode == 0 else f"no network namespaces here: {probe.stderr.strip()}"
+    return namespaces.refused()
 
 
 class TwoNodes:
@@ -35,7 +33,7 @@ class TwoNodes:
         self._names = [f"zn{os.getpid()}{end}" for end in "ab"]
 
     def __enter__(self) -> TwoNodes:
-        _remove_stale()
+        namespaces.remove_stale("zn")
         try:
             self._connect()
         except BaseException:
@@ -103,11 +101,3 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-
-
-def _remove_stale() -> None:
-    """Remove what a test run left that was killed itself."""
-    for line in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines():
-        match = re.match(r"zn(\d+)[ab]\b", line)
-        if match is not None and not psutil.pid_exists(int(match[1])):
-            subprocess.run(["ip", "netns", "del", match[0]], check=False, capture_output=True)
