@@ -16,7 +16,7 @@ PAGES = sorted(
 QUICK = {"choose-a-configuration.md"}
 """Pages whose commands neither start ranks nor import torch."""
 ELSEWHERE = {"slurm.md"}
-"""Pages that need a cluster; test_launch_schedulers.py runs them on one."""
+"""Pages that need a cluster; test_launch_schedulers.py and `nox -s pages` run them on one."""
 
 
 def name(page: Path) -> str:
