@@ -18,20 +18,21 @@ from zero_optim import Scheduler
 from zero_partition import GRID, Partition, PartitionOptions, ShardedOptimizer, UnitLimits, leaf_marker, partition
 from zero_precision import autocast_dtypes, parse_dtype
 from zero_settings import Config, autocast_modules, loss_scale, precision_policy
+from zero_settings.log_level import set_log_levels
 
 from . import kernels
 from .checkpoint import Dialect, OwnDialect
 from .composition import compose
 from .engine import Engine
 from .errors import UsageError
-from .instruments import ledger_for, memory_rows, memory_table
+from .instruments import ledger_for, memory_rows, memory_table, prints_progress
 from .model_parallel import ModelPart, model_parallel
 from .monitors import check_clients
 from .offloading import Offloading, state_block
 from .optimizers import Parameters, build_optimizer
 from .process_groups import agree_on_hyperparameters, open_groups, shard_alignment, weight_codecs
 from .recording import open_record
-from .report import config_report, startup_report
+from .report import config_report, start_line, startup_report
 from .schedules import build_scheduler
 from .state import Attached, BatchSizes, TrainingState
 from .supervision import supervisor
@@ -97,6 +98,7 @@ def assemble(
 ) -> Engine:
     """Return the engine that `initialize` would make of the same arguments. ``load``: returns the configuration for a
     number of data-parallel ranks. ``dialect``: adds another library's names to checkpoints. Collective."""
+    set_log_levels()
     init(device)
     place = model_parallel(mpu)
     with starting_together("zero_core.initialize"):
@@ -165,8 +167,11 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _report_start(state: TrainingState) -> None:
-    """Log the start-up report on rank 0; with ``dump_state`` also print it, the configuration and the memory table."""
+    """Say on rank 0 what begins, if progress is said, and log the start-up report; with ``dump_state`` also print it,
+    the configuration and the memory table."""
     if state.reports:
+        if prints_progress(state.config):
+            say(start_line(state))
         logger.info("%s", startup_report(state.config, state.partition))
         if state.config.dump_state:
             memory = memory_table(memory_rows(state.partition, state.optimizer))

@@ -15,17 +15,10 @@ from .state import TrainingState
 
 def startup_report(config: Config, partition: Partition) -> str:
     """Return stage, ranks, units, batch sizes, dtypes, codecs, replicated parameters and changed settings as text."""
-    options, layout = partition.options, partition.layout
-    persistent = sum(u.plan.persistent for u in partition.units)
     lines = [
-        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _replicas(partition),
-        f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
-        f"{layout.numel - layout.used_numel:,} elements of padding",
-        f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
-        f"x {config.gradient_accumulation_steps} accumulation x {config.data_parallel_size} "
-        + ("rank(s)" if config.sequence_parallel_size == 1 else f"group(s) of {config.sequence_parallel_size} rank(s)"),
+        *_outline(config, partition),
         *_elastic_rule(config),
-        str(options.policy),
+        str(partition.options.policy),
         *codec_lines(config, partition.device),
     ]
     lines += [f"replicated on every rank: '{name}', because {reason}" for name, reason in partition.replicated.items()]
@@ -34,6 +27,28 @@ def startup_report(config: Config, partition: Partition) -> str:
         for row in config.report(defaults=False)
     ]
     return "\n".join(lines)
+
+
+def start_line(state: TrainingState) -> str:
+    """Return in one line what begins: stage, ranks, units, batch, dtypes, and rank 0's memory on each tier."""
+    rows = {row.thing: row.dtype for row in state.partition.options.policy.table()}
+    dtypes = ", ".join(f"{thing} {rows[thing]}" for thing in ("parameter", "accumulated gradient", "master"))
+    held = ", ".join(f"{n / 2**20:,.1f} MiB on {tier}" for tier, n in memory_report(state, "tier").items() if n)
+    return "; ".join([*_outline(state.config, state.partition), dtypes, f"rank 0 holds {held or 'nothing'}"])
+
+
+def _outline(config: Config, partition: Partition) -> list[str]:
+    """Return stage and ranks, parameters and units, and batch sizes as text."""
+    options, layout = partition.options, partition.layout
+    persistent = sum(u.plan.persistent for u in partition.units)
+    return [
+        f"ZeRO stage {options.stage}, {partition.data_world_size} rank(s) on {partition.device}" + _replicas(partition),
+        f"{layout.used_numel:,} parameters in {len(layout.units)} units ({persistent} persistent), "
+        f"{layout.numel - layout.used_numel:,} elements of padding",
+        f"batch {config.train_batch_size} = {config.train_micro_batch_size_per_gpu} "
+        f"x {config.gradient_accumulation_steps} accumulation x {config.data_parallel_size} "
+        + ("rank(s)" if config.sequence_parallel_size == 1 else f"group(s) of {config.sequence_parallel_size} rank(s)"),
+    ]
 
 
 def _elastic_rule(config: Config) -> list[str]:

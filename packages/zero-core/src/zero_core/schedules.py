@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +10,12 @@ import torch
 from zero_core.errors import UsageError
 from zero_optim import Scheduler, schedules
 from zero_optim.schedules import VALID_LR_SCHEDULES
+from zero_optim.schedules.checks import schedule_problem
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from zero_settings import Config, SchedulerSection
-
-_METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
 
 
 def stepping_with(lr_kwargs: object) -> Callable[[Scheduler], None]:
@@ -81,23 +79,8 @@ def _by_name(section: SchedulerSection, optimizer: Optimizer) -> Scheduler:
 
 
 def _checked(made: Any, optimizer: Optimizer, what: str) -> Scheduler:
-    """Return ``made``. Raises `UsageError`, naming it ``what``, if it lacks methods of a scheduler, its ``step`` needs
-    an argument, or it drives none of ``optimizer``'s param groups."""
-    missing = [method for method in _METHODS if not callable(getattr(made, method, None))]
-    if missing:
-        raise UsageError(f"{what} is no schedule: {type(made).__name__} has no {', '.join(missing)}()")
-    try:
-        inspect.signature(made.step).bind()
-    except TypeError as error:
-        raise UsageError(
-            f"{what}: {type(made).__name__}.step() needs an argument ({error}), and the engine has none to give; "
-            "keep that schedule outside of the engine and step it yourself"
-        ) from error
-    driven = getattr(getattr(made, "optimizer", optimizer), "param_groups", optimizer.param_groups)
-    if not {id(group) for group in driven} & {id(group) for group in optimizer.param_groups}:
-        raise UsageError(
-            f"{what}: {type(made).__name__} drives other param groups than those of the engine's optimizer "
-            f"({type(optimizer).__name__}), so it would change nothing; build it on that optimizer, or give a function"
-        )
+    """Return ``made``. Raises `UsageError`, naming it ``what``, if it is no schedule of ``optimizer``."""
+    if (problem := schedule_problem(made, optimizer)) is not None:
+        raise UsageError(f"{what}{problem}")
     scheduler: Scheduler = made
     return scheduler

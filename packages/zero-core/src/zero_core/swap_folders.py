@@ -6,10 +6,10 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zero_offload import remove_stores
+from zero_offload.folders import folder_problem
 
 from .errors import UsageError
 
@@ -22,42 +22,11 @@ logger = logging.getLogger("zero_core")
 
 
 def check_swap_folders(config: Config) -> None:
-    """Check that the folders of every `nvme_path` in use exist; create them if `offload.create` is set. Raises
-    `UsageError` for a missing folder, naming the nearest that exists: without the check, files of a drive that is not
-    mounted would fill the disk of its mount point. Raises `UsageError` with the reason for a folder that cannot be
-    reached: a name that is too long, a loop of links, a parent that may not be entered."""
+    """Check that stores can lie in the folders of every `nvme_path` in use; create missing ones if `offload.create` is
+    set. Raises `UsageError` with the key, the folder and the reason."""
     for key, name in _folders_in_use(config):
-        if os.path.isdir(name):
-            continue
-        path = Path(name)
-        nearest = next(parent for parent in path.absolute().parents if os.path.isdir(parent))
-        if (reason := _unreachable(name)) is not None:
-            raise UsageError(f"{key}: cannot use the folder {_shortened(name)}: {reason}; name another")
-        if not config.offload.create:
-            raise UsageError(
-                f"{key}: there is no folder {name!r}; the nearest that exists is {str(nearest)!r}. "
-                'Mount the drive, make the folder, or have it made by "offload": {"create": true}'
-            )
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{key}: cannot make the folder {name!r} in {str(nearest)!r}: {error.strerror}") from error
-
-
-def _unreachable(name: str) -> str | None:
-    """Return the system's reason why the folder ``name`` cannot be looked at; None where it only does not exist."""
-    try:
-        os.stat(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        return error.strerror
-    return None
-
-
-def _shortened(name: str) -> str:
-    """Return a folder in quotes, of a long one its first 200 characters and how many it has."""
-    return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name)} characters)"
+        if (problem := folder_problem(name, create=config.offload.create)) is not None:
+            raise UsageError(f"{key}: {problem}")
 
 
 def remove_abandoned(config: Config, world_size: int) -> None:

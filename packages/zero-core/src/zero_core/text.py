@@ -11,6 +11,8 @@ _drawn = random.getstate()
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from zero_settings.log_level import says_progress  # noqa: E402
+
 random.setstate(_drawn)  # rich draws a number when it is imported, and the script's generator is the script's
 del _drawn
 
@@ -21,10 +23,11 @@ _WIDTH = 240  # columns; wider than any table, so that nothing wraps
 
 
 def say(text: str) -> None:
-    """Log ``text`` to the logger ``zero_core`` if the program has set up logging, else print it to standard output."""
+    """Log ``text`` to the logger ``zero_core`` if the program has set up logging, else print it to standard output
+    unless ZERO_LOG asks for less."""
     if logger.hasHandlers():
         logger.info("%s", text)
-    else:
+    elif says_progress():
         print(text, flush=True)
 
 

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_core
 from zero_comm import Ledger, Tag, run_ranks
 from zero_core.instruments import NoInstruments, NoTimers, Timers, communication_table
+from zero_core.instruments.instruments import ProgressLines
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_times_memory_and_progress_are_printed_every_few_steps(alone: None, prin
     train(engine, 0, 4)
     lines = printed().splitlines()
     assert [line.split(":")[0] for line in lines if "gradient norm" in line] == ["step 2", "step 4"]
-    assert all("samples per second" in line for line in lines if "gradient norm" in line)
+    assert all("loss " in line and "samples per second" in line for line in lines if "gradient norm" in line)
     times = [line for line in lines if "ms of 2 micro-batches" in line]
     assert len(times) == 2
     for line in times:
@@ -109,8 +110,56 @@ def test_with_logging_set_up_the_same_goes_to_the_logger(
     throughput = {"throughput": {"enabled": False}}
     with caplog.at_level(logging.INFO, logger="zero_core"):
         train(start(0, steps_per_print=1, timers=throughput), 0, 1)
-    assert capsys.readouterr().out == "" and "step 1: gradient norm" in caplog.text
+    assert capsys.readouterr().out == "" and "step 1: loss " in caplog.text
     assert "samples per second" not in caplog.text
+
+
+def test_a_run_says_in_one_line_what_it_is(alone: None, printed: Any) -> None:
+    engine = start(3, zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}})
+    (line,) = printed().splitlines()
+    said = ["ZeRO stage 3, 1 rank(s) on cpu", f" in {len(engine.partition.layout.units)} units", f"batch {BATCH} = "]
+    held = engine.memory_report(by="tier")
+    said += [
+        "parameter fp64",
+        "master none",
+        *(f"{held[tier] / 2**20:,.1f} MiB on {tier}" for tier in ("device", "host")),
+    ]
+    assert all(part in line for part in said), line
+
+
+def test_without_a_number_of_steps_a_line_with_the_loss_of_the_step_comes_when_its_time_has_come(
+    alone: None, printed: Any
+) -> None:
+    engine = start(2, gradient_accumulation_steps=2)
+    quiet, every = (ProgressLines(engine.training_state, seconds=seconds) for seconds in (1e9, 0.0))
+    losses = [torch.tensor(0.25), torch.tensor(0.5)]
+    train(engine, 0, 2)
+    printed()
+    for lines in (quiet, every):
+        for loss in losses:
+            lines.loss(loss)
+        lines.after_step()
+    (line,) = printed().splitlines()
+    assert line.startswith("step 1: loss 0.75, gradient norm ") and ", lr 0.001, " in line, line
+    assert "samples per second, skipped 0" in line, line
+
+
+@pytest.mark.parametrize("steps", [0, float("inf")])
+def test_steps_per_print_of_none_is_silence(alone: None, printed: Any, steps: float) -> None:
+    train(start(1, steps_per_print=steps), 0, 2)
+    assert printed() == ""
+
+
+def test_zero_log_says_how_much_is_said(alone: None, printed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = [logging.getLogger(name) for name in ("zero_ckpt", "zero_comm", "zero_core", "zero_partition")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setenv("ZERO_LOG", "error")
+    train(start(1, steps_per_print=1), 0, 1)
+    assert printed() == "" and {logger.level for logger in loggers} == {logging.ERROR}
+    monkeypatch.setenv("ZERO_LOG", "loud")
+    with pytest.raises(zero_core.ConfigError, match="ZERO_LOG: expected debug, info, warning, error, got 'loud'"):
+        start(1)
 
 
 def test_dump_state_prints_every_value_and_the_units(alone: None, printed: Any) -> None:

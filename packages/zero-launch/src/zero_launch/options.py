@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from typing import NoReturn
@@ -191,7 +192,13 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--record", metavar="DIR", help="ranks record what they do in DIR; `zero-report DIR` makes a page of it"
     )
     group.add_argument("--save_pid", action="store_true", help="write the pid to <pid>.ds in the temporary folder")
-    group.add_argument("-q", "--quiet", action="store_true", help="print only what the ranks print, and failures")
+    group.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        default=os.environ.get("ZERO_LOG") in ("warning", "error"),
+        help="print only what the ranks print, and failures; so does ZERO_LOG=error in the environment",
+    )
 
 
 def add_manifest_options(parser: argparse.ArgumentParser) -> None:

@@ -105,7 +105,7 @@ class ConfigFile(Section):
     disable_allgather: Flag = False
 
     steps_per_print: FloatOrInf | None = Field(
-        default=None, description="Steps between progress lines; null or inf: never."
+        default=None, description="Steps between progress lines; null: one every 10 s; 0 or inf: the run says nothing."
     )
     dump_state: Flag = Field(default=False, description="Print every value and the units' memory at the start.")
     wall_clock_breakdown: Flag = Field(default=False, description="Print the times of forward, backward and step.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..text import say
 from .communication import PrintingLedger, communication_table, ledger_for
-from .instruments import PARTS, Instruments, NoInstruments, NoTimers, Timers, instruments_for
+from .instruments import PARTS, Instruments, NoInstruments, NoTimers, Timers, instruments_for, prints_progress
 from .memory import MEMORY_KINDS, MemoryRow, memory_rows, memory_table
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "ledger_for",
     "memory_rows",
     "memory_table",
+    "prints_progress",
     "say",
 ]

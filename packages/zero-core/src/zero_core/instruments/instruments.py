@@ -115,6 +115,41 @@ class NoInstruments:
     def close(self) -> None: ...
 
 
+class ProgressLines(NoInstruments):
+    """An `Instruments` for rank 0 that says how far training is: every ``steps_per_print`` steps, or every ``seconds``
+    where that is null."""
+
+    def __init__(self, state: TrainingState, seconds: float = 10.0) -> None:
+        self._state = state
+        self._seconds = seconds
+        self._losses: list[torch.Tensor] = []
+        self._steps = 0
+        self._since = time.perf_counter()
+
+    def loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss for the line."""
+        self._losses.append(loss)
+
+    def after_step(self) -> None:
+        """Say the line if one is due; that waits for the loss of an accelerator."""
+        self._steps += 1
+        every, seconds = self._state.config.steps_per_print, time.perf_counter() - self._since
+        if seconds >= self._seconds if every is None else self._state.counters.global_steps % every == 0:
+            say(self._line(seconds))
+            self._steps, self._since = 0, self._since + seconds
+        self._losses.clear()
+
+    def _line(self, seconds: float) -> str:
+        """Return the line on the last step; with `timers.throughput` also the samples per second since the last one."""
+        counters, config = self._state.counters, self._state.config
+        loss = f"loss {float(torch.stack(self._losses).sum()):.4g}, " if self._losses else ""
+        rates = ", ".join(f"{rate:.3g}" for rate in self._state.learning_rates())
+        line = f"step {counters.global_steps}: {loss}gradient norm {counters.norm:.4g}, lr {rates}"
+        if config.timers.throughput.enabled:
+            line += f", {self._steps * self._state.sizes.train / seconds:.4g} samples per second"
+        return f"{line}, skipped {counters.skipped_steps}"
+
+
 class PrintingInstruments:
     """An `Instruments` for rank 0. Prints reports every ``steps_per_print`` steps, or every step without it."""
 
@@ -134,11 +169,8 @@ class PrintingInstruments:
         self._times: dict[str, float] = {}
         self._after: dict[str, dict[str, int]] = {}
         self._micro_batches = 0
-        self._progress = prints_progress(config)
-        self._throughput = config.timers.throughput.enabled
-        self._since = time.perf_counter()
-        self._steps = 0
-        self._every = config.steps_per_print if self._progress and config.steps_per_print else 1
+        self._progress: Instruments = ProgressLines(state) if prints_progress(config) else NoInstruments()
+        self._every = config.steps_per_print if prints_progress(config) and config.steps_per_print else 1
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
@@ -158,14 +190,14 @@ class PrintingInstruments:
         self._micro_batches += part == "forward"
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss for the monitor."""
+        """Keep a loss for the monitor and the progress line."""
+        self._progress.loss(loss)
         if self._monitor.enabled:
             self._losses.append(loss)
 
     def after_step(self) -> None:
         """Write the step's events to the monitor, and print the reports that are due. May wait for the device."""
         state = self._state
-        self._steps += 1
         if self._monitor.enabled or self._due():
             times = self._timers.take()
             for part, milliseconds in times.items():
@@ -175,11 +207,12 @@ class PrintingInstruments:
                 self._losses.clear()
         if self._flops is not None:
             self._flops.after_step(state.counters.global_steps - 1, state.sizes.micro)
+        self._progress.after_step()
         if self._due():
             for text in self._reports():
                 say(text)
             self._times.clear()
-            self._micro_batches = self._steps = 0
+            self._micro_batches = 0
 
     def saved(self, path: Path) -> None:
         """Do nothing: reports are about steps."""
@@ -209,8 +242,6 @@ class PrintingInstruments:
     def _reports(self) -> Iterator[str]:
         """Yield the texts of the enabled reports, about the steps since the last ones."""
         state = self._state
-        if self._progress:
-            yield self._progress_line()
         if self._breakdown:
             parts = ", ".join(f"{part} {self._times[part]:.2f}" for part in PARTS if part in self._times)
             yield f"step {state.counters.global_steps}, ms of {self._micro_batches} micro-batches: {parts}"
@@ -235,21 +266,10 @@ class PrintingInstruments:
         hidden = f", {1 - waited / open_:.0%} hidden behind computation" if open_ else unknown
         return f"step {step}, communication: {open_:.4f} s open, {waited:.4f} s waited for{hidden}"
 
-    def _progress_line(self) -> str:
-        """Return the line on the last step; with `timers.throughput` also the samples per second since the last one."""
-        state = self._state
-        rates = ", ".join(f"{rate:.3g}" for rate in state.learning_rates())
-        line = f"step {state.counters.global_steps}: gradient norm {state.counters.norm:.4g}, lr {rates}"
-        before, self._since = self._since, time.perf_counter()
-        if self._throughput:
-            samples = self._steps * state.sizes.train
-            line += f", {samples / (self._since - before):.4g} samples per second"
-        return f"{line}, skipped {state.counters.skipped_steps}"
-
 
 def prints_progress(config: Config) -> bool:
-    """Return whether ``steps_per_print`` asks for progress lines."""
-    return config.steps_per_print is not None and 0 < config.steps_per_print < math.inf
+    """Return whether a run says what it is and how far it is: ``steps_per_print`` is null or a number of steps."""
+    return config.steps_per_print is None or 0 < config.steps_per_print < math.inf
 
 
 def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
@@ -257,11 +277,12 @@ def instruments_for(state: TrainingState, monitor: Monitor) -> Instruments:
     config = state.config
     chosen_phases(config)
     asked = (
-        prints_progress(config),
         monitor.enabled,
         config.wall_clock_breakdown,
         config.memory_breakdown,
         config.flops_profiler.enabled,
         config.comms_logger.enabled,
     )
-    return PrintingInstruments(state, monitor) if state.reports and any(asked) else NoInstruments()
+    if state.reports and any(asked):
+        return PrintingInstruments(state, monitor)
+    return ProgressLines(state) if state.reports and prints_progress(config) else NoInstruments()
