@@ -53,6 +53,7 @@ def config(stage: int, dtype: str, **zero: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_clipping": 0.5,
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": stage, **units, **zero},
         **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),

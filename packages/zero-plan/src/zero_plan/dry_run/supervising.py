@@ -30,7 +30,6 @@ _LEFT_OUT = (
     "dump_state",
     "memory_breakdown",
     "run_record",
-    "steps_per_print",
     "timers",
     "wall_clock_breakdown",
 )
@@ -62,7 +61,7 @@ class DryRunSupervisor(Unsupervised):
                 paths = section["nvme_path"]
                 folders = self._stand_in_folders([paths] if isinstance(paths, str) else paths)
                 zero = plain["zero_optimization"] = {**zero, name: {**section, "nvme_path": folders}}
-        return {**plain, **{section: {"enabled": False} for section in _MONITORS}}
+        return {**plain, "steps_per_print": 0, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
         """Return a budget without limits."""
