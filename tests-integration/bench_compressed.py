@@ -23,11 +23,16 @@ import zero_core
 from zero_comm import run_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
 
 CONTEXT, VALIDATION_ROWS = 64, 128
 BASE = {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.01}
 PEERS = {"onebitadam": "adam", "zerooneadam": "adam", "onebitlamb": "lamb", "zeropp": "stage3"}
 """Against which run each is measured."""
+TITLES = {"adam": "AdamW", "lamb": "LAMB", "stage3": "stage 3", "zeropp": "stage 3 with qwZ, qgZ and hpZ"}
+TITLES |= {"onebitadam": "`OneBitAdam`", "zerooneadam": "`ZeroOneAdam`", "onebitlamb": "`OneBitLamb`"}
+COLUMNS = ("run", "parameters, ranks", "loss", "against", "aim")
 
 
 def sections(name: str, steps: int) -> dict[str, Any]:
@@ -62,8 +67,8 @@ def batch(data: torch.Tensor, rows: int, generator: torch.Generator) -> tuple[to
     return cut[:, :-1], cut[:, 1:]
 
 
-def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[float, int, float]:
-    """On one rank: the validation loss, bytes sent in the phase of reductions, seconds."""
+def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[float, int, float, int]:
+    """On one rank: the validation loss, bytes sent in the phase of reductions, seconds, the model's parameters."""
     from model import GPT, Shape, read_text
 
     text = read_text(None)
@@ -77,7 +82,9 @@ def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[fl
         **sections(name, steps),
     }
     torch.manual_seed(1)
-    engine = zero_core.initialize(model=GPT(Shape(layers, width, CONTEXT)), config=config, device="cpu")[0]
+    model = GPT(Shape(layers, width, CONTEXT))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    engine = zero_core.initialize(model=model, config=config, device="cpu")[0]
     generator = torch.Generator().manual_seed(1000 + dist.get_rank())
     began = time.perf_counter()
     for _ in range(steps):
@@ -88,7 +95,7 @@ def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[fl
     with torch.no_grad():
         losses = [float(engine(*batch(validation, 8, generator))) for _ in range(VALIDATION_ROWS // 8)]
     engine.destroy()
-    return sum(losses) / len(losses), sent, seconds
+    return sum(losses) / len(losses), sent, seconds, parameters
 
 
 def main() -> None:
@@ -102,14 +109,21 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="rows of 64 bytes per rank and step")
     args = parser.parse_args()
     losses: dict[str, float] = {}
+    kept = []
     for name in args.runs or ["adam", "onebitadam", "zerooneadam", "lamb", "onebitlamb", "stage3", "zeropp"]:
         answers = run_ranks(train, args.ranks, name, args.steps, args.width, args.layers, args.batch, timeout=36_000.0)
-        losses[name], sent, seconds = answers[0]
+        losses[name], sent, seconds, parameters = answers[0]
         peer = PEERS.get(name)
         against = f"{losses[name] / losses[peer] - 1:+.2%} of {peer}'s" if peer in losses else ""
         print(
             f"{name:12} loss {losses[name]:.4f} {against:22} {sent / 2**20:9.1f} MiB sent  {seconds:6.1f} s", flush=True
         )
+        size = f"{parameters / 1e6:.2f} million, {args.ranks}"
+        ratio = f"{losses[name] / losses[peer] - 1:+.1%}" if peer in losses else ""
+        aim = "" if peer is None else "1 %" if name == "zeropp" else "2 %"
+        run = f"{TITLES[name]}: {sent / 2**20:,.0f} MiB sent"
+        kept.append((run, size, f"{losses[name]:.4f}", ratio, aim))
+    save(__file__, "compressed", COLUMNS, kept)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
+
+COLUMNS = ("model, tokens", "link", "ours, stage 3", "FSDP2", "plain", "ours / FSDP2")
 SHAPES = {  # layers, width, width of the MLP, heads, key-value heads, tokens in the vocabulary
     "tiny": (3, 64, 128, 4, 2, 128),
     "1b": (16, 2048, 8192, 32, 8, 32000),
@@ -233,6 +237,7 @@ def main() -> None:
         print(json.dumps(measure(args)), flush=True)
         return
     failed = 0
+    found = {}
     for who in args.who:
         options = [word for word in sys.argv[1:] if word not in args.who and word != "--who"]
         command = [sys.executable, "-W", "ignore", __file__, *options, "--who", who, "--in-process"]
@@ -240,7 +245,21 @@ def main() -> None:
         last = done.stdout.strip().rpartition("\n")[2]
         print(last if done.returncode == 0 else f"{who}: {done.stderr[-1500:]}", flush=True)
         failed += done.returncode != 0
+        if done.returncode == 0:
+            found[who] = json.loads(last)
+    if not failed:
+        save(__file__, "link", COLUMNS, [row(args, found)])
     sys.exit(failed)
+
+
+def row(args: argparse.Namespace, found: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of the page; empty cells for who was not measured."""
+    cells = {
+        who: f"{one['ms']:.1f} ({one['quartiles'][0]:.1f} - {one['quartiles'][1]:.1f})" for who, one in found.items()
+    }
+    ratio = f"{found['ours']['ms'] / found['fsdp2']['ms']:.2f}" if {"ours", "fsdp2"} <= set(found) else ""
+    link = f"{args.gbs:g} GB/s" if args.gbs else "takes no time"
+    return f"{args.shape}, {args.rows * args.tokens:,}", link, *(cells.get(who, "") for who in MAKERS), ratio
 
 
 if __name__ == "__main__":

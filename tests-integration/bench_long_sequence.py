@@ -30,6 +30,10 @@ from typing import Any
 
 from _memory_limits import MemoryGroup, find_parent, memory_groups, peak_bytes
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
+
+COLUMNS = ("", "longest that trains", "times longer", "memory at that length")
 RANKS, WORDS, WIDTH, SHORT = 2, 128_256, 128, 64
 SHAPE = {
     "vocab_size": WORDS,
@@ -231,15 +235,16 @@ def killed_at_the_limit(ranks: list[subprocess.Popen[str]]) -> bool:
             rank.kill()
 
 
-def trains(name: str, length: int, limit: int, folder: Path) -> bool:
-    """Return whether ``length`` tokens train within ``limit`` bytes; say so. Raises RuntimeError for another end."""
+def trains(name: str, length: int, limit: int, folder: Path, peaks: dict[tuple[str, int], int]) -> bool:
+    """Return whether ``length`` tokens train within ``limit`` bytes; say so, and add the bytes that the group held to
+    ``peaks``. Raises RuntimeError for another end."""
     with memory_groups(1) as (group,), tempfile.TemporaryDirectory(dir=folder) as files:
         group.limit(limit)
         begin = time.monotonic()
         ranks = start(group, ["--train", name, str(length), files])
         killed = killed_at_the_limit(ranks)
         said = [rank.communicate()[0] for rank in ranks]
-        peak = peak_bytes(group.path)
+        peak = peaks[name, length] = peak_bytes(group.path)
     rows = [json.loads(line[7:]) for text in said for line in text.splitlines() if line.startswith("RESULT ")]
     fits = len(rows) == RANKS and not killed
     if not fits and not killed:
@@ -280,14 +285,22 @@ def main() -> None:
     if "DeepSpeed ALST" in arguments.only:
         print(f"DeepSpeed {importlib.metadata.version('deepspeed')}")
     found: dict[str, int] = {}
+    peaks: dict[tuple[str, int], int] = {}
+    kept = []
     for name in ("without", *(name for name in arguments.only if name != "without")):
         base = found.get("without")
         first, most = (FIRST, 1 << 20) if base is None else (FEWEST * base, arguments.most * base)
-        found[name] = longest(lambda length, name=name: trains(name, length, limit, arguments.folder), first, most)
+        found[name] = longest(
+            lambda length, name=name: trains(name, length, limit, arguments.folder, peaks), first, most
+        )
     for name, length in found.items():
         ratio = length / found["without"]
         bound = "at least " if name != "without" and length == arguments.most * found["without"] else ""
         print(f"{name:15} {length:9,} tokens  {bound}{ratio:.1f} x without")
+        most = ", the most that was tried" if bound else ""
+        memory = f"{peaks[name, length] / 2**30:.2f} GiB" if length else ""
+        kept.append((name, f"{length:,} tokens{most}", f"{bound}{ratio:.1f}", memory))
+    save(__file__, "long-sequence", COLUMNS, kept)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "docs" / "examples"))
+sys.path.append(str(HERE.parents[1] / "tools"))
+from bench_results import save  # noqa: E402
+
 NAMES = (
     "ours 2 cpu",
     "ours 3 cpu",
@@ -35,6 +38,9 @@ NAMES = (
     "deepspeed 3 nvme",
     "fsdp2 3 cpu",
 )
+COLUMNS = ("ratio", "step", "`engine.step()` alone", "aim (step)")
+PLACES = {"cpu": "in host memory", "nvme": "in files"}
+TITLES = {"deepspeed": "DeepSpeed", "fsdp2": "FSDP2"}
 AIMS = {"deepspeed": 0.75, "fsdp2": 1.00}
 RATE = 1e-4
 CLIP = 1.0
@@ -74,6 +80,7 @@ def config(args: argparse.Namespace, stage: int, tier: str, folder: str, buffers
     return {
         "train_micro_batch_size_per_gpu": args.batch,
         "gradient_clipping": CLIP,
+        "steps_per_print": 0,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}},
         "zero_optimization": zero,
@@ -162,7 +169,9 @@ def quartiles(values: list[float]) -> list[float]:
     return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
 
 
-def report(contestants: dict[str, Contestant]) -> None:
+def report(contestants: dict[str, Contestant]) -> list[tuple[str, ...]]:
+    """Print the tables; return the rows of the page."""
+    kept = []
     print(f"{'milliseconds, median (quartiles)':<34}{'step':>24}{'optimizer':>24}{'last loss':>12}")
     for name, found in contestants.items():
         columns = []
@@ -180,7 +189,10 @@ def report(contestants: dict[str, Contestant]) -> None:
         for left, right in ((mine.whole, contestants[peer].whole), (mine.optimizer, contestants[peer].optimizer)):
             low, middle, high = quartiles([a / b for a, b in zip(left, right, strict=True)])
             columns.append(f"{middle:.2f} ({low:.2f} - {high:.2f})")
+        stage, tier = place.split()
+        kept.append((f"stage {stage} {PLACES[tier]} / {TITLES[kind]}", *columns, f"{AIMS[kind]:.2f}"))
         print(f"{'ours / ' + peer:<34}{columns[0]:>24}{columns[1]:>24}{AIMS[kind]:>12.2f}")
+    return kept
 
 
 def options() -> argparse.Namespace:
@@ -212,7 +224,7 @@ def main() -> None:
             place.mkdir()
             contestants[name] = MAKERS[kind](args, int(stage), tier, str(place))
         measure(contestants, args)
-        report(contestants)
+        save(__file__, "offload", COLUMNS, report(contestants))
         for contestant in contestants.values():
             contestant.close()
     dist.destroy_process_group()

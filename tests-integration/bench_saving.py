@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
+
 ROWS = [
     f"{stage} {tier} {dtype}"
     for tier in ("device", "cpu", "nvme")
@@ -35,6 +38,7 @@ ROWS = [
     if stage or tier == "device"
 ]
 AIM = 0.02
+PAGE = ("stage, tier, dtype", "ratio, %", "blocked, ms", "at once, ms", "slowdown, ms", "2 %")
 COLUMNS = ("behind", "at once", "ratio", "slowdown", "written")
 WARM_UP = 2
 STEPS_BEFORE = 3
@@ -49,6 +53,7 @@ def config(stage: int, tier: str, dtype: str, folder: Path, decoupled: bool) -> 
             zero["offload_param"] = place
     return {
         "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
         "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
@@ -122,7 +127,8 @@ def worst(value: float) -> float:
     return float(values)
 
 
-def measure(args: argparse.Namespace, row: str, folder: Path) -> None:
+def measure(args: argparse.Namespace, row: str, folder: Path) -> tuple[str, ...]:
+    """Print a row; return that of the page."""
     behind, at_once = (Contestant(args, row, decoupled, folder / str(decoupled)) for decoupled in (True, False))
     times: dict[str, list[float]] = {name: [] for name in COLUMNS}
     for turn in range(WARM_UP + args.rounds):
@@ -144,6 +150,8 @@ def measure(args: argparse.Namespace, row: str, folder: Path) -> None:
     say(f"{row:<16}" + "".join(f"{column:>24}" for column in columns) + f"{reached:>9}")
     for contestant in (behind, at_once):
         contestant.engine.destroy()
+    blocked, at_once_column, ratio, slowdown, _written = columns
+    return row, ratio, blocked.partition(" ")[0], at_once_column.partition(" ")[0], slowdown, reached
 
 
 def say(line: str) -> None:
@@ -179,12 +187,15 @@ def main() -> None:
     titles = "".join(f"{name + (', %' if name == 'ratio' else ', ms'):>24}" for name in COLUMNS)
     say(f"{dist.get_world_size()} ranks".ljust(16) + f"{titles}{'2 %':>9}")
     say(" " * 16 + f"{'median (quartiles)':>24}" * len(COLUMNS))
+    kept = []
     for row in args.only or ROWS:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             shared = [folder]
             dist.broadcast_object_list(shared)
-            measure(args, row, Path(shared[0]))
+            kept.append(measure(args, row, Path(shared[0])))
             dist.barrier()
+    if dist.get_rank() == 0:
+        save(__file__, "saving", PAGE, kept)
     dist.destroy_process_group()
 
 

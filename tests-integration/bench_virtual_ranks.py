@@ -22,7 +22,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs" / "examples"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from bench_results import save
+
 WARM_UP = 3
+COLUMNS = ("dtype", "stage", "states on", "across world sizes", "an ordinary step, ms", "audited each step")
 
 
 def settings(args: argparse.Namespace, stage: int, dtype: str, tier: str, **changes: Any) -> dict[str, Any]:
@@ -34,6 +38,7 @@ def settings(args: argparse.Namespace, stage: int, dtype: str, tier: str, **chan
         "train_micro_batch_size_per_gpu": args.samples,
         "gradient_accumulation_steps": args.virtual // args.ranks,
         "gradient_clipping": 1.0,
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
         "zero_optimization": {"stage": stage, **(tiers if tier != "none" else {})},
         **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
@@ -79,6 +84,18 @@ def measure(args: argparse.Namespace, stage: int, dtype: str, tier: str) -> dict
     return found
 
 
+def row(dtype: str, stage: int, tier: str, found: dict[str, list[list[float]]]) -> tuple[object, ...]:
+    """Return the row of the page."""
+    quartiles = [
+        statistics.quantiles([o[0] / b[0] for o, b in zip(found[name], found["ordinary"], strict=True)], n=4)
+        for name in ("across world sizes", "audited each step")
+    ]
+    (low, across, high), (_, audited, _) = quartiles
+    took = f"{statistics.median(base[0] for base in found['ordinary']) * 1e3:.0f}"
+    where = "device" if tier == "none" else tier
+    return dtype, stage, where, f"{across:.2f} ({low:.2f} - {high:.2f})", took, f"{audited:.2f}"
+
+
 def ratios(name: str, found: dict[str, list[list[float]]]) -> str:
     ours, base = found[name], found["ordinary"]
     walls = sorted(o[0] / b[0] for o, b in zip(ours, base, strict=True))
@@ -106,6 +123,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from zero_comm import run_ranks
 
+    kept = []
     with tempfile.TemporaryDirectory(dir=args.nvme_path) as args.scratch:
         for dtype in args.dtypes:
             for stage, tier in product(args.stages, args.tiers):
@@ -115,6 +133,8 @@ def main() -> None:
                 for name in found:
                     if name != "ordinary":
                         print(f"{dtype} stage {stage} {tier:4}  {name:20} {ratios(name, found)}", flush=True)
+                kept.append(row(dtype, stage, tier, found))
+    save(__file__, "virtual-ranks", COLUMNS, kept)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ def ours(args: argparse.Namespace, dtype: str, stage: int) -> Contestant:
     model = make_model(args)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.batch,
+        "steps_per_print": 0,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage},
     }

@@ -32,6 +32,28 @@ from zero_ckpt.direct import DirectSink, default_sink
 from zero_ckpt.torch import Stager, tensor_buffer
 from zero_ckpt.writer import BufferedSink, OpenSink
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from bench_results import save
+
+COLUMNS = ("ratio", "median (least - most)", "aim")
+PAGE = {
+    ("zero-ckpt, nvme extra", "torch.save + fsync"): ("speed of saving, `nvme` extra / torch.save + fsync", ">= 2.5"),
+    ("zero-ckpt, nvme extra", "torch DCP + fsync"): ("the same / torch DCP + fsync", ">= 2.5"),
+    ("zero-ckpt, nvme extra", "fio write"): ("the same / fio's write", ">= 0.9"),
+    ("zero-ckpt, ordinary files", "torch.save + fsync"): ("ordinary files / torch.save + fsync", ">= 1.3"),
+    ("zero-ckpt async, blocking part", "torch.save + fsync"): (
+        "blocked by a background save / torch.save + fsync",
+        "<= 0.10",
+    ),
+    ("zero-ckpt", "torch.load(mmap=False)"): ("speed of loading into tensors / torch.load(mmap=False)", ">= 1.5"),
+    ("zero-ckpt", "fio read"): ("the same / fio's read", ">= 0.9"),
+    ("zero-ckpt, DeepSpeed's checkpoint", "DeepSpeed zero_to_fp32"): (
+        "time to consolidate DeepSpeed's stage 3, 4 ranks / its zero_to_fp32",
+        "<= 0.7",
+    ),
+}
+"""What the page shows of (contender, peer): its title and the aim, a least ratio of speeds or a most one of times."""
+Rows = list[tuple[str, str, str]]
 Contender = Callable[[Path], float]
 T = TypeVar("T")
 PARTS = ("save", "load", "start", "consolidate")
@@ -69,8 +91,9 @@ def fsync_tree(path: Path) -> None:
                 os.fsync(handle.fileno())
 
 
-def report(title: str, names: Iterable[str], rounds: list[dict[str, float]], peers: list[str]) -> None:
-    """Print one table."""
+def report(title: str, names: Iterable[str], rounds: list[dict[str, float]], peers: list[str]) -> Rows:
+    """Print one table; return its rows of the page."""
+    kept = []
     print(f"\n{title}")
     for name in names:
         times = [results[name] for results in rounds]
@@ -79,7 +102,12 @@ def report(title: str, names: Iterable[str], rounds: list[dict[str, float]], pee
             if name != peer:
                 ratios = [results[peer] / results[name] for results in rounds]
                 line += f"   {statistics.median(ratios):5.2f}x {peer} ({min(ratios):.2f} to {max(ratios):.2f})"
+                if (name, peer) in PAGE:
+                    what, aim = PAGE[name, peer]
+                    shown = ratios if aim.startswith(">") else [1 / ratio for ratio in ratios]
+                    kept.append((what, f"{statistics.median(shown):.2f} ({min(shown):.2f} - {max(shown):.2f})", aim))
         print(line)
+    return kept
 
 
 class Bench:
@@ -135,7 +163,7 @@ class Bench:
         return float(json.loads(out)["jobs"][0]["write" if mode == "write" else "read"]["runtime"]) / 1000
 
 
-def bench_save(bench: Bench, directory: Path, rounds: int) -> None:
+def bench_save(bench: Bench, directory: Path, rounds: int) -> Rows:
     """Save one whole state, several ways."""
     contenders: dict[str, Contender] = {
         "torch.save + fsync": bench.torch_save,
@@ -156,10 +184,10 @@ def bench_save(bench: Bench, directory: Path, rounds: int) -> None:
             shutil.rmtree(root)
         results.append(times)
     peers = ["torch.save + fsync", "torch DCP + fsync", "fio write"]
-    report(f"save {bench.nbytes >> 20} MiB", contenders, results[1:], peers)
+    return report(f"save {bench.nbytes >> 20} MiB", contenders, results[1:], peers)
 
 
-def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
+def bench_load(bench: Bench, directory: Path, rounds: int) -> Rows:
     """Load into tensors that exist, from a cold cache."""
     root = Path(tempfile.mkdtemp(dir=directory))
     bench.torch_save(root)
@@ -181,7 +209,7 @@ def bench_load(bench: Bench, directory: Path, rounds: int) -> None:
     if not all(torch.equal(out[name], tensor) for name, tensor in bench.tensors.items()):
         raise RuntimeError("what was loaded is not what was saved")
     shutil.rmtree(root)
-    report(f"load {bench.nbytes >> 20} MiB, cold", contenders, results, ["torch.load(mmap=False)", "fio read"])
+    return report(f"load {bench.nbytes >> 20} MiB, cold", contenders, results, ["torch.load(mmap=False)", "fio read"])
 
 
 MODEL = """
@@ -214,7 +242,7 @@ def peak_and_time(command: list[str], directory: Path) -> tuple[float, float]:
     return peak, time.perf_counter() - begin
 
 
-def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
+def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> Rows:
     """One fp32 file of a stage-3 checkpoint of four ranks, of DeepSpeed's and of ours."""
     width = int((nbytes / 12 / 30) ** 0.5)
     (directory / "model.py").write_text(MODEL.replace("WIDTH", str(width)))
@@ -249,10 +277,13 @@ def bench_consolidate(directory: Path, nbytes: int, rounds: int) -> None:
             memory[name].append(peak - base[name])
         results.append(times)
     title = f"consolidate a stage-3 checkpoint of {nbytes >> 20} MiB, largest tensor {4 * width**2 >> 20} MiB"
-    report(title, contenders, results, ["DeepSpeed zero_to_fp32"])
+    kept = report(title, contenders, results, ["DeepSpeed zero_to_fp32"])
     for name, peaks in memory.items():
         ratio = max(peaks) / min(memory["DeepSpeed zero_to_fp32"])
         print(f"  {name:34s} at most {max(peaks):5.0f} MiB above imports  ({ratio:.2f} of DeepSpeed's)")
+    ours, theirs_peak = max(memory["zero-ckpt, DeepSpeed's checkpoint"]), min(memory["DeepSpeed zero_to_fp32"])
+    what = f"memory above imports for that: {ours:.0f} MiB / DeepSpeed's {theirs_peak:.0f} MiB"
+    return [*kept, (what, f"{ours / theirs_peak:.2f}", "<= 0.35")]
 
 
 def bench_start(directory: Path, rounds: int) -> None:
@@ -283,20 +314,22 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS)
     options = parser.parse_args()
     parts = {options.only} if options.only else set(PARTS)
+    kept: Rows = []
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         if parts & {"save", "load"}:
             bench = Bench(options.size_mib << 20)
             if "save" in parts:
-                bench_save(bench, Path(name), options.rounds)
+                kept += bench_save(bench, Path(name), options.rounds)
             if "load" in parts:
-                bench_load(bench, Path(name), options.rounds)
+                kept += bench_load(bench, Path(name), options.rounds)
             bench.saver.close()
         if "start" in parts:
             bench_start(Path(name), 3 * options.rounds)
         if "consolidate" in parts and find_spec("deepspeed") is not None:
-            bench_consolidate(Path(name), options.size_mib << 20, min(options.rounds, 3))
+            kept += bench_consolidate(Path(name), options.size_mib << 20, min(options.rounds, 3))
         elif "consolidate" in parts:
             print("\nconsolidation is not measured: deepspeed is not installed")
+    save(__file__, "ckpt", COLUMNS, kept)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,12 @@ Steps are interleaved: one of each engine per repetition.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,10 @@ from torch import nn
 import zero_core
 from zero_core.instruments import PARTS, NoInstruments
 
-REPETITIONS = 300
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from bench_results import save
+
+COLUMNS = ("ratio", "median (quartiles)", "aim")
 WIDTH, LAYERS, BATCH = 256, 4, 8
 CALLS = 100_000
 
@@ -28,6 +34,7 @@ def engine(settings: dict[str, Any]) -> zero_core.Engine:
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
         "optimizer": {"type": "AdamW"},
+        "steps_per_print": 0,
         "zero_optimization": {"stage": 2},
         **settings,
     }
@@ -56,6 +63,9 @@ def silent_calls() -> float:
 
 def main() -> None:
     """Print medians, ratios to the step without instruments, and their spread (quartiles)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=300)
+    repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     x = torch.randn(BATCH, WIDTH)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +77,7 @@ def main() -> None:
             "csv monitor and times": engine({**csv, "wall_clock_breakdown": True, "steps_per_print": 10**9}),
         }
         times: dict[str, list[float]] = {name: [] for name in engines}
-        for repetition in range(REPETITIONS + 20):
+        for repetition in range(repetitions + 20):
             for name, trained in engines.items():
                 seconds = step(trained, x)
                 if repetition >= 20:
@@ -76,12 +86,22 @@ def main() -> None:
             trained.destroy()
     base = statistics.median(times["none"])
     print(f"{'instruments':<24}{'step, ms':>10}{'ratio':>8}{'quartiles':>16}")
+    spread = ""
     for name, seconds in times.items():
         ratios = [a / b for a, b in zip(seconds, times["none"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         print(f"{name:<24}{statistics.median(seconds) * 1e3:>10.3f}{middle:>8.3f}{low:>9.3f}-{high:.3f}")
+        if name == "csv monitor":
+            spread = f"{middle:.2f} ({low:.2f} - {high:.2f})"
     calls = min(silent_calls() for _ in range(5))
     print(f"calls to no instrument: {calls * 1e6:.2f} us per step, {100 * calls / base:.3f} % of the step")
+    took = f"a step of {base * 1e3:.2f} ms"
+    silent = (
+        f"calls to no monitor and no instrument / {took}",
+        f"{calls * 1e6:.2f} us = {calls / base:.2%}",
+        "not measurable",
+    )
+    save(__file__, "instruments", COLUMNS, [silent, (f"CSV monitor / none, {took}", spread, "")])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,11 @@ from torch import nn
 import zero_core
 from zero_comm import run_ranks
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from bench_results import save
+
+COLUMNS = ("ratio", "median (quartiles)", "aim")
+ROWS = {"on": ("interception on / off", "<= 1.02"), "on, again": ("the same engine again / off, for the noise", "")}
 WARM_UP = 5
 READS = 200_000
 
@@ -33,6 +40,7 @@ def make(width: int, layers: int) -> nn.Module:
 def start(width: int, layers: int) -> zero_core.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }
@@ -104,11 +112,17 @@ def main() -> None:
     found = run_ranks(measure, 2, args.rounds, args.width, args.layers, args.length, timeout=600)[0]
     base = found["times"]["off"]
     print(f"{'interception':<16}{'step, ms':>10}{'ratio':>8}{'quartiles':>16}")
+    kept = []
     for name, seconds in found["times"].items():
         low, middle, high = statistics.quantiles([a / b for a, b in zip(seconds, base, strict=True)], n=4)
         print(f"{name:<16}{statistics.median(seconds) * 1e3:>10.2f}{middle:>8.3f}{low:>9.3f}-{high:.3f}")
+        if name in ROWS:
+            title, aim = ROWS[name]
+            kept.append((title, f"{middle:.3f} ({low:.3f} - {high:.3f})", aim))
     share = found["reads"] * found["each"] / statistics.median(base)
     print(f"{found['reads']} reads per step at {found['each'] * 1e6:.2f} us more each: {100 * share:.3f} % of a step")
+    reads = f"{found['reads']} x {found['each'] * 1e6:.2f} us = {share:.2%}"
+    save(__file__, "interception", COLUMNS, [*kept, ("reads per step x cost of one / step", reads, "")])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,10 @@ from zero_nvme_aio import AioError, AlignedBuffer, Engine, File, Request, _fio, 
 from zero_nvme_aio._async_io import AsyncIo
 from zero_nvme_aio.measure import Sample
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
+from bench_results import save
+
+COLUMNS = ("ratio", "read", "write", "aim")
 FIO_POINTS = [
     (engine, block, depth) for engine in _fio.ENGINES for block, depth in ((131072, 128), (1 << 20, 32), (4 << 20, 8))
 ]
@@ -143,9 +147,16 @@ def report(results: Results, loops: list[tuple[float, float]], submits: list[flo
         spread = f"{min(speeds(samples)):.2f}-{max(speeds(samples)):.2f}"
         print(f"{name:<24}{kind:<7}{middle.gb_per_s:7.2f}  {spread:<13}{middle.cpu_s_per_gb:9.4f}")
     print(f"\n{'ratio':<62}{'median':>6} {'(least-most)':<14} wanted")
+    kept: dict[str, list[str]] = {}
     for kind in KINDS:
         of_kind = {name: samples for (name, own), samples in results.items() if own == kind}
-        report_kind(kind, of_kind)
+        for what, ratio, goal in ratios_of_kind(of_kind):
+            line(f"{kind}: {what}", ratio, goal)
+            kept.setdefault(f"{what.partition(' (')[0]}|{goal}", []).append(ratio.strip())
+    rows = [
+        (what, *found, goal) for (what, _, goal), found in ((key.partition("|"), found) for key, found in kept.items())
+    ]
+    save(__file__, "aio", COLUMNS, rows)
     alone, beside = zip(*loops, strict=True)
     line("a NumPy loop beside the read / alone", ratios(list(beside), list(alone)), "<= 1.10")
     milliseconds = [1e3 * seconds for seconds in submits]
@@ -153,20 +164,20 @@ def report(results: Results, loops: list[tuple[float, float]], submits: list[flo
     line("milliseconds to submit the whole file", f"{middle:6.3f} ({least:.3f}-{most:.3f})", "< 1")
 
 
-def report_kind(kind: str, results: dict[str, list[Sample]]) -> None:
-    """The ratios of reading, or of writing."""
+def ratios_of_kind(results: dict[str, list[Sample]]) -> Iterator[tuple[str, str, str]]:
+    """Yield what is compared, the ratio and the aim: of reading, or of writing."""
     fio = {name: samples for name, samples in results.items() if name.startswith("fio")}
     best = max(fio, key=lambda name: statistics.median(speeds(fio[name])))
     frugal = min((name for name in fio if "libaio" in name), key=lambda name: statistics.median(costs(fio[name])))
     goals = (("aligned", "1.0", "0.5"), ("torch", "0.90", "1.5"), ("numpy", "0.90", "1.5"))
     for memory, speed_goal, cost_goal in goals:
         own = results[f"ours {memory}"]
-        line(f"{kind}: {memory} / best of fio ({best[4:]})", ratios(speeds(own), speeds(fio[best])), f">= {speed_goal}")
+        yield f"{memory} / best of fio ({best[4:]})", ratios(speeds(own), speeds(fio[best])), f">= {speed_goal}"
         cost = ratios(costs(own), costs(fio[frugal]))
-        line(f"{kind}: {memory} CPU / least CPU of fio's libaio ({frugal[4:]})", cost, f"<= {cost_goal}")
+        yield f"{memory} CPU / least CPU of fio's libaio ({frugal[4:]})", cost, f"<= {cost_goal}"
     pinned, unpinned = speeds(results["DeepSpeed pinned"]), speeds(results["DeepSpeed unpinned"])
-    line(f"{kind}: aligned / DeepSpeed pinned", ratios(speeds(results["ours aligned"]), pinned), ">= 1.0")
-    line(f"{kind}: torch / DeepSpeed unpinned", ratios(speeds(results["ours torch"]), unpinned), ">= 2.0")
+    yield "aligned / DeepSpeed pinned", ratios(speeds(results["ours aligned"]), pinned), ">= 1.0"
+    yield "torch / DeepSpeed unpinned", ratios(speeds(results["ours torch"]), unpinned), ">= 2.0"
 
 
 def line(what: str, ratio: str, goal: str) -> None:
