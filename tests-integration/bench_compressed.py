@@ -78,7 +78,7 @@ def train(name: str, steps: int, width: int, layers: int, rows: int) -> tuple[fl
         "train_micro_batch_size_per_gpu": rows,
         "gradient_clipping": 1.0,
         "scheduler": warm_up,
-        "steps_per_print": 1_000_000,
+        "steps_per_print": 0,
         **sections(name, steps),
     }
     torch.manual_seed(1)

@@ -10,21 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import two_nodes
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = {
     path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "docs/results").glob("*.json"))
 }
-GPT = ("--layers", "1", "--width", "32")
+GPT = ("--layers", "1", "--width", "64")
 TINY = {
     "ckpt": ("--size-mib", "16", "--rounds", "1", "--only", "save"),
-    "compressed": ("adam", "onebitadam", *GPT, "--steps", "6"),
+    "compressed": ("adam", "onebitadam", *GPT, "--steps", "20"),
     "instruments": ("--repetitions", "4"),
     "interception": (*GPT, "--rounds", "3", "--length", "4"),
     "offload": ("--only", "ours 3 cpu", "fsdp2 3 cpu", *GPT, "--rounds", "2", "--context", "16"),
     "saving": ("--only", "1 device fp32", *GPT, "--rounds", "1", "--context", "16"),
-    "two-nodes": ("--steps", "2"),
     "virtual-ranks": (*GPT, "--rounds", "2", "--context", "16", "--dtypes", "fp32", "--stages", "1", "--tiers", "none"),
     "zero-ratios": ("--only", "ours 2", "ddp", *GPT, "--rounds", "2", "--context", "16", "--dtypes", "fp32"),
 }
@@ -42,8 +40,6 @@ def test_a_table_is_written_by_its_benchmark(name: str) -> None:
 def test_a_small_run_writes_rows_of_the_pages_columns(name: str, tmp_path: Path) -> None:
     if name == "ckpt" and shutil.which("fio") is None:
         pytest.skip("no fio here (Debian: fio)")
-    if name == "two-nodes" and (reason := two_nodes.why_not()) is not None:
-        pytest.skip(reason)
     env = {**os.environ, "ZERO_BENCH_RESULTS": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / KEPT[name]["bench"]), *TINY[name]]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280)

@@ -215,8 +215,10 @@ def test_damage_met_while_loading_sends_all_ranks_back_to_the_last_good_checkpoi
         return checkpoint.tag, result
 
     assert on_ranks(2, part) == [("s1", b""), ("s1", b"\1" * 8)]
-    with pytest.raises(DamagedError, match=r"'w' \(param\) in .*s2/rank-00000.safetensors: elements 0 to 8"):
+    with pytest.raises(DamagedError, match=r"'w' \(param\) in .*s2/rank-00000.safetensors: elements 0 to 8") as raised:
         restore(tmp_path, lambda checkpoint: checkpoint.read("w", "param"), "s2")
+    advice = str(raised.value).splitlines()[-1]
+    assert f"`zero-ckpt verify {tmp_path}`" in advice and advice.endswith("or open another tag: s1")
 
 
 def test_a_failure_of_this_rank_and_that_of_the_exchange_are_both_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +58,20 @@ def step(engine: zero_core.Engine, x: torch.Tensor) -> float:
 
 
 def count_reads(engine: zero_core.Engine, x: torch.Tensor) -> int:
-    runtime, seen = engine.partition.runtime, 0
-    inner = runtime.parameter_read
+    seen = 0
 
-    def counted(parameter: nn.Parameter) -> None:
-        nonlocal seen
-        seen += 1
-        inner(parameter)
+    def counting(on_read: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+        def counted(parameter: nn.Parameter) -> None:
+            nonlocal seen
+            seen += 1
+            on_read(parameter)
+
+        return counted
 
     watched = [m.__dict__["_parameters"] for m in engine.module.modules() if hasattr(m._parameters, "_on_read")]
     before = [w._on_read for w in watched]
     for w in watched:
-        w._on_read = counted
+        w._on_read = counting(w._on_read)
     step(engine, x)
     for w, on_read in zip(watched, before, strict=True):
         w._on_read = on_read

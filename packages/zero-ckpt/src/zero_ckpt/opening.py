@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,14 @@ def open_checkpoint(
     if not skipped:
         raise NotFoundError(f"{what}: there is no checkpoint{_whereabouts(directory)}")
     lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped.items())
-    others = [name for name in list_tags(directory) if name not in skipped]
+    raise DamagedError(f"{what}: no whole checkpoint{lines}\n{damage_advice(directory, skipped)}")
+
+
+def damage_advice(directory: Path, damaged: Collection[str]) -> str:
+    """Return what to do about the tags ``damaged`` of a root, as the last line of an error."""
+    others = [name for name in list_tags(directory) if name not in damaged]
     instead = f", or open another tag: {', '.join(others)}" if others else ""
-    advice = f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"
-    raise DamagedError(f"{what}: no whole checkpoint{lines}\n{advice}")
+    return f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"
 
 
 def _whereabouts(directory: Path) -> str:

@@ -12,7 +12,7 @@ from .coordination import run_on_all_ranks
 from .dry_run import current_dry_run
 from .dry_run_reads import DryRunCheckpoint
 from .errors import DamagedError, ReplacedError
-from .opening import open_checkpoint
+from .opening import damage_advice, open_checkpoint
 from .reader import Checkpoint
 from .types import Coordinator, SoloCoordinator
 
@@ -70,9 +70,11 @@ def restore(
                 return [_DAMAGED, str(error)]
             return None
 
-        problems = [
-            problem for problem in run_on_all_ranks(group, f"loading {checkpoint.path}", part) if problem is not None
-        ]
+        try:
+            answers = run_on_all_ranks(group, f"loading {checkpoint.path}", part)
+        except DamagedError as error:  # of the tag that was asked for
+            raise DamagedError(f"{error}\n{damage_advice(Path(root), [checkpoint.tag])}") from error
+        problems = [problem for problem in answers if problem is not None]
         if not problems:
             return checkpoint, results[0]
         if any(kind == _REPLACED for kind, _ in problems):
