@@ -11,10 +11,15 @@ import torch
 import torch.distributed as dist
 
 from zero_comm import RanksFailedError, run_ranks
+from zero_comm.testing import cores_of
 
 
 def facts(word: str) -> tuple[int, int, str, int, int]:
     return dist.get_rank(), dist.get_world_size(), word, os.getpid(), torch.get_num_threads()
+
+
+def own_cores() -> set[int]:
+    return os.sched_getaffinity(0)
 
 
 def fail_on(rank: int) -> int:
@@ -33,6 +38,17 @@ def test_results_come_by_rank_and_the_processes_are_used_again() -> None:
     assert [f[:3] for f in first] == [(0, 3, "a"), (1, 3, "a"), (2, 3, "a")]
     assert [f[3] for f in second] == [f[3] for f in first[:2]] and os.getpid() not in {f[3] for f in first}
     assert all(f[4] == 1 for f in first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_have_cores_of_their_own_where_there_are_as_many_and_else_all(world_size: int) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert [cores_of(rank, world_size, [4, 6]) for rank in range(world_size)] == {
+        1: [[4, 6]],
+        2: [[4], [6]],
+        3: [[4, 6]] * 3,
+    }[world_size]
+    assert run_ranks(own_cores, world_size) == [set(cores_of(rank, world_size, cores)) for rank in range(world_size)]
 
 
 def test_a_rank_that_raises_is_reported_with_its_traceback_and_the_next_call_works() -> None:

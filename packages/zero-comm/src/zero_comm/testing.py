@@ -11,7 +11,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -95,9 +95,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     in rank order.
 
     ``fn``, ``args`` and the results must be picklable (``fn``: a function at module level). Workers run torch with one
-    thread and are reused: what a call changes in its process stays, except after an exception, which ends all workers.
-    Raises `RanksFailedError` with the tracebacks of all ranks that raised, and TimeoutError when no rank has answered
-    for ``timeout`` seconds.
+    thread, each on a core of its own if there are as many cores, and are reused: what a call changes in its process
+    stays, except after an exception, which ends all workers. Raises `RanksFailedError` with the tracebacks of all ranks
+    that raised, and TimeoutError when no rank has answered for ``timeout`` seconds.
     """
     pool = _pool()
     workers = pool.get_workers(world_size)
@@ -142,6 +142,7 @@ def _serve(connection: Connection, port: int) -> None:
     torch.set_num_threads(1)
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank leaves a new group while another still connects
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     gc.freeze()  # what torch's import has made stays; looking through it would make every collection slow
     while True:
         try:
@@ -149,19 +150,31 @@ def _serve(connection: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            connection.send((True, _run(call, store)))
+            connection.send((True, _run(call, store, cores)))
         except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
             connection.send((False, traceback.format_exc()))
         gc.collect()  # reference cycles of the call hold process groups, whose threads wake 100 times a second
         gc.freeze()  # what is left are imports and caches, which stay
 
 
-def _run(call: bytes, store: Store) -> Any:
+def cores_of(rank: int, world_size: int, cores: Sequence[int]) -> Sequence[int]:
+    """Return those of ``cores`` that a rank runs on: one of its own if there are as many cores as ranks, else all.
+
+    gloo's thread finds the lock of a connection taken while the rank's own thread sends, and tries again and again
+    until it is free. On the rank's core it sleeps meanwhile, and the rank takes a third less processor time.
+    """
+    return [cores[rank]] if world_size == len(cores) else cores
+
+
+def _run(call: bytes, store: Store, cores: Sequence[int]) -> Any:
     """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys in ``store``).
 
-    torch.distributed is initialised for the call and destroyed after it.
+    torch.distributed is initialised for the call and destroyed after it. ``cores``: those that this process may run on;
+    empty where the system does not say.
     """
     fn, args, rank, world_size, prefix = pickle.loads(call)
+    if cores:
+        os.sched_setaffinity(0, cores_of(rank, world_size, cores))
     dist.init_process_group("gloo", store=PrefixStore(prefix, store), rank=rank, world_size=world_size)
     try:
         return fn(*args)
