@@ -150,7 +150,11 @@ def test_importing_the_package_does_not_import_pydantic():
 @pytest.mark.parametrize(
     ("written", "path", "note"),
     [
-        ({"sub_group_size": 10**9, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", "8388608 elements are in force"),
+        (
+            {"sub_group_size": 10**9, "offload_optimizer": {"device": "cpu"}},
+            "sub_group_size",
+            "8388608 elements are in force",
+        ),
         ({"sub_group_size": 7, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", "4096 elements are in force"),
         ({"sub_group_size": 5000, "offload_optimizer": {"device": "cpu"}}, "sub_group_size", ""),
         ({"sub_group_size": 5000}, "sub_group_size", "no effect"),
