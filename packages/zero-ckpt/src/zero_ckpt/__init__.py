@@ -6,6 +6,7 @@ from .async_saver import AsyncSaver
 from .conversion import convert
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError, ReplacedError
 from .facade import load, save
+from .foreign import open_resumable
 from .inspecting import inspect
 from .manifest import Manifest, TensorEntry
 from .opening import open_checkpoint
@@ -40,6 +41,7 @@ __all__ = [
     "inspect",
     "load",
     "open_checkpoint",
+    "open_resumable",
     "restore",
     "save",
     "save_sharded",

@@ -12,6 +12,7 @@ from .coordination import run_on_all_ranks
 from .dry_run import current_dry_run
 from .dry_run_reads import DryRunCheckpoint
 from .errors import DamagedError, ReplacedError
+from .foreign import open_resumable
 from .opening import damage_advice, open_checkpoint
 from .reader import Checkpoint
 from .types import Coordinator, SoloCoordinator
@@ -50,7 +51,7 @@ def restore(
     damaged: dict[str, str] = {}
     attempts = 0
     while True:
-        checkpoint = open_checkpoint(root, tag, coordinator=group, skip=damaged)
+        checkpoint = open_resumable(root, tag, coordinator=group, skip=damaged)
         results: list[T] = []
 
         def part(

@@ -31,7 +31,7 @@ from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import add_names, remove_names
-from .state_files import state_files
+from .state_files import latest_universal, state_files
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -264,12 +264,17 @@ class DeepSpeedEngine(nn.Module):
         """Load as `Engine.load_checkpoint`, and return (path, client state as it was given to `save_checkpoint`).
         Collective.
 
-        If no ``tag`` is given and ``load_dir`` has no file `latest`, it loads nothing and returns ``(None, None)``.
+        ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks. Without
+        a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`, the one of
+        `latest_universal`; without either file it loads nothing and returns ``(None, None)``.
         Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`. Raises
         `zero_ckpt.CheckpointError` on every rank.
         """
         folder = self._folder_of_first_rank("load_checkpoint", load_dir)
-        if tag is None and not (Path(folder) / "latest").is_file():
+        universal = latest_universal(folder)
+        if tag is None and self.resolved_config.checkpoint.load_universal:
+            tag = universal
+        if tag is None and not (Path(folder) / "latest").is_file() and universal is None:
             logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
             return None, None
         path, client_state = self.zero_engine.load_checkpoint(

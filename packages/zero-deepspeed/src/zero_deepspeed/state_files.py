@@ -22,6 +22,7 @@ from zero_core.state import TrainingState
 from . import VERSION
 
 _OPTIMIZER_FILES = "*_optim_states.pt"
+_MOST_TAG_CHARACTERS = 4096
 
 
 def state_files(state: TrainingState, config: dict[str, Any], client_state: dict[str, Any]) -> dict[str, bytes]:
@@ -70,6 +71,15 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     if not path.is_file():
         raise FileNotFoundError(f"there is no model states file at '{path}'")
     return str(path)
+
+
+def latest_universal(root: str | os.PathLike[str]) -> str | None:
+    """Return the tag of the newest universal checkpoint in ``root``, by its file of that name; None without one."""
+    path = Path(root) / "latest_universal"
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return file.read(_MOST_TAG_CHARACTERS).strip() or None
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:

@@ -15,6 +15,7 @@ _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _MAX_DIRECTORY_BYTES = 256 << 20
 _MAX_PICKLE_BYTES = 256 << 20
+_READ_BYTES = 8 << 20
 
 
 def require_stored_archive(path: Path) -> None:
@@ -90,3 +91,20 @@ def _require_stored(file: object, nbytes: int, path: Path) -> None:
         if record.filename.endswith(".pkl") and record.file_size > _MAX_PICKLE_BYTES:
             raise CheckpointError(f"{path}: a pickle of {record.file_size} bytes, expected at most {_MAX_PICKLE_BYTES}")
         names.add(record.filename)
+
+
+def verify_archive(path: Path) -> None:
+    """Compare the CRC-32 of every record of a file of `torch.save` with its content, reading 8 MiB at a time.
+
+    Records without a checksum, which torch can be told to leave out, are passed over. Raises DamagedError, naming the
+    file, when one differs or the archive cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for record in archive.infolist():
+                if record.CRC:
+                    with archive.open(record) as content:
+                        while content.read(_READ_BYTES):
+                            pass
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError, EOFError) as error:
+        raise DamagedError(f"{path} is damaged: {error}; restore it from another copy, or load another tag") from error

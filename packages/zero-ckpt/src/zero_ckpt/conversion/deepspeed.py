@@ -26,7 +26,7 @@ _RANKED = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _MAX_ITEMS = 1 << 20
 """Of one value that is no tensor."""
-_OWN_KEYS = frozenset(
+OWN_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments data_sampler "
     "random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size checkpoint_parallel_dimensions "
     "ds_config ds_version universal_checkpoint_info sparse_tensor_module_names num_experts zero_nvme_offload".split()
@@ -89,7 +89,7 @@ class ModelFile:
         plain: dict[str, Any] = {}
         left = []
         for key, value in self.data.items():
-            if key not in _OWN_KEYS and value is not None:
+            if key not in OWN_KEYS and value is not None:
                 try:
                     plain[str(key)] = to_plain(value, str(key), max_items=_MAX_ITEMS)
                 except NotPlainDataError:
@@ -108,7 +108,7 @@ def open_deepspeed(directory: Path) -> SegmentSource:
     models = open_models(directory)
     tensors = model_tensors(models[0])
     client = models[0].client_state()
-    optimizers = _ranked(directory, "*_optim_states.pt", _RANKED, required=False)
+    optimizers = optimizer_files(directory)
     if optimizers:
         states = [load_structure(path)["optimizer_state_dict"] for path in optimizers]
         _add_optimizers(tensors, models, states, optimizers)
@@ -120,6 +120,12 @@ def open_models(directory: Path) -> list[ModelFile]:
     """Return the model files of a tag directory, by data-parallel rank. Raises DamagedError when a rank's is
     missing."""
     return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
+
+
+def optimizer_files(directory: Path) -> list[Path]:
+    """Return the optimizer files of a tag directory, by data-parallel rank; none at stage 0. Raises DamagedError when a
+    rank's is missing."""
+    return _ranked(directory, "*_optim_states.pt", _RANKED, required=False)
 
 
 def model_tensors(model: ModelFile) -> Tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,9 +106,22 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
         raise NotFoundError(f"{path} does not exist{start_of(path)}")
     if holds_checkpoint(path) or list_tags(path):
         return open_spec(os.fspath(spec))
-    folder = _tagged(path, which)
-    try:
+    return open_foreign(_tagged(path, which))
+
+
+def open_foreign(folder: Path) -> Source:
+    """Open a checkpoint directory that is not of this package, recognised by the names of its files. Raises as
+    `open_source` does."""
+    with laid_out_as_expected(folder):
         return _foreign(folder)
+
+
+@contextmanager
+def laid_out_as_expected(folder: Path) -> Iterator[None]:
+    """Context manager: raise DamagedError, naming `folder`, where reading another library's checkpoint inside meets a
+    missing key or a value of another type."""
+    try:
+        yield
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise DamagedError(
             f"{folder} is not laid out as a checkpoint of DeepSpeed or torch is: {type(error).__name__}: {error}"

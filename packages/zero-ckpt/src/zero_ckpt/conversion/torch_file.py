@@ -53,7 +53,10 @@ def load_structure(path: Path) -> Any:
         with torch.serialization.safe_globals(stand_ins), recording_offsets():
             return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds objects that are not read: {_unknown(path) or error}") from error
+        raise CheckpointError(
+            f"{path} holds objects that are not read: {_unknown(path) or error}. Only if you trust the file: "
+            "torch.serialization.add_safe_globals([…]) with their classes permits them"
+        ) from error
     except Exception as error:  # a pickle made to hurt can raise anything from inside torch's unpickler
         raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
 

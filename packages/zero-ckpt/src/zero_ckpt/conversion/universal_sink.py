@@ -31,10 +31,9 @@ from .pytorch_sink import read_model_tensor
 from .record import ConversionRecord
 from .replacing import put_in_place, recover
 from .sources import Progress, Source
+from .training_state import IMPLEMENTATION
 
 _WRITTEN_FOR = "0.19.8"
-# how an optimizer computes, which is the target run's own business
-_IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 
 
 def write_universal(source: Source, root: Path, *, workers: int, progress: Progress, overwrite: bool = False) -> Path:
@@ -232,7 +231,7 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
     become tuples, and stored markers (`$tuple`, `$scalar`) their values."""
     found = {}
     for key, value in options.items():
-        if key in _IMPLEMENTATION:
+        if key in IMPLEMENTATION:
             continue
         if isinstance(value, dict):
             found[key] = tuple(value["$tuple"]) if "$tuple" in value else value.get("$scalar", value)

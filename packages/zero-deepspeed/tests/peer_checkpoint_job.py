@@ -1,0 +1,169 @@
+"""Run as a script, one process per rank, with `deepspeed` of either kind: load or not, train, save, and tell what is
+there.
+
+    peer_checkpoint_job.py FOLDER JSON
+
+JSON is a list of objects with the keys of `Job`, done one after another. For each, rank 0 writes FOLDER/<name>.pt: the
+state before the first step and after the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
+
+SAMPLES = 12
+"""Of a global batch: divides by 1, 2 and 3 ranks."""
+CLIENT = {"epoch": 3, "best": torch.tensor([1.5, 2.5]), "pair": (1, "two"), "milestones": {10: "a"}}
+
+
+@dataclass(frozen=True)
+class Job:
+    """``name``: of the result. ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
+    ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``: before
+    which of them to save."""
+
+    name: str
+    config: dict[str, Any]
+    first: int
+    last: int
+    load: str | None = None
+    tag: str | None = None
+    save: str | None = None
+    save_at: int | None = None
+    options: dict[str, Any] | None = None
+    groups: int = 2
+    seed: int = 0
+
+
+class Model(nn.Module):
+    """Tied head, a frozen layer, buffers of two dtypes, sizes that nothing divides, a single element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 7)
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.mid = nn.Linear(7, 5)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.out = nn.Linear(5, 7, bias=False)
+        self.head = nn.Linear(7, 13, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((3,), 1.5))
+        self.register_buffer("count", torch.arange(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.frozen(self.embed(x)))
+        return self.head(self.out(torch.relu(self.mid(hidden)) * self.gain) * self.scale[0])
+
+
+def groups_of(model: Model, count: int) -> list[dict[str, Any]]:
+    decayed = [*model.mid.parameters(), model.out.weight]
+    plain = [model.embed.weight, *model.frozen.parameters(), model.gain]
+    if count == 1:
+        return [{"params": plain + decayed}]
+    return [{"params": plain, "weight_decay": 0.0}, {"params": decayed}]
+
+
+def start(job: Job) -> Any:
+    torch.manual_seed(job.seed)
+    model = Model()
+    ranks = int(os.environ["WORLD_SIZE"])
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES // ranks,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True, "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01, "warmup_num_steps": 10},
+        },
+        "gradient_clipping": 1.0,
+        "zero_force_ds_cpu_optimizer": False,
+        **job.config,
+    }
+    return deepspeed.initialize(model=model, model_parameters=groups_of(model, job.groups), config=config)[0]
+
+
+def step(engine: Any, number: int) -> float:
+    generator = torch.Generator().manual_seed(number)
+    every = torch.randint(0, 13, (SAMPLES, 6), generator=generator)
+    each = SAMPLES // dist.get_world_size()
+    x = every[dist.get_rank() * each : (dist.get_rank() + 1) * each]
+    loss = nn.functional.cross_entropy(engine(x).float().view(-1, 13), x.view(-1))
+    engine.backward(loss)
+    engine.step()
+    whole = loss.detach().clone()
+    dist.all_reduce(whole)
+    return float(whole / dist.get_world_size())
+
+
+def seen(engine: Any) -> dict[str, Any]:
+    """The full state of an engine, by the functions that both kinds have."""
+    found: dict[str, Any] = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter]):
+            found[f"{name} param"] = parameter.detach().clone()
+        if parameter.requires_grad:
+            found[f"{name} master"] = _copied(safe_get_full_fp32_param(parameter), found[f"{name} param"])
+    for name, buffer in engine.module.named_buffers():
+        found[f"{name} buffer"] = buffer.clone()
+    options = [{k: v for k, v in g.items() if k in ("lr", "betas", "eps", "weight_decay")} for g in groups_in(engine)]
+    found["facts"] = {
+        "steps": (engine.global_steps, engine.skipped_steps, engine.global_samples),
+        "rate": engine.get_lr(),
+        "groups": options,
+        "schedule": engine.lr_scheduler.state_dict(),
+        "loss scale": engine.loss_scale() if hasattr(engine, "loss_scale") else None,
+    }
+    return found
+
+
+def groups_in(engine: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = engine.optimizer.param_groups
+    return groups
+
+
+def _copied(value: torch.Tensor | None, instead: torch.Tensor | None) -> torch.Tensor | None:
+    return instead if value is None else value.detach().clone().float()
+
+
+def do(job: Job, folder: Path) -> None:
+    engine = start(job)
+    result: dict[str, Any] = {}
+    if job.load is not None:
+        path, client = engine.load_checkpoint(job.load, job.tag, **(job.options or {}))
+        own = {key: client[key] for key in CLIENT if key in client} if client else client
+        result |= {"path": path, "client": own}
+    result["before"] = seen(engine)
+    losses = []
+    for number in range(job.first, job.last):
+        if number == job.save_at:
+            engine.save_checkpoint(job.save, job.tag, client_state=CLIENT)
+            result["saved"] = seen(engine)
+        losses.append(step(engine, number))
+    result |= {"losses": losses, "after": seen(engine)}
+    if dist.get_rank() == 0:
+        torch.save(result, folder / f"{job.name}.pt")
+    engine.destroy()
+
+
+def main() -> None:
+    for job in json.loads(sys.argv[2]):
+        do(Job(**job), Path(sys.argv[1]))
+        print("done", job["name"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # the process group's teardown aborts now and then
