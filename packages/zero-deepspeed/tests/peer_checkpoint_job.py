@@ -30,8 +30,8 @@ CLIENT = {"epoch": 3, "best": torch.tensor([1.5, 2.5]), "pair": (1, "two"), "mil
 @dataclass(frozen=True)
 class Job:
     """``name``: of the result. ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
-    ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``: before
-    which of them to save."""
+    ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``:
+    before which of them to save."""
 
     name: str
     config: dict[str, Any]
@@ -116,20 +116,16 @@ def seen(engine: Any) -> dict[str, Any]:
             found[f"{name} master"] = _copied(safe_get_full_fp32_param(parameter), found[f"{name} param"])
     for name, buffer in engine.module.named_buffers():
         found[f"{name} buffer"] = buffer.clone()
-    options = [{k: v for k, v in g.items() if k in ("lr", "betas", "eps", "weight_decay")} for g in groups_in(engine)]
+    kept = ("lr", "betas", "eps", "weight_decay")
+    options = [{key: group[key] for key in kept} for group in engine.optimizer.param_groups]
     found["facts"] = {
         "steps": (engine.global_steps, engine.skipped_steps, engine.global_samples),
         "rate": engine.get_lr(),
         "groups": options,
         "schedule": engine.lr_scheduler.state_dict(),
-        "loss scale": engine.loss_scale() if hasattr(engine, "loss_scale") else None,
+        "loss scale": float(getattr(engine.optimizer, "cur_scale", 1.0)),
     }
     return found
-
-
-def groups_in(engine: Any) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = engine.optimizer.param_groups
-    return groups
 
 
 def _copied(value: torch.Tensor | None, instead: torch.Tensor | None) -> torch.Tensor | None:

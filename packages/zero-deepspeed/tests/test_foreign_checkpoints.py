@@ -1,4 +1,4 @@
-"""Checkpoints in DeepSpeed's formats load directly, at any world size and stage, and training continues as it would have.
+"""Checkpoints in DeepSpeed's formats load directly, at any world size and stage, and training continues as from ours.
 
 The files are written here as DeepSpeed lays them out; test_foreign_checkpoints_peer.py takes DeepSpeed's own.
 """
@@ -269,8 +269,24 @@ def foreign_object(folder: Path) -> str:
     return r"holds objects that are not read: argparse.Namespace.*add_safe_globals"
 
 
+def swapped_out(folder: Path) -> str:
+    (folder / "offloaded_tensors" / "rank00").mkdir(parents=True)
+    return "optimizer states are in DeepSpeed's swap files.*offloaded to the CPU"
+
+
+def without_stages(folder: Path) -> str:
+    """Make it one of stage 0."""
+    for path in folder.glob("*_optim_states.pt"):
+        path.unlink()
+    path = folder / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=True), "optimizer": {"state": {}, "param_groups": [{}]}}, path)
+    return "has 0 param groups, the optimizer has 1.*load_optimizer_states=False"
+
+
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("harm", (flip, lose_a_rank, cut_off, another_number_of_ranks, parallel, foreign_object))
+@pytest.mark.parametrize(
+    "harm", (flip, lose_a_rank, cut_off, another_number_of_ranks, parallel, foreign_object, swapped_out, without_stages)
+)
 def test_what_cannot_be_loaded_is_named_and_changes_nothing(harm: Callable[[Path], str], tmp_path: Path) -> None:
     saved_run(tmp_path, 2, "fp32", {})
     said = harm(tmp_path / "theirs" / "global_step2")

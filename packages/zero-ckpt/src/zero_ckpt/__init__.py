@@ -6,7 +6,7 @@ from .async_saver import AsyncSaver
 from .conversion import convert
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError, ReplacedError
 from .facade import load, save
-from .foreign import open_resumable
+from .foreign import open_any, restore_any
 from .inspecting import inspect
 from .manifest import Manifest, TensorEntry
 from .opening import open_checkpoint
@@ -40,9 +40,10 @@ __all__ = [
     "convert",
     "inspect",
     "load",
+    "open_any",
     "open_checkpoint",
-    "open_resumable",
     "restore",
+    "restore_any",
     "save",
     "save_sharded",
     "verify",

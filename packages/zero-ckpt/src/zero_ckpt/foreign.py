@@ -1,19 +1,19 @@
 """Checkpoints of DeepSpeed, opened as if they were this package's, so that they load directly.
 
 [Note: foreign checkpoints]
-Their pickles are read with the restricted unpickler of `conversion`, without their tensors; a tensor's elements are then
-read from the file where they lie, at any world size. The archives' CRC-32 are the only checksums that there are, over
-full records: each rank verifies its share of the files when it opens the checkpoint.
+Their pickles are read with the restricted unpickler of `conversion`, without their tensors; a tensor's elements are
+then read from the file where they lie, at any world size. The archives' CRC-32 are the only checksums that there are,
+over full records: each rank verifies its share of the files when it opens the checkpoint.
 """
 
 from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .commit import holds_checkpoint
 from .conversion.archive import verify_archive
@@ -26,6 +26,7 @@ from .manifest import Manifest, TensorEntry
 from .opened import Folder
 from .opening import open_checkpoint
 from .reader import Checkpoint, OpenReport, ReadRequest
+from .restoring import restore
 from .types import ITEMSIZE, Coordinator, SoloCoordinator, is_optimizer_kind
 
 if TYPE_CHECKING:
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+T = TypeVar("T")
 LATEST_UNIVERSAL = "latest_universal"
 """The file in a root of DeepSpeed that names its newest universal checkpoint."""
 _MOST_TAG_BYTES = 4096
 
 
 class ForeignCheckpoint(Checkpoint):
-    """A tag directory of DeepSpeed, of stages 1 to 3 or universal, opened for reading. Safe to use from several threads.
+    """A tag directory of DeepSpeed, of stages 1 to 3 or universal, opened for reading. Safe for several threads.
 
     Names and kinds are as this package's own savers give them: every parameter has a `param` (in float32 where the
     directory holds only its float32 copy), 0-dimensional optimizer state ends in `.scalar`, and steps are floats.
-    `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_resumable`,
+    `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`,
     not by reads. Raises CheckpointError and DamagedError as `open_source` does.
     """
 
@@ -51,6 +53,11 @@ class ForeignCheckpoint(Checkpoint):
         require_torch(f"reading {path}, a checkpoint of DeepSpeed,")
         from .conversion.training_state import read_training_state
 
+        if (path / "offloaded_tensors").is_dir():
+            raise CheckpointError(
+                f"{path}: its optimizer states are in DeepSpeed's swap files, below offloaded_tensors, which are not "
+                "read. Save it once more with the optimizer offloaded to the CPU"
+            )
         self._source = open_foreign(path)
         self._places = dict(_places(self._source))
         self._steps = {place: step for place, key in self._places.items() if (step := _counted(self._source, key))}
@@ -115,7 +122,7 @@ class ForeignCheckpoint(Checkpoint):
         return []
 
 
-def open_resumable(
+def open_any(
     root: str | os.PathLike[str],
     tag: str | None = None,
     *,
@@ -125,7 +132,7 @@ def open_resumable(
     """Open a checkpoint as `open_checkpoint` does, or one of DeepSpeed if `tag`, `latest` or `root` itself is such a
     directory; without a file `latest` also the one that `latest_universal` names. Collective when given a coordinator.
 
-    Of DeepSpeed's, each rank verifies the checksums of its share of the files, reading all of them once together. Raises
+    Of DeepSpeed's, each rank verifies the checksums of its share of the files, so that all are read once more. Raises
     as `open_checkpoint` does; DamagedError for a file of DeepSpeed that is missing or damaged, and CheckpointError for
     objects that are not read, model-parallel checkpoints, and ranks that see different directories.
     """
@@ -133,7 +140,7 @@ def open_resumable(
     found: list[ForeignCheckpoint] = []
 
     def part() -> str | None:
-        """Open this rank's view of the directory and verify its share; return its path, None if it is not DeepSpeed's."""
+        """Open the directory and verify this rank's share; return its name, None if it is not DeepSpeed's."""
         directory = _foreign_directory(Path(root), tag)
         if directory is None:
             return None
@@ -143,7 +150,7 @@ def open_resumable(
         for number, file in enumerate(sorted(directory.rglob("*.pt"))):
             if number % group.world_size == group.rank:
                 verify_archive(file)
-        return str(directory.name)
+        return directory.name
 
     seen = run_on_all_ranks(group, f"opening {root}" + (f" at {tag!r}" if tag is not None else ""), part)
     if len(set(seen)) > 1:
@@ -152,13 +159,26 @@ def open_resumable(
     return found[0] if found else open_checkpoint(root, tag, coordinator=group, skip=skip)
 
 
+def restore_any(
+    root: str | os.PathLike[str],
+    fill: Callable[[Checkpoint], T],
+    tag: str | None = None,
+    *,
+    coordinator: Coordinator | None = None,
+) -> tuple[Checkpoint, T]:
+    """Open a checkpoint as `open_any` does, and let `fill` read what it needs, as `restore` does with this package's
+    own; collective when given a coordinator. Where bytes of DeepSpeed's are damaged it raises DamagedError and opens no
+    older one. Raises as `open_any` and `restore` do."""
+    return restore(root, fill, tag, coordinator=coordinator, opener=open_any)
+
+
 def is_foreign(directory: Path) -> bool:
     """Return whether a directory holds model files of DeepSpeed and is no checkpoint of this package."""
     return directory.is_dir() and not holds_checkpoint(directory) and any(directory.glob("*model_states.pt"))
 
 
 def _foreign_directory(root: Path, tag: str | None) -> Path | None:
-    """Return the directory of DeepSpeed that `open_resumable` opens; None if it opens one of this package's."""
+    """Return the directory of DeepSpeed that `open_any` opens; None if it opens one of this package's."""
     if tag is None and (holds_checkpoint(root) or is_foreign(root)):
         return None if holds_checkpoint(root) else root
     name = tag if tag is not None else _latest(root)
@@ -184,11 +204,15 @@ def _places(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]
         known = kind
         if kind == "master" and (name, "param") not in source.tensors:
             known = "param"
-        elif is_optimizer_kind(kind) and not source.tensors[name, kind].shape and (
-            kind == "step" or source.tensors.get((name, "param"), source.tensors.get((name, "master"))).shape
-        ):
+        elif is_optimizer_kind(kind) and not source.tensors[name, kind].shape and _is_scalar(source, name, kind):
             known = f"{kind}.scalar"
         yield (name, known), (name, kind)
+
+
+def _is_scalar(source: Source, name: str, kind: str) -> bool:
+    """Return whether 0-dimensional state is a number of the parameter, rather than of its one element."""
+    weights = [source.tensors[name, own] for own in ("param", "master") if (name, own) in source.tensors]
+    return kind == "step" or not weights or bool(weights[0].shape)
 
 
 def _counted(source: Source, key: tuple[str, str]) -> bytes | None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from .coordination import run_on_all_ranks
 from .dry_run import current_dry_run
 from .dry_run_reads import DryRunCheckpoint
 from .errors import DamagedError, ReplacedError
-from .foreign import open_resumable
 from .opening import damage_advice, open_checkpoint
 from .reader import Checkpoint
 from .types import Coordinator, SoloCoordinator
@@ -23,12 +22,23 @@ _REPLACEMENTS = 20
 logger = logging.getLogger("zero_ckpt")
 
 
+class Opener(Protocol):
+    """Opens a checkpoint, collectively: `open_checkpoint`, or a function that is called and raises as it does."""
+
+    def __call__(
+        self, root: str | os.PathLike[str], tag: str | None, /, *, coordinator: Coordinator, skip: Mapping[str, str]
+    ) -> Checkpoint:
+        """Return checkpoint `tag` of `root`, or the newest one that is not in `skip`."""
+        ...
+
+
 def restore(
     root: str | os.PathLike[str],
     fill: Callable[[Checkpoint], T],
     tag: str | None = None,
     *,
     coordinator: Coordinator | None = None,
+    opener: Opener = open_checkpoint,
 ) -> tuple[Checkpoint, T]:
     """Open a checkpoint, let `fill` read what it needs, and return the checkpoint and what `fill` returned; collective
     when given a coordinator.
@@ -38,7 +48,7 @@ def restore(
     `fill` again, so it must overwrite everything that the first call wrote; the checkpoint's `report` names those that
     were passed over. With a tag, damage raises DamagedError. When a save replaces the checkpoint while it is read, it
     is opened again, up to 20 times. In a dry run (see `zero_ckpt.dry_run`) `fill` is called once, and its reads are
-    only counted.
+    only counted. `opener` opens the checkpoint, and the next one.
 
     Raises NotFoundError when there is no checkpoint, and DamagedError when no whole one is left. Any other exception on
     any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
@@ -51,7 +61,7 @@ def restore(
     damaged: dict[str, str] = {}
     attempts = 0
     while True:
-        checkpoint = open_resumable(root, tag, coordinator=group, skip=damaged)
+        checkpoint = opener(root, tag, coordinator=group, skip=damaged)
         results: list[T] = []
 
         def part(

@@ -264,9 +264,9 @@ class DeepSpeedEngine(nn.Module):
         """Load as `Engine.load_checkpoint`, and return (path, client state as it was given to `save_checkpoint`).
         Collective.
 
-        ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks. Without
-        a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`, the one of
-        `latest_universal`; without either file it loads nothing and returns ``(None, None)``.
+        ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks.
+        Without a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`,
+        the one of `latest_universal`; without either file it loads nothing and returns ``(None, None)``.
         Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`. Raises
         `zero_ckpt.CheckpointError` on every rank.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
 
     Keys: `counters` (global_steps, skipped_steps and global_samples, as far as they are there), `scheduler` (the state
     of the learning-rate schedule, or None), `loss_scale` (None, or a map of `kind`, "static" or "dynamic", `scale`,
-    and if dynamic `calls`, `last_overflow` and `hysteresis_left`), `param_groups` (the options of each, or None) and
+    and if dynamic `calls`, `last_overflow` and `hysteresis_left`), `param_groups` (the options of each, None without an
+    optimizer, and none at stage 0, whose file does not say which state belongs to which parameter) and
     `client` (the user's client state and `ds_version`). Tensors in it are read into CPU memory; objects stay of their
     types. Raises CheckpointError, and DamagedError for a file that is missing or damaged.
     """
@@ -35,15 +37,15 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
         "counters": {name: int(model.data[name]) for name in _COUNTERS if model.data.get(name) is not None},
         "scheduler": _loaded(model.data.get("lr_scheduler"), model.path),
         "loss_scale": _loss_scale(optimizer),
-        "param_groups": _param_groups(optimizer, file),
+        "param_groups": _param_groups(optimizer, file) if optimizer or model.data.get("optimizer") is None else [],
         "client": _client_state(model),
     }
     return state, int(model.data.get("dp_world_size") or 1)
 
 
 def _optimizer_state(directory: Path) -> tuple[Mapping[str, Any], Path]:
-    """Return the first rank's optimizer state, or what a universal checkpoint has in common, and its file; empty without
-    one."""
+    """Return the first rank's optimizer state, or what a universal checkpoint has in common, and its file; an empty map
+    without one."""
     common = directory / "zero" / "optimizer_state.pt"
     if (directory / "zero").is_dir():
         found: Any = load_structure(common) if common.is_file() else {}
@@ -99,11 +101,12 @@ def _loaded(value: Any, file: Path) -> Any:
     if isinstance(value, torch.Tensor):
         return _read_tensor(value, file)
     if isinstance(value, dict):
-        filled = {key: _loaded(item, file) for key, item in value.items()}
-        return filled if type(value) is dict else type(value)(filled)
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_loaded(item, file) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        filled = copy.copy(value)
+        for key, item in value.items():
+            filled[key] = _loaded(item, file)
+        return filled
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_loaded(item, file) for item in value)
     return value
 
 

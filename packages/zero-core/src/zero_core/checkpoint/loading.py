@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ckpt import Checkpoint, LoadReport, restore
+from zero_ckpt import Checkpoint, LoadReport, restore_any
 from zero_ckpt.torch import torch_dtype
 from zero_comm import Tag
 from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
@@ -71,7 +71,7 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) 
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)
-    checkpoint, source = restore(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody)
+    checkpoint, source = restore_any(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody)
     if wanted.custom is not None:
         _load_by_custom(state, wanted.custom, source)
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_ckpt import CheckpointError, NotFoundError, open_resumable
+from zero_ckpt import CheckpointError, NotFoundError, open_any
 
 from ..state import TrainingState
 from .in_memory import InMemory
@@ -50,7 +50,7 @@ def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run:
     everybody = state.model_part.coordinator or coordinator_of(state)
     found = memory.find(run)
     try:
-        on_disk = open_resumable(root, coordinator=everybody)
+        on_disk = open_any(root, coordinator=everybody)
     except NotFoundError:
         on_disk = None
     if found is not None and (on_disk is None or found.step >= on_disk.step):
