@@ -147,7 +147,8 @@ def open_any(
         if skip and directory.name in skip:
             raise DamagedError(f"{skip[directory.name]}. Name another tag to load an older checkpoint")
         found.append(ForeignCheckpoint(directory, tag))
-        for number, file in enumerate(sorted(directory.rglob("*.pt"))):
+        files = [*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")]
+        for number, file in enumerate(sorted(files)):
             if number % group.world_size == group.rank:
                 verify_archive(file)
         return directory.name
