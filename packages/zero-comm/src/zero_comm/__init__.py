@@ -27,6 +27,17 @@ from .starting import starting_together
 from .tag import NO_STEP, Tag
 from .testing import RanksFailedError, run_ranks
 from .topology import Topology, node_name
+from .weight_transfer import WeightReceiver, WeightSender, WeightServer, WeightServerClient
+from .weights import (
+    WeightBucket,
+    WeightInfo,
+    WeightSlice,
+    bucket_offsets,
+    bucket_views,
+    describe_weights,
+    plan_buckets,
+    read_weights,
+)
 from .work import Work
 
 __all__ = [
@@ -55,15 +66,26 @@ __all__ = [
     "Tag",
     "Topology",
     "TreeSum",
+    "WeightBucket",
+    "WeightInfo",
+    "WeightReceiver",
+    "WeightSender",
+    "WeightServer",
+    "WeightServerClient",
+    "WeightSlice",
     "Work",
     "all_to_all",
     "await_connections",
+    "bucket_offsets",
+    "bucket_views",
     "default_device",
-    "destroy_group",
+    "describe_weights",
     "discover",
     "init",
     "node_name",
     "open_group",
+    "plan_buckets",
+    "read_weights",
     "run_ranks",
     "starting_together",
     "sum_slices",

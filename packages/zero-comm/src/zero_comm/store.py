@@ -39,7 +39,7 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
         store = TCPStore(address, place.port, is_master=False, wait_for_workers=False, timeout=wait)
     else:
         # torch binds to every interface by itself; the socket that it is handed is its own from here on.
-        server = _own_server(address, place.port) if own_variables else _listen(address, place.port).detach()
+        server = _own_server(address, place.port) if own_variables else listen(address, place.port).detach()
         store = TCPStore(
             address,
             place.port,
@@ -57,19 +57,19 @@ def _own_server(address: str, port: int) -> int | None:
     """Return the descriptor of a socket that listens on ``address``, if it is the loopback interface's; else None.
 
     None too where ``port`` is taken: torch shares it with a store of this process, or raises. Raises OSError as
-    `_listen` does.
+    `listen` does.
     """
     if address != "localhost" and not _is_loopback(address):
         return None
     try:
-        return _listen(address, port).detach()
+        return listen(address, port).detach()
     except OSError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE:
             return None
         raise
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def listen(address: str, port: int) -> socket.socket:
     """Listen on ``address`` alone, and return the socket. Raises OSError, with what to do, for an address that is not
     this host's or that no other host can reach, and for a port that is taken."""
     try:

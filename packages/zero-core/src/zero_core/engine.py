@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_ckpt import LoadReport
-from zero_comm import Ledger
+from zero_comm import Ledger, WeightBucket
 from zero_optim import Scheduler
-from zero_partition import Partition, ShardedOptimizer, register_unless_wrapper
+from zero_partition import BUCKET_BYTES, FullWeights, Partition, ShardedOptimizer, register_unless_wrapper
 from zero_settings import Config
 
 from . import report
@@ -327,6 +327,16 @@ class Engine(nn.Module):
         Collective. For other formats save a checkpoint and use ``zero-ckpt convert``."""
         self._parts.full.save(save_dir, save_filename, exclude_frozen_parameters)
         return True
+
+    def iter_full_weights(self, bucket_bytes: int = BUCKET_BYTES, **choices: Any) -> Iterator[WeightBucket]:
+        """Iterate over the full weights in buckets of at most ``bucket_bytes``, whose tensors are valid until the next
+        bucket; each unit is gathered once. ``choices``: as for `full_weights`. Collective: every rank, to the end."""
+        return self.full_weights(**choices).buckets(bucket_bytes)
+
+    def full_weights(self, dtype: torch.dtype | None = None, **choices: bool) -> FullWeights:
+        """Return the full weights as an inference server takes them: ``metadata()`` gathers nothing, iterating is
+        collective. ``dtype``, and ``choices`` (``buffers``, ``merge_adapters``): see `zero_partition.FullWeights`."""
+        return self._parts.full.weights(dtype, choices)
 
     # -- properties of the run: no call communicates -----------------------------------------------------------------
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,11 @@ from torch import nn
 
 from zero_ckpt.coordination import run_on_all_ranks
 from zero_partition import (
+    FullWeights,
     full_gradient,
     full_parameter,
     full_state,
+    full_state_dict,
     gathered,
     set_full_gradient,
     set_full_parameter,
@@ -70,25 +74,12 @@ class FullValues:
         """Return the module's state dict with full values in host memory on rank 0, None on other ranks. Gathers one
         unit at a time. Tied parameters share their storage. ``exclude_frozen``: leave frozen parameters out."""
         self._state.check_open("consolidated_state_dict")
-        module, parts = self._state.module, self._state.partition
-        copies: dict[int, torch.Tensor] = {}
-        for unit in parts.units:
-            with gathered(parts, unit.parameters, read_only=True):
-                if parts.data_rank == 0:
-                    copies.update((id(p), p.detach().to("cpu", copy=True)) for p in unit.parameters)
-        if parts.data_rank:
-            return None
-        tensors: dict[str, torch.Tensor] = {}
-        stored = module.state_dict().keys()
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in stored and (parameter.requires_grad or not exclude_frozen):
-                if id(parameter) not in copies:
-                    copies[id(parameter)] = parameter.detach().to("cpu", copy=True)
-                tensors[name] = copies[id(parameter)]
-        for name, buffer in module.named_buffers(remove_duplicate=False):
-            if name in stored:
-                tensors[name] = buffer.detach().to("cpu", copy=True)
-        return {name: tensors[name] for name in stored if name in tensors}
+        return full_state_dict(self._state.partition, self._state.module, exclude_frozen=exclude_frozen)
+
+    def weights(self, dtype: torch.dtype | None, choices: Mapping[str, bool]) -> FullWeights:
+        """Return the full weights, which are gathered while they are iterated over; see `Engine.full_weights`."""
+        state, check = self._state, partial(self._state.check_open, "full_weights")
+        return FullWeights(state.partition, state.module, dtype=dtype, check=check, **choices)
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
         """Write `state_dict` by torch.save to ``save_dir/filename`` atomically. Raises `UsageError` for

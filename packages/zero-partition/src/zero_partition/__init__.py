@@ -19,6 +19,8 @@ from .data_watch import change_class, present_class
 from .dtype_hints import naming_dtypes
 from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, ReleasedParameterError
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
+from .full_state_dict import full_state_dict
+from .full_weights import BUCKET_BYTES, FullWeights
 from .gradients import UnitGradients
 from .host_facts import storage_address
 from .initialisation import Init
@@ -43,9 +45,11 @@ from .wrappers import register_unless_wrapper
 
 __all__ = [
     "AveragingOptimizer",
+    "BUCKET_BYTES",
     "DeviceResidency",
     "EditRefusedError",
     "Fragment",
+    "FullWeights",
     "GRID",
     "GridSquares",
     "Init",
@@ -83,6 +87,7 @@ __all__ = [
     "full_gradient",
     "full_parameter",
     "full_state",
+    "full_state_dict",
     "gathered",
     "gathered_anywhere",
     "grid_squares",

@@ -1,0 +1,152 @@
+"""A process group between two programs: one sender and the ranks of a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
+from .connections import Connections
+from .errors import CommError, PeerError
+from .store import listen
+from .weights import Needs, WeightSlice
+
+SENDER = 0
+"""The rank of the sender; the server's ranks follow it."""
+
+
+class TransferGroup:
+    """Sends tensors from one sender to the ranks of a server, beside either program's default process group.
+
+    gloo carries tensors on the CPU, NCCL those on CUDA devices. Every tensor is contiguous. Made by `serve` on the
+    sender and by `join` on the others, together; both wait for all ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self._store = store
+        self._connections = Connections()
+        with self._connections.recording():
+            self._group = _open(store, rank, world_size, device, timeout)
+
+    @classmethod
+    def serve(cls, store: Store, world_size: int, device: torch.device, timeout: timedelta) -> TransferGroup:
+        """Return the sender's end, with ``world_size`` ranks, this one included; ``store``: from `open_transfer_store`.
+
+        Raises `PeerError` when the others do not come within ``timeout``.
+        """
+        return cls(store, SENDER, world_size, device, timeout)
+
+    @classmethod
+    def join(
+        cls, address: str, port: int, rank: int, world_size: int, device: torch.device, timeout: timedelta
+    ) -> TransferGroup:
+        """Return the end of the server's rank that has number ``rank`` in the group, from 1.
+
+        Raises `PeerError` when the sender is not at ``address`` and ``port``, or ranks do not come within ``timeout``.
+        """
+        try:
+            store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        except (RuntimeError, OSError) as error:
+            raise PeerError(f"no sender of weights is at {address} port {port}: {error}") from error
+        return cls(store, rank, world_size, device, timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copy the sender's ``tensor`` into every rank's. Raises `PeerError` when a rank is gone."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = SENDER, 0
+        self._wait(lambda: self._group.broadcast([tensor], options))
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send ``tensor`` to ``rank``, which calls `receive`. Raises `PeerError` when it is gone."""
+        self._wait(lambda: self._group.send([tensor], rank, 0))
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Write what the sender sends into ``tensor``. Raises `PeerError` when it is gone."""
+        self._wait(lambda: self._group.recv([tensor], SENDER, 0))
+
+    def tell_needs(self, needs: Needs | None) -> None:
+        """Tell the sender which weights this rank wants; None: all of every weight."""
+        told = None if needs is None else {n: None if s is None else [s.dim, s.start, s.length] for n, s in needs.items()}
+        self._store.set(f"needs/{self.rank}", json.dumps(told))
+
+    def hear_needs(self) -> list[Needs | None]:
+        """Return what each of the server's ranks wants. Raises `PeerError` when one does not say so in time."""
+        try:
+            told = [json.loads(self._store.get(f"needs/{rank}")) for rank in range(1, self.world_size)]
+        except (RuntimeError, OSError) as error:
+            raise PeerError(f"a rank of the server has not said which weights it wants: {error}") from error
+        return [None if one is None else _read_needs(one) for one in told]
+
+    def tell_way(self, *, broadcasts: bool) -> None:
+        """Tell the server's ranks whether every bucket comes by a broadcast, or each rank's share by a message."""
+        self._store.set("way", "broadcast" if broadcasts else "messages")
+
+    def hear_way(self) -> bool:
+        """Return whether buckets come by a broadcast. Raises `PeerError` when the sender is gone."""
+        try:
+            return self._store.get("way") == b"broadcast"
+        except (RuntimeError, OSError) as error:
+            raise PeerError(f"the sender of weights has not said how it sends: {error}") from error
+
+    def abort(self) -> None:
+        """Cut the connections, so that no rank waits in a transfer, here or there; from any thread. Only `close` may
+        follow."""
+        self._connections.sever()
+        if self.device.type != "cpu":
+            self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group. May be called again."""
+        self._group = None
+
+    def _wait(self, start: Any) -> None:
+        """Start one transfer and wait for it: on a CUDA device the current stream waits. Raises `PeerError` when it
+        fails."""
+        if self._group is None:
+            raise CommError("this transfer group is closed; connect again")
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise PeerError(f"a transfer of weights failed on rank {self.rank} of the transfer group: {error}") from error
+
+
+def open_transfer_store(address: str, port: int, timeout: timedelta) -> tuple[TCPStore, int]:
+    """Listen on ``address`` and ``port`` (0: a free one) for the ranks of a server; return the store and the port.
+
+    Raises OSError when this host cannot listen there.
+    """
+    server = listen(address, port)
+    port = server.getsockname()[1]
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
+    )
+    return store, port
+
+
+def _open(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Return the backend's own process group for ``device``. Raises `PeerError` when ranks do not come, ValueError for
+    a device without one."""
+    try:
+        if device.type == "cpu":
+            return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+    except RuntimeError as error:
+        raise PeerError(f"rank {rank} of the transfer group could not meet the other {world_size - 1}: {error}") from error
+    raise ValueError(f"weights are sent between CPUs (gloo) or CUDA devices (NCCL), got device {device}")
+
+
+def _read_needs(told: Mapping[str, Any]) -> Needs:
+    """Return needs from what `TransferGroup.tell_needs` wrote. Raises `PeerError` for anything else."""
+    try:
+        return {str(n): None if s is None else WeightSlice(*(int(number) for number in s)) for n, s in told.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise PeerError(f"a rank of the server wants {told!r:.200}, which are no slices of weights") from error

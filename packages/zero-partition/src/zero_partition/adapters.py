@@ -1,0 +1,173 @@
+"""The weights of a model under their base model's names, with the adapters that PEFT has put around its layers.
+
+[Note: adapters] PEFT replaces a layer by one that holds it as ``base_layer``, beside the adapter's own parameters. What
+such a layer's ``merge`` writes into the base layer is what a server without adapters needs. That method is called here
+on a shallow copy of the layer, whose base layer has copies of its parameters: the arithmetic is PEFT's own, for every
+kind of adapter, and nothing of the model changes. Layers are known by their attributes, so PEFT need not be installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import PartitionError
+
+
+@dataclass(frozen=True)
+class NamedWeight:
+    """One weight of the base model.
+
+    ``name``: in the base model. ``parameter``: its values without adapters. ``owner``: the module that has it, as
+    attribute ``key``. ``layers``: the layers around ``owner`` whose adapters are to be merged into it, inner ones
+    first.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    owner: nn.Module
+    key: str
+    layers: tuple[Any, ...] = ()
+
+    @property
+    def sources(self) -> list[nn.Parameter]:
+        """Return the parameters from which the merged weight is computed."""
+        parameters = [p for layer in self.layers for p in layer.parameters()]
+        return list({id(p): p for p in (self.parameter, *parameters)}.values())
+
+
+def base_weights(model: nn.Module) -> list[NamedWeight]:
+    """Return the weights of ``model`` under the names of the model inside its adapters, each parameter once, under its
+    first name, in the order of the modules.
+
+    Adapters that are active and not merged yet are to be merged (`merged_values`). Where PEFT trains a copy of a module
+    (``modules_to_save``), it is the active copy. Raises `PartitionError`, naming it, for a parameter of an adapter that
+    is no change of a layer (prompt tuning), and where two layers adapt one tied parameter.
+    """
+    base = _base_of(model)
+    found: dict[int, NamedWeight] = {}
+    for weight in _walk(base, "", ()):
+        first = found.setdefault(id(weight.parameter), weight)
+        if first.owner is not weight.owner and (first.layers or weight.layers):
+            raise PartitionError(
+                f"'{first.name}' and '{weight.name}' are one parameter, and an adapter changes it: the base model has "
+                "no parameter for each. Untie them, or take the adapters apart with merge_adapters=False."
+            )
+    if base is not model:
+        known = {id(p) for p in base.parameters()}
+        other = next((name for name, p in model.named_parameters() if id(p) not in known), None)
+        if other is not None:
+            raise PartitionError(
+                f"parameter '{other}' belongs to an adapter that is no change of a layer, and cannot be merged into "
+                "one; use merge_adapters=False"
+            )
+    return list(found.values())
+
+
+def plain_weights(model: nn.Module) -> list[NamedWeight]:
+    """Return the parameters of ``model``, each once, under their own names, adapters' among them."""
+    modules = dict(model.named_modules())
+    weights = []
+    for name, parameter in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        weights.append(NamedWeight(name, parameter, modules[owner], key))
+    return weights
+
+
+def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
+    """Return the parameters of ``weight.owner`` with the adapters of ``weight.layers`` merged into them, by attribute,
+    as new tensors; see [Note: adapters]. Every parameter involved is gathered. Memory: the owner's parameters once
+    more, and what PEFT's ``merge`` needs."""
+    owner = copy.copy(weight.owner)
+    one = any(hasattr(layer, "parameter_name") for layer in weight.layers)
+    copied = {
+        key: nn.Parameter(p.detach().clone(), requires_grad=False)
+        for key, p in weight.owner.named_parameters(recurse=False)
+        if not one or key == weight.key
+    }
+    owner.__dict__["_parameters"] = copied
+    for layer in weight.layers:
+        alone = copy.copy(layer)
+        alone.__dict__["_modules"] = {**layer._modules, "base_layer": owner}
+        alone.__dict__.update({key: copy.copy(held) for key, held in vars(alone).items() if isinstance(held, list)})
+        if "_caches" in vars(alone):
+            alone.__dict__["_caches"] = dict(layer._caches)
+        alone.merge()
+    return {key: p.detach() for key, p in copied.items()}
+
+
+def base_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return an iterator over the persistent buffers of ``model`` and their names in the model inside its adapters."""
+    return _walk_buffers(_base_of(model), "")
+
+
+def plain_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of ``model`` under their own names, adapters' among them."""
+    for name, module in model.named_modules():
+        for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if key not in module._non_persistent_buffers_set:
+                yield _join(name, key), buffer
+
+
+def _base_of(model: Any) -> nn.Module:
+    """Return the model inside PEFT's wrapper, or ``model`` itself."""
+    wrapped = "base_model" in model._modules and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    found: nn.Module = model.get_base_model() if wrapped else model
+    return found
+
+
+def _walk(module: nn.Module, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
+    """Yield the weights of ``module``, called ``name`` in the base model; ``layers``: around it, inner ones first."""
+    if _is_adapted(module):
+        inner = module.get_base_layer()
+        active = [one for one in module.active_adapters if one not in module.merged_adapters]
+        around = (module, *layers) if active else layers
+        yield from _walk(module.base_layer, name, around)
+        if around and not hasattr(module, "parameter_name") and any(map(_is_adapted, inner.modules())):
+            raise PartitionError(f"'{name}': a layer with adapters inside another one; use merge_adapters=False")
+        return
+    for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        mine = tuple(one for one in layers if getattr(one, "parameter_name", key) == key)
+        yield NamedWeight(_join(name, key), parameter, module, key, mine)
+    for key, child in _children(module, name):
+        yield from _walk(child, key, ())
+
+
+def _walk_buffers(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the persistent buffers of ``module``, called ``name`` in the base model, under their names there."""
+    if _is_adapted(module):
+        yield from _walk_buffers(module.base_layer, name)
+        return
+    for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if key not in module._non_persistent_buffers_set:
+            yield _join(name, key), buffer
+    for key, child in _children(module, name):
+        yield from _walk_buffers(child, key)
+
+
+def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the submodules of ``module`` that the base model has, with their names there; of a module that PEFT trains
+    a copy of, the one in use."""
+    held: Any = module._modules
+    if "original_module" in held and "token_adapter" in held:
+        yield name, held["token_adapter"]
+    elif "original_module" in held and "modules_to_save" in held:
+        active = [one for one in held["modules_to_save"] if one in module.active_adapters]
+        yield name, held["modules_to_save"][active[0]] if active else held["original_module"]
+    else:
+        yield from ((_join(name, key), child) for key, child in held.items() if child is not None)
+
+
+def _is_adapted(module: Any) -> bool:
+    """Return whether ``module`` is a layer of PEFT's around another one."""
+    return "base_layer" in module._modules and hasattr(module, "adapter_layer_names") and hasattr(module, "merge")
+
+
+def _join(name: str, key: str) -> str:
+    """Return the name of ``key`` in the module ``name``."""
+    return f"{name}.{key}" if name else key
