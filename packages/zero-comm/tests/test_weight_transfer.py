@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -186,15 +185,17 @@ def test_a_sender_whose_server_refuses_says_so_and_does_not_wait() -> None:
         def init_weight_transfer_engine(self, told: dict[str, Any]) -> None:
             raise PeerError("not now")
 
-    answered = threading.Event()
+    with pytest.raises(PeerError, match="not now"):
+        WeightSender(Refusing({}), ranks=1, timeout=timedelta(minutes=10))
 
-    def connect() -> None:
-        with pytest.raises(PeerError, match="not now"):
-            WeightSender(Refusing({}), ranks=1, timeout=timedelta(seconds=2))
-        answered.set()
 
-    connect()
-    assert answered.is_set()
+def test_a_server_with_fewer_ranks_than_the_sender_expects_is_named() -> None:
+    class Idle(Server):
+        def init_weight_transfer_engine(self, told: dict[str, Any]) -> None:
+            """Take the connection, and have no rank join."""
+
+    with pytest.raises(PeerError, match="2 ranks of it have not come"):
+        WeightSender(Idle({}), ranks=2, timeout=timedelta(minutes=10))
 
 
 def test_arithmetic_of_buckets() -> None:

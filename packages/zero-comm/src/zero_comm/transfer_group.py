@@ -54,6 +54,7 @@ class TransferGroup:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
         except (RuntimeError, OSError) as error:
             raise PeerError(f"no sender of weights is at {address} port {port}: {error}") from error
+        store.set(f"here/{rank}", "")
         return cls(store, rank, world_size, device, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -127,6 +128,11 @@ def open_transfer_store(address: str, port: int, timeout: timedelta) -> tuple[TC
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
     )
     return store, port
+
+
+def are_here(store: Store, world_size: int) -> bool:
+    """Return whether all ranks but the sender have come to ``store``."""
+    return store.check([f"here/{rank}" for rank in range(1, world_size)])
 
 
 def _open(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:

@@ -10,17 +10,18 @@ broadcast; if any rank wants slices, each rank is sent what it wants, in one mes
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from .errors import CommError, PeerError
-from .transfer_group import TransferGroup, open_transfer_store
+from .transfer_group import TransferGroup, are_here, open_transfer_store
 from .weights import (
     Needs,
     WeightBucket,
@@ -32,6 +33,8 @@ from .weights import (
 )
 
 _TIMEOUT = timedelta(minutes=5)
+_LOOK_SECONDS = 0.02
+"""How often the sender looks whether the server's ranks have come."""
 
 
 class WeightServer(Protocol):
@@ -158,11 +161,14 @@ class WeightSender:
         told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(self._server.init_weight_transfer_engine, told)
-            try:
-                group = TransferGroup.serve(store, 1 + ranks, device, timeout)
-            except PeerError:
-                asked.result()  # the server's own reason, if it has one
-                raise
+            begin = time.monotonic()
+            while not are_here(store, 1 + ranks):
+                if wait([asked], _LOOK_SECONDS).done:
+                    asked.result()  # the server's own reason, if it has one
+                    raise PeerError(f"the server has taken the connection, but {ranks} ranks of it have not come")
+                if time.monotonic() - begin > timeout.total_seconds():
+                    raise PeerError(f"the server's {ranks} ranks have not come in {timeout.total_seconds():.0f} s")
+            group = TransferGroup.serve(store, 1 + ranks, device, timeout)
             asked.result()
         return group
 
