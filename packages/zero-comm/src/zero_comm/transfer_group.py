@@ -73,7 +73,7 @@ class TransferGroup:
 
     def tell_needs(self, needs: Needs | None) -> None:
         """Tell the sender which weights this rank wants; None: all of every weight."""
-        told = None if needs is None else {n: None if s is None else [s.dim, s.start, s.length] for n, s in needs.items()}
+        told = needs and {n: None if s is None else [s.dim, s.start, s.length] for n, s in needs.items()}
         self._store.set(f"needs/{self.rank}", json.dumps(told))
 
     def hear_needs(self) -> list[Needs | None]:
@@ -114,7 +114,7 @@ class TransferGroup:
         try:
             start().wait()
         except RuntimeError as error:
-            raise PeerError(f"a transfer of weights failed on rank {self.rank} of the transfer group: {error}") from error
+            raise PeerError(f"a transfer of weights failed on rank {self.rank} of its group: {error}") from error
 
 
 def open_transfer_store(address: str, port: int, timeout: timedelta) -> tuple[TCPStore, int]:
@@ -146,7 +146,9 @@ def _open(store: Store, rank: int, world_size: int, device: torch.device, timeou
             options._timeout = timeout
             return dist.ProcessGroupNCCL(store, rank, world_size, options)
     except RuntimeError as error:
-        raise PeerError(f"rank {rank} of the transfer group could not meet the other {world_size - 1}: {error}") from error
+        raise PeerError(
+            f"rank {rank} of a group for weights did not meet the other {world_size - 1}: {error}"
+        ) from error
     raise ValueError(f"weights are sent between CPUs (gloo) or CUDA devices (NCCL), got device {device}")
 
 

@@ -153,9 +153,7 @@ class WeightSender:
                 group.abort()
             group.close()
 
-    def _connect(
-        self, address: str, port: int, ranks: int, device: torch.device, timeout: timedelta
-    ) -> TransferGroup:
+    def _connect(self, address: str, port: int, ranks: int, device: torch.device, timeout: timedelta) -> TransferGroup:
         """Open the process group with the server's ranks."""
         store, port = open_transfer_store(address, port, timeout)
         told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
@@ -237,7 +235,8 @@ class WeightReceiver:
             address, port = str(init_info["master_address"]), int(init_info["master_port"])
             rank, world_size = int(init_info["rank_offset"]) + self._rank, int(init_info["world_size"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected an address, a port, rank_offset and world_size, got {dict(init_info)}") from error
+            told = dict(init_info)
+            raise ValueError(f"expected an address, a port, rank_offset and world_size, got {told}") from error
         if not 0 < rank < world_size:
             raise ValueError(f"rank {self._rank} of the server would be rank {rank} of {world_size}")
         self.close()
@@ -256,8 +255,8 @@ class WeightReceiver:
         """Receive one bucket and load it.
 
         ``update_info``: ``names``, ``dtype_names`` and ``shapes`` of the bucket's weights. Raises ValueError for
-        anything else, and for a bucket that is too large; `CommError` outside an update; `PeerError` when the trainer is
-        gone. After an error the trainer has to connect again.
+        anything else, and for a bucket that is too large; `CommError` outside an update; `PeerError` when the trainer
+        is gone. After an error the trainer has to connect again.
         """
         if self._group is None or self._missing is None:
             raise CommError("no update is under way; call start_weight_update first")

@@ -172,7 +172,12 @@ def stopped_alone(stage: int, how: str) -> dict[str, Any]:
     said = outcome(loop)
     whole = copied(engine.iter_full_weights())
     losses = train(engine, 1, 3)
-    return {"said": said, "names": len(whole), "losses": losses, "held": engine.memory_report().get("gathered parameters")}
+    return {
+        "said": said,
+        "names": len(whole),
+        "losses": losses,
+        "held": engine.memory_report().get("gathered parameters"),
+    }
 
 
 @pytest.mark.parametrize("how", ("break", "raise"))

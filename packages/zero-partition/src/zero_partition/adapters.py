@@ -93,10 +93,8 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
     owner.__dict__["_parameters"] = copied
     for layer in weight.layers:
         alone = copy.copy(layer)
+        alone.__dict__.update({key: held.copy() for key, held in vars(alone).items() if type(held) in (list, dict)})
         alone.__dict__["_modules"] = {**layer._modules, "base_layer": owner}
-        alone.__dict__.update({key: copy.copy(held) for key, held in vars(alone).items() if isinstance(held, list)})
-        if "_caches" in vars(alone):
-            alone.__dict__["_caches"] = dict(layer._caches)
         alone.merge()
     return {key: p.detach() for key, p in copied.items()}
 

@@ -46,8 +46,8 @@ class _Entry:
 class FullWeights:
     """The full weights of a sharded model, for a program that computes with them (an inference server).
 
-    ``dtype``: of floating-point parameters; None keeps each one's own. ``buffers``: add the persistent buffers, in their
-    own dtypes. ``merge_adapters``: weights have the base model's names, with active adapters merged by PEFT's own
+    ``dtype``: of floating-point parameters; None keeps each one's own. ``buffers``: add the persistent buffers, in
+    their own dtypes. ``merge_adapters``: weights have the base model's names, with active adapters merged by PEFT's own
     arithmetic, in copies; else every parameter is handed on under its own name. ``check``: called at the start of each
     pass and of `metadata`; it raises if the model cannot be read.
 
@@ -152,8 +152,8 @@ class FullWeights:
         stopped = [rank for rank, word in enumerate(runtime.agree(_KIND, f"bucket {number}", "next")) if word != "next"]
         if stopped:
             raise PartitionError(
-                f"full weights: rank {stopped[0]} stopped iterating after bucket {number} of {count} and this rank went "
-                "on. Every rank has to iterate to the end, or to stop at the same bucket. The engine is as before."
+                f"full weights: rank {stopped[0]} stopped iterating after bucket {number} of {count} and this rank "
+                "went on. Every rank has to iterate to the end, or to stop at the same bucket. The engine is as before."
             )
         if runtime.step != step:
             raise PartitionError(
