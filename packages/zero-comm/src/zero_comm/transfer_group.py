@@ -73,7 +73,7 @@ class TransferGroup:
 
     def tell_needs(self, needs: Needs | None) -> None:
         """Tell the sender which weights this rank wants; None: all of every weight."""
-        told = needs and {n: None if s is None else [s.dim, s.start, s.length] for n, s in needs.items()}
+        told: Any = None if needs is None else {n: s and [s.dim, s.start, s.length] for n, s in needs.items()}
         self._store.set(f"needs/{self.rank}", json.dumps(told))
 
     def hear_needs(self) -> list[Needs | None]:
@@ -142,13 +142,10 @@ def _open(store: Store, rank: int, world_size: int, device: torch.device, timeou
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+            return dist.ProcessGroupNCCL(store, rank, world_size, timeout)
     except RuntimeError as error:
-        raise PeerError(
-            f"rank {rank} of a group for weights did not meet the other {world_size - 1}: {error}"
-        ) from error
+        others = world_size - 1
+        raise PeerError(f"rank {rank} of a group for weights did not meet the other {others}: {error}") from error
     raise ValueError(f"weights are sent between CPUs (gloo) or CUDA devices (NCCL), got device {device}")
 
 

@@ -119,7 +119,7 @@ def _base_of(model: Any) -> nn.Module:
     return found
 
 
-def _walk(module: nn.Module, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
+def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
     """Yield the weights of ``module``, called ``name`` in the base model; ``layers``: around it, inner ones first."""
     if _is_adapted(module):
         inner = module.get_base_layer()
@@ -136,7 +136,7 @@ def _walk(module: nn.Module, name: str, layers: tuple[Any, ...]) -> Iterator[Nam
         yield from _walk(child, key, ())
 
 
-def _walk_buffers(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _walk_buffers(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the persistent buffers of ``module``, called ``name`` in the base model, under their names there."""
     if _is_adapted(module):
         yield from _walk_buffers(module.base_layer, name)
@@ -148,7 +148,7 @@ def _walk_buffers(module: nn.Module, name: str) -> Iterator[tuple[str, torch.Ten
         yield from _walk_buffers(child, key)
 
 
-def _children(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the submodules of ``module`` that the base model has, with their names there; of a module that PEFT trains
     a copy of, the one in use."""
     held: Any = module._modules
