@@ -47,6 +47,7 @@ NAMES = [
     "bucket_views",
     "default_device",
     "describe_weights",
+    "destroy_group",
     "discover",
     "init",
     "node_name",

@@ -80,6 +80,7 @@ __all__ = [
     "bucket_views",
     "default_device",
     "describe_weights",
+    "destroy_group",
     "discover",
     "init",
     "node_name",

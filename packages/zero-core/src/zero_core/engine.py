@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -336,7 +337,8 @@ class Engine(nn.Module):
     def full_weights(self, dtype: torch.dtype | None = None, **choices: bool) -> FullWeights:
         """Return the full weights as an inference server takes them: ``metadata()`` gathers nothing, iterating is
         collective. ``dtype``, and ``choices`` (``buffers``, ``merge_adapters``): see `zero_partition.FullWeights`."""
-        return self._parts.full.weights(dtype, choices)
+        check = partial(self.training_state.check_open, "full_weights")
+        return FullWeights(self.partition, self.module, dtype=dtype, check=check, **choices)
 
     # -- properties of the run: no call communicates -----------------------------------------------------------------
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch import nn
 
 from zero_ckpt.coordination import run_on_all_ranks
 from zero_partition import (
-    FullWeights,
     full_gradient,
     full_parameter,
     full_state,
@@ -75,11 +72,6 @@ class FullValues:
         unit at a time. Tied parameters share their storage. ``exclude_frozen``: leave frozen parameters out."""
         self._state.check_open("consolidated_state_dict")
         return full_state_dict(self._state.partition, self._state.module, exclude_frozen=exclude_frozen)
-
-    def weights(self, dtype: torch.dtype | None, choices: Mapping[str, bool]) -> FullWeights:
-        """Return the full weights, which are gathered while they are iterated over; see `Engine.full_weights`."""
-        state, check = self._state, partial(self._state.check_open, "full_weights")
-        return FullWeights(state.partition, state.module, dtype=dtype, check=check, **choices)
 
     def save(self, save_dir: str | os.PathLike[str], filename: str, exclude_frozen: bool) -> None:
         """Write `state_dict` by torch.save to ``save_dir/filename`` atomically. Raises `UsageError` for
