@@ -142,7 +142,7 @@ def _open(store: Store, rank: int, world_size: int, device: torch.device, timeou
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)
         if device.type == "cuda":
-            return dist.ProcessGroupNCCL(store, rank, world_size, timeout)
+            return dist.ProcessGroupNCCL(store, rank, world_size, timeout)  # type: ignore[arg-type]
     except RuntimeError as error:
         others = world_size - 1
         raise PeerError(f"rank {rank} of a group for weights did not meet the other {others}: {error}") from error
