@@ -20,12 +20,14 @@ from torch.utils._pytree import tree_iter, tree_map
 from ..errors import PlanError
 from .memory import LiveMemory
 from .operations import Operations
+from .shortcuts import Shortcuts
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _DRY_RUN = os.path.dirname(__file__) + os.sep
 _ALLOWED_DEVICES = ("cpu", "meta")
 _GROUPED_MM = torch.ops.aten._grouped_mm.default
 _DEVICE, _COPY = torch.ops.prim.device.default, torch.ops.aten.copy_.default
+_READ = torch.ops.aten._local_scalar_dense.default
 
 ANSWERS: dict[tuple[str, str], bool | int] = {
     # Are all placeholders still NaN? Yes: released parameters were not written.
@@ -84,6 +86,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._memory = memory
         self._operations = operations
         self._values = values or NoValues()
+        self._shortcuts = Shortcuts(self)
         self._in_operation = False  # true for the operations that torch runs to work out another one; they do not count
         self._process = os.getpid()
 
@@ -98,10 +101,10 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Run one operation on shapes alone; track its results and count its FLOPs. Operations that torch runs to work
         out another one are not tracked. Raises `PlanError` as the class says.
         """
-        if os.getpid() != self._process:
-            return func(*_with_zeros(args), **_with_zeros(kwargs or {}))
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
+        if os.getpid() != self._process:
+            return func(*_with_zeros(args), **_with_zeros(kwargs or {}))
         if func is _COPY and _copies_in_place(*args):
             return args[0]
         if func is torch.ops.aten.is_set_to.default:
@@ -111,10 +114,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = _without_index(kwargs or {})
         outermost, self._in_operation = not self._in_operation, True
         try:
-            if func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
-                result: Any = _grouped_product(*args, **kwargs)
-            else:
-                result = self.dispatch(func, types, args, kwargs)
+            result = self._run(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             return self._answer(func, args, error)
         except FakeTensorDeviceMismatchError as error:
@@ -126,10 +126,27 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._in_operation = not outermost
         if outermost:
             self._operations.count(func, args, kwargs, result)
-        for tensor in tree_iter(result) if outermost else ():
-            if isinstance(tensor, FakeTensor):
-                _refuse_other_device(tensor)
-                self._memory.track(tensor)
+            for tensor in (result,) if isinstance(result, FakeTensor) else tree_iter(result):
+                if isinstance(tensor, FakeTensor):
+                    _refuse_other_device(tensor)
+                    self._memory.track(tensor)
+        return result
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of an operation, by the shortest way that knows it."""
+        if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            raise DataDependentOutputException(func)
+        result: Any = self._shortcuts.run_view(func, args, kwargs)
+        if result is not None:
+            return result
+        if func is _GROUPED_MM and args[0].dtype is not torch.bfloat16:
+            return _grouped_product(*args, **kwargs)
+        key = self._shortcuts.key(func, args, kwargs)
+        result = None if key is None else self._shortcuts.run_known(key)
+        if result is None:
+            result = self.dispatch(func, types, args, kwargs)
+            if key is not None:
+                self._shortcuts.learn(key, args, result)
         return result
 
     def _answer(self, func: Any, args: Any, error: Exception) -> Any:

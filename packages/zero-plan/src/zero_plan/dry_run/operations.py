@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,11 +52,18 @@ class Operations:
         """Add the FLOPs of an executed operation to the count of its first argument's dtype; add nothing for operations
         that torch has no formula for.
         """
-        packet = getattr(func, "overloadpacket", None)
-        found, place = _ON_CPU.get(packet, (packet, -1))
-        formula: Callable[..., int] | None = flop_registry.get(found) or _WITHOUT_FORMULA.get(packet)
+        formula, place = _formula_of(func)
         if formula is None:
             return
         flops = formula(*args, **(kwargs or {}), out_val=result)
         causal = place >= 0 and len(args) > place and bool(args[place])
         self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += flops // 2 if causal else flops
+
+
+@functools.cache
+def _formula_of(func: Any) -> tuple[Callable[..., int] | None, int]:
+    """Return the formula of an operation's FLOPs, None if there is none, and the index of ``is_causal`` among its
+    arguments, -1 if it has none."""
+    packet = getattr(func, "overloadpacket", None)
+    found, place = _ON_CPU.get(packet, (packet, -1))
+    return flop_registry.get(found) or _WITHOUT_FORMULA.get(packet), place

@@ -1,0 +1,174 @@
+"""Short ways through torch's fake tensors. They give what the mode gives, without its general cache, whose keys and
+entries cost several times as much as the shapes themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        _aten.alias.default,
+        _aten.as_strided.default,
+        _aten.detach.default,
+        _aten.expand.default,
+        _aten.permute.default,
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.unbind.int,
+        _aten.unsqueeze.default,
+        _aten.view.default,
+        _aten.view.dtype,
+    }
+)
+"""Views of their first argument; the others are no tensors."""
+_WRITES = frozenset({_aten.fill_.Scalar, _aten.normal_.default, _aten.uniform_.default, _aten.zero_.default})
+"""Operations that write their first argument, change no shape, and take no other tensor."""
+
+
+class Shape(NamedTuple):
+    """A result that has memory of its own: sizes and strides in elements, dtype and device."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Results(NamedTuple):
+    """The results of an operation. ``kind``: tuple or list; None for a single result. A part may be None."""
+
+    kind: type | None
+    parts: tuple[Shape | None, ...]
+
+
+class Shortcuts:
+    """Runs operations of ``mode`` by a short way.
+
+    The shapes of results with memory of their own depend on the shapes, strides, dtypes and devices of the arguments'
+    tensors and on the other arguments alone, if no argument has a value: these are the key of an operation, by which it
+    is looked up.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Any, Results] = {}
+
+    def run_view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of a view, or the argument that an operation writes; None for other operations."""
+        is_view = func in _VIEWS
+        if not (is_view or func in _WRITES) or not self._is_plain(args[0]):
+            return None
+        if not is_view:
+            return args[0]
+        with in_kernel_invocation_manager(self._mode):
+            found = func(*args, **kwargs)
+        device = args[0].fake_device
+        if isinstance(found, torch.Tensor):
+            return FakeTensor(self._mode, found, device)
+        return type(found)(FakeTensor(self._mode, one, device) for one in found)
+
+    def key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the key of an operation; None for one whose results may be views or depend on more."""
+        if not _makes_memory(func):
+            return None
+        found = self._described(args)
+        named = None if found is None else self._described(kwargs.values())
+        return None if named is None else (func, found, *kwargs, named, torch.get_default_dtype())
+
+    def run_known(self, key: Any) -> Any:
+        """Return new results of the operation with this `key`; None if `learn` has not seen it."""
+        known = self._known.get(key)
+        if known is None:
+            return None
+        made = (None if part is None else self._make(part) for part in known.parts)
+        return next(made) if known.kind is None else known.kind(made)
+
+    def learn(self, key: Any, args: Any, result: Any) -> None:
+        """Remember the results that the mode gave for the operation with this `key` and the arguments ``args``, if all
+        are tensors with memory of their own.
+        """
+        kind = type(result) if isinstance(result, (tuple, list)) else None
+        parts = (result,) if kind is None else tuple(result)
+        made = [part for part in parts if part is not None]
+        if kind not in (None, tuple, list) or not made or not all(map(self._is_whole, made)):
+            return
+        memory = [tensor.untyped_storage()._cdata for tensor in (*made, *_tensors_in(args))]
+        if all(memory.count(one) == 1 for one in memory[: len(made)]):
+            self._known[key] = Results(kind, tuple(None if part is None else _shape_of(part) for part in parts))
+
+    def _described(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
+        """Return what shapes depend on in the arguments ``values``, hashable; None if an argument has a value, or is a
+        tensor of another kind than the mode's plain ones."""
+        found: list[Any] = []
+        for value in values:
+            if isinstance(value, FakeTensor):
+                if not self._is_plain(value):
+                    return None
+                found.append((value.shape, value.stride(), value.dtype, value.fake_device))
+            elif isinstance(value, (list, tuple)):
+                inside = self._described(value)
+                if inside is None:
+                    return None
+                found.append(inside)
+            elif isinstance(value, (torch.Tensor, dict)):
+                return None
+            else:
+                found.append((type(value), value))  # 1, 1.0 and True are equal, and give other dtypes
+        return tuple(found)
+
+    def _is_plain(self, value: Any) -> bool:
+        """Return whether ``value`` is a strided tensor of the mode, without a value."""
+        return (
+            isinstance(value, FakeTensor)
+            and value.fake_mode is self._mode
+            and value.constant is None
+            and value.layout is torch.strided
+        )
+
+    def _is_whole(self, value: Any) -> bool:
+        """Return whether `_make` gives a tensor like ``value``."""
+        if not self._is_plain(value) or value.storage_offset() or value.is_conj() or value.is_neg():
+            return False
+        return value.untyped_storage().nbytes() == self._make(_shape_of(value)).untyped_storage().nbytes()
+
+    def _make(self, shape: Shape) -> FakeTensor:
+        """Return a new tensor of a shape."""
+        with in_kernel_invocation_manager(self._mode):
+            made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
+        return FakeTensor(self._mode, made, shape.device)
+
+
+@functools.cache
+def _makes_memory(func: Any) -> bool:
+    """Return whether an operation is one of torch's own whose results are neither views nor written arguments."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not func.is_view
+        and not func._schema.is_mutable
+        and torch.Tag.dynamic_output_shape not in func.tags
+    )
+
+
+def _shape_of(tensor: FakeTensor) -> Shape:
+    """Return the shape from which a tensor like ``tensor`` can be made."""
+    return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among ``values`` and in its lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
