@@ -51,3 +51,18 @@ def test_the_result_of_a_dry_run_is_that_of_torch_and_its_flops_are_those_of_the
         found = torch._grouped_mm(one, other, offs=None if ends is None else ends.clone())
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     assert dict(operations.flops_by_dtype) == {str(dtype).removeprefix("torch."): counter.get_total_flops()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_result_has_the_dtype_that_is_asked_for(dtype: torch.dtype) -> None:
+    one_shape, other_shape, ends = KINDS["rows in groups"]
+    assert ends is not None
+    real = torch.ones(one_shape, dtype=dtype), torch.ones(other_shape, dtype=dtype)
+    for asked in (None, torch.float32, torch.bfloat16, torch.float16):
+        try:
+            expected = torch._grouped_mm(*real, offs=ends, out_dtype=asked).dtype
+        except RuntimeError:
+            continue  # torch's kernel does not write this dtype
+        with PlanMode(LiveMemory(), Operations()):
+            one, other = (torch.empty(shape, dtype=dtype) for shape in (one_shape, other_shape))
+            assert torch._grouped_mm(one, other, offs=ends.clone(), out_dtype=asked).dtype == expected

@@ -19,6 +19,7 @@ DEEPSPEED_KEYS = {
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer", "bf16"),
     *("zero_optimization", "stage", "offload_optimizer", "offload_param", "device", "nvme_path", "enabled"),
     *("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "type", "params"),
+    "gradient_clipping",
 }
 
 
@@ -66,7 +67,7 @@ def test_the_configuration_is_one_that_the_engine_and_deepspeed_know(tmp_path: P
     assert main(["fit", *options, "--set", f"device.memory={memory}", "--write", str(written)]) == 0
     found = json.loads(written.read_text())
     config = Config.load(found, world_size=8)
-    assert config.train_batch_size == 16
+    assert config.train_batch_size == 16 and config.gradient_clipping == 1.0  # the default is another one in DeepSpeed
     assert config.zero_optimization.offload_optimizer.device == ("none" if memory == "80 GB" else "cpu")
     assert set(_keys(found)) <= DEEPSPEED_KEYS
 

@@ -201,7 +201,7 @@ def test_probe_measures_this_machine(capsys: Any, tmp_path: Path, monkeypatch: p
     pytest.importorskip("zero_nvme_aio")
     from zero_plan import probe
 
-    monkeypatch.setattr(probe, "MATRIX_SIDE", {"cpu": 128, "other": 1024})
+    monkeypatch.setattr(probe, "MATRIX_SIDES", {"cpu": (64, 128), "other": (1024,)})
     monkeypatch.setattr(probe, "COPIED_BYTES", 1 << 20)
     target = tmp_path / "here.toml"
     assert main(["probe", "--out", str(target), "--disk", str(tmp_path), "--disk-size", "64 MiB"]) == 0

@@ -21,7 +21,7 @@ from zero_core.training import Unobserved
 from zero_launch.scripts import run_as_main
 from zero_plan import PlanError, plan, plan_script
 from zero_plan.cli import main
-from zero_plan.dry_run.lines import user_line
+from zero_plan.dry_run.lines import PROJECT, user_line
 from zero_plan.dry_run.script import fill_auto, plan_script_rank
 from zero_plan.planned import Plan, RankPlan
 from zero_plan.scripts import Script, ScriptRank
@@ -315,3 +315,10 @@ def test_installed_packages_are_not_the_users_code_and_names_like_ours_are(folde
     assert line_of(f"{folder}/other/module.py", "other.module") is None
     assert line_of(str(tmp_path / "zero_shot.py"), "zero_shot") == f"{tmp_path / 'zero_shot.py'}, line 1"
     assert line_of(str(tmp_path / "plan.py"), "zero_plan.dry") is None
+
+
+def test_a_dry_run_takes_no_line_of_any_of_the_projects_packages_for_the_users() -> None:
+    packages = Path(__file__).parents[2]
+    assert {
+        folder.name.replace("-", "_") for folder in packages.iterdir() if (folder / "pyproject.toml").is_file()
+    } == PROJECT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .limits import Bound, both_ways
+from .limits import Bound, both_ways, one_after_another
 from .machine import Machine
 from .planned import RankPlan
 
@@ -17,7 +17,8 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
 
     The ranks of a node (``node.devices``) share its memory and drives, and are assumed to move as many bytes each. The
     bytes that leave a node are at least those that this rank sends to other nodes. float32 counts at the rate of tf32
-    if the machine gives one, as torch may use that. Operations in float8 and float64 have no bound.
+    if the machine gives one, as torch may use that. Operations in float8 and float64 have no bound. A device runs its
+    products, its other operations and its update one after another.
     """
     per_node = min(int(machine.need("node.devices")), world_size)
     links = rank.bytes_by_link()
@@ -29,12 +30,14 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
     table += [
         ("links of a rank", links["inside a node"] + links["between nodes"], "node.link"),
         ("network between nodes", links["between nodes"], "network.per_node"),
+        ("device memory, other operations", rank.moved, "device.memory_bandwidth"),
         ("device memory, update", held.get("device", 0), "device.memory_bandwidth"),
         ("host memory, update", on_host, "node.host_memory_bandwidth"),
         ("disk read", per_node * rank.read, "disk.read"),
         ("disk write", per_node * rank.written, "disk.write"),
     ]
     rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
+    rows += one_after_another(rows)
     rows += both_ways(machine, per_node * rank.read, per_node * rank.written)
     return tuple(_with_network_rate(row, machine, per_node, world_size) for row in rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import PlanError
@@ -12,12 +13,14 @@ from .traffic import LinkBytes, TierBytes
 ADAM_BYTES = 28
 """Bytes of memory traffic per parameter of an Adam step in float32: weight and two moments read and written, gradient
 read."""
+_ON_DEVICE = ("matrix products", "device memory")
 
 
 class Bound(NamedTuple):
     """The least time per step that one resource takes: ``amount`` / ``rate``.
 
-    ``amount``: bytes or floating-point operations in a step, of all ranks that share the resource. ``rate``: per
+    ``amount``: bytes, floating-point operations or (of what a device computes in all) seconds in a step, of all ranks
+    that share the resource. ``rate``: per
     second; None if the machine does not give it. ``key``: the machine's key of ``rate``. ``is_sum``: the amount is that
     of other rows together, which share the resource.
     """
@@ -60,6 +63,13 @@ def bounds(
     rows = [Bound(name, amount, machine.get(key), key) for name, amount, key in table if amount]
     rows += both_ways(machine, ranks * tiers.disk_read, ranks * tiers.disk_write)
     return tuple(_with_network_rate(row, machine, setup) if row.key == "node.link" else row for row in rows)
+
+
+def one_after_another(rows: Sequence[Bound]) -> list[Bound]:
+    """Return the bound of a device that computes all of ``rows`` that are its own, in seconds and in a list; empty if
+    fewer than two of them are known."""
+    known = [row.seconds for row in rows if row.resource.startswith(_ON_DEVICE) and row.seconds is not None]
+    return [Bound("device, all it computes", sum(known), 1.0, "device", is_sum=True)] if len(known) > 1 else []
 
 
 def both_ways(machine: Machine, read: float, written: float) -> list[Bound]:

@@ -136,7 +136,8 @@ class RankPlan:
     of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``: the peaks
     during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``:
     bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by the dtype that
-    they compute in. ``saved``, ``loaded``: what saving a checkpoint after the steps needs, and loading one into a new
+    they compute in; ``moved``: bytes of device memory that its other operations read and write at least, without the
+    optimizer's. ``saved``, ``loaded``: what saving a checkpoint after the steps needs, and loading one into a new
     engine; None if it was not asked for. ``stage``, ``accumulation``: the engine's stage and micro-batches per step.
     """
 
@@ -152,6 +153,7 @@ class RankPlan:
     loaded: LoadedPlan | None = None
     stage: int = 0
     accumulation: int = 1
+    moved: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -205,6 +207,7 @@ class RankPlan:
             "loaded": None if self.loaded is None else self.loaded.as_dict(),
             "stage": self.stage,
             "accumulation": self.accumulation,
+            "moved": self.moved,
         }
 
     @classmethod
@@ -223,6 +226,7 @@ class RankPlan:
             None if data.get("loaded") is None else LoadedPlan.from_dict(data["loaded"]),
             data.get("stage", 0),
             data.get("accumulation", 1),
+            data.get("moved", 0),
         )
 
 

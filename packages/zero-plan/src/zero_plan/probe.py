@@ -19,21 +19,29 @@ if TYPE_CHECKING:
     import torch
 
 REPETITIONS = 5
-MATRIX_SIDE = {"cpu": 2048, "other": 8192}
-"""Rows and columns of the multiplied matrices, on the CPU and on accelerators."""
+SECONDS = 2.0
+"""How long the repetitions of one measurement may take; the one that is running then is the last."""
+DISK_SECONDS = 30.0
+"""How long a drive is measured, beyond the block that is moved then."""
+MATRIX_SIDES = {"cpu": (512, 1024, 2048), "other": (2048, 8192)}
+"""Rows and columns of the multiplied matrices, on the CPU and on accelerators: the fastest size counts."""
 COPIED_BYTES = 256 << 20
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 16 << 20
 """Bytes of one read or write of a drive."""
+BLOCKS_IN_TURN = 8
+"""Blocks that are in flight at once, before the drive is measured the next way."""
 SOURCE = "zero-plan probe, best of 5"
 
 
 def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
-    """Measure this machine and return it, each rate as the best of five repetitions.
+    """Measure this machine and return it, each rate as the best of up to five repetitions. It takes about a minute: a
+    measurement that has taken its time is not repeated.
 
     Matrix products per dtype, memory and copy bandwidth of the first accelerator, or of the CPU if there is none; its
     memory and the host's; the drives below the folder ``disk`` with a file of ``disk_size``, past the page cache if the
-    file system allows it. Links, networks and endurance are not measured. Raises `PlanError` if a package is missing or
-    the folder cannot be used.
+    file system allows it: a few blocks are written, read, and both at once, in turn, until the file has been passed
+    five times or the time is over. Links, networks and endurance are not measured. Raises `PlanError` if a package is
+    missing or the folder cannot be used.
     """
     size = parse_quantity(disk_size, "bytes", "--disk-size")
     try:
@@ -65,16 +73,23 @@ def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
 
 
 def _matrix_rates(device: torch.device) -> dict[str, float]:
-    """Return the FLOP/s of matrix products, by the machine's keys of the dtypes."""
+    """Return the FLOP/s of matrix products, by the machine's keys of the dtypes: of the fastest size. Sizes grow while
+    a product takes little of the time that a measurement has.
+    """
     import torch
 
-    side = MATRIX_SIDE["cpu" if device.type == "cpu" else "other"]
+    sides = MATRIX_SIDES["cpu" if device.type == "cpu" else "other"]
     found = {}
     for key, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
-        left = torch.ones(side, side, dtype=dtype, device=device)
-        out = torch.empty_like(left)
-        seconds = _fastest_seconds(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
-        found[f"device.{key}"] = 2 * side**3 / seconds
+        rates: list[float] = []
+        for side in sides:
+            if rates and 2 * side**3 / rates[-1] > SECONDS / REPETITIONS:
+                break
+            left = torch.ones(side, side, dtype=dtype, device=device)
+            out = torch.empty_like(left)
+            seconds = _fastest_seconds(lambda left=left, out=out: torch.mm(left, left, out=out), device)  # type: ignore[misc]
+            rates.append(2 * side**3 / seconds)
+        found[f"device.{key}"] = max(rates)
     return found
 
 
@@ -99,8 +114,8 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
 
 
 def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of `REPETITIONS` calls of ``work``, after one call to warm up; each is measured
-    until ``device`` has done its work.
+    """Return the seconds of the fastest of up to `REPETITIONS` calls of ``work`` in `SECONDS`, after one call to warm
+    up; each is measured until ``device`` has done its work.
     """
     import torch
 
@@ -109,9 +124,10 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
+    end = time.perf_counter() + SECONDS
     work()
-    times = []
-    for _ in range(REPETITIONS):
+    times: list[float] = []
+    while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
         synchronize()
         begin = time.perf_counter()
         work()
@@ -123,47 +139,92 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
 def _disk_values(folder: Path, size: int) -> dict[str, float]:
     """Return capacity in bytes, read and write rates in bytes/s of the drives below ``folder``, by the machine's keys.
 
-    ``size``: bytes of the file that is written and read, rounded down to `BLOCK_BYTES`, at least one. Raises
+    ``size``: bytes of the file that is written and read, rounded down to `BLOCK_BYTES`, at least two of them. Raises
     `PlanError` if zero-nvme-aio is missing or the folder cannot be used.
     """
     try:
         import zero_nvme_aio
     except ImportError as error:
         raise PlanError(f"--disk needs {error.name}: pip install 'zero-plan[probe]'") from error
-    blocks = max(1, size // BLOCK_BYTES)
-    data = bytearray(os.urandom(1 << 20)) * (BLOCK_BYTES >> 20)
-    with _scratch_file(folder) as path, zero_nvme_aio.Engine() as engine:
-        writes, reads, both = [], [], []
-        with engine.open(path, "rw") as file:
-
-            def write() -> list[Any]:
-                return [engine.write(file, data, n * BLOCK_BYTES) for n in range(blocks)]
-
-            def read(into: bytearray) -> list[Any]:
-                return [engine.read(file, into, n * BLOCK_BYTES) for n in range(blocks)]
-
-            apart = bytearray(BLOCK_BYTES)
-            for _ in range(REPETITIONS):
-                writes.append(_timed_seconds(write))
-                reads.append(_timed_seconds(lambda: read(data)))
-                both.append(
-                    _timed_seconds(lambda: [r for pair in zip(write(), read(apart), strict=True) for r in pair])
-                )
-    total = blocks * BLOCK_BYTES
-    return {
-        "disk.capacity": shutil.disk_usage(folder).total,
-        "disk.read": total / min(reads),
-        "disk.write": total / min(writes),
-        "disk.read_and_write": 2 * total / min(both),
-    }
+    with _scratch_file(folder) as path, zero_nvme_aio.Engine() as engine, engine.open(path, "rw") as file:
+        drive = _Drive(engine, file, max(2, size // BLOCK_BYTES), time.perf_counter() + DISK_SECONDS)
+        rates = drive.rates()
+    return {"disk.capacity": shutil.disk_usage(folder).total, **rates}
 
 
-def _timed_seconds(start: Callable[[], list[Any]]) -> float:
-    """Return the seconds until all requests that ``start`` returns are done."""
-    begin = time.perf_counter()
-    for request in start():
+class _Drive:
+    """Measures a drive by a file on it, of at most ``blocks`` blocks, until ``end``, a time of `time.perf_counter`."""
+
+    def __init__(self, engine: Any, file: Any, blocks: int, end: float) -> None:
+        self._engine, self._file, self._end = engine, file, end
+        self._data = bytearray(os.urandom(1 << 20)) * (BLOCK_BYTES >> 20)
+        self._into = bytearray(BLOCK_BYTES)
+        self._windows = [range(at, min(at + BLOCKS_IN_TURN, blocks)) for at in range(0, blocks, BLOCKS_IN_TURN)]
+
+    def rates(self) -> dict[str, float]:
+        """Return the bytes/s of reading, writing, and both at once, by the machine's keys: of the fastest of up to
+        `REPETITIONS` passes over the file; of what the time allowed if it did not allow a pass.
+        """
+        self._write_file()
+        best: dict[str, float] = {}
+        for number in range(REPETITIONS):
+            passed, whole = self._pass()
+            if number and not whole:
+                break
+            for key, rate in passed.items():
+                best[key] = max(rate, best.get(key, 0.0))
+        return best
+
+    def _write_file(self) -> None:
+        """Write the file for the first time, which is not measured, as drives give space then; a third of the time at
+        most: a slow drive gets a smaller file.
+        """
+        end = self._end - 2 / 3 * DISK_SECONDS
+        for number, window in enumerate(self._windows):
+            _finish(self._write(window))
+            if time.perf_counter() > end:
+                self._windows = self._windows[: number + 1]
+                return
+
+    def _pass(self) -> tuple[dict[str, float], bool]:
+        """Return the rates of one pass over the file, in which each window of blocks is written, read, and half of it
+        written while the other half is read; and whether it came to the end of the file in time.
+        """
+        moved = dict.fromkeys(("disk.write", "disk.read", "disk.read_and_write"), 0)
+        seconds = dict.fromkeys(moved, 0.0)
+        for number, window in enumerate(self._windows):
+            half = len(window) // 2
+            ways = {
+                "disk.write": lambda window=window: self._write(window),
+                "disk.read": lambda window=window: self._read(window),
+                "disk.read_and_write": lambda window=window, half=half: self._both(window[:half], window[half:]),
+            }
+            for key, start in ways.items():
+                begin = time.perf_counter()
+                _finish(start())
+                seconds[key] += time.perf_counter() - begin
+                moved[key] += len(window) * BLOCK_BYTES
+            if time.perf_counter() > self._end and number + 1 < len(self._windows):
+                return {key: moved[key] / seconds[key] for key in moved}, False
+        return {key: moved[key] / seconds[key] for key in moved}, True
+
+    def _write(self, blocks: range) -> list[Any]:
+        """Start to write blocks; return the requests."""
+        return [self._engine.write(self._file, self._data, n * BLOCK_BYTES) for n in blocks]
+
+    def _read(self, blocks: range) -> list[Any]:
+        """Start to read blocks; return the requests."""
+        return [self._engine.read(self._file, self._into, n * BLOCK_BYTES) for n in blocks]
+
+    def _both(self, written: range, read: range) -> list[Any]:
+        """Start to write some blocks and to read others; return the requests."""
+        return [*self._write(written), *self._read(read)]
+
+
+def _finish(requests: list[Any]) -> None:
+    """Wait until all requests are done."""
+    for request in requests:
         request.wait()
-    return time.perf_counter() - begin
 
 
 @contextmanager

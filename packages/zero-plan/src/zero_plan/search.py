@@ -14,6 +14,9 @@ from .quantities import format_quantity
 from .setup import STAGES, TIERS, Setup, StateBytes, Tier
 from .transformer import CHECKPOINTING, Transformer
 
+CLIPPING = 1.0
+"""The largest norm of gradients in written configurations. The defaults of zero-core and DeepSpeed differ."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -145,6 +148,7 @@ def configuration(candidate: EstimatedChoice, *, dtype: str = "bf16", nvme_path:
         "train_micro_batch_size_per_gpu": choice.micro_batch,
         "gradient_accumulation_steps": setup.accumulation,
         "optimizer": {"type": "AdamW", "params": {}},
+        "gradient_clipping": CLIPPING,
         "zero_optimization": zero,
     }
     return found if dtype == "fp32" else {**found, dtype: {"enabled": True}}

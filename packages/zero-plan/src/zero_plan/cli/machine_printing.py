@@ -30,7 +30,7 @@ def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> Text
     cells = tuple(
         (
             row.resource,
-            format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B"),
+            _format_amount(row),
             f"{row.key} is not given" if row.seconds is None else format_seconds(row.seconds),
         )
         for row in rows
@@ -40,6 +40,13 @@ def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> Text
         f"{format_seconds(time.hidden)} of {format_seconds(time.most)}."
     )
     return TextTable(f"{title}least time of each resource", ("resource", "amount", "time"), cells, note)
+
+
+def _format_amount(row: Bound) -> str:
+    """Return the amount of a bound with its unit; empty for one in seconds, which are in the next column."""
+    if row.key == "device":
+        return ""
+    return format_quantity(row.amount, "FLOP" if row.resource.startswith("matrix products") else "B")
 
 
 def wear_sentence(found: Wear) -> str:

@@ -216,15 +216,19 @@ def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool
 
 
 def _grouped_product(
-    one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, **_more: Any
+    one: torch.Tensor,
+    other: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return an empty tensor of the shape and dtype of ``torch._grouped_mm(one, other, offs)``. torch's own rule for
+    """Return an empty tensor of the shape and dtype of ``torch._grouped_mm`` with these arguments. torch's own rule for
     shapes knows bfloat16 only, though the operation takes other dtypes.
     """
     shape = [one.size(-2), other.size(-1)]
     if one.dim() == other.dim():
         shape.insert(0, one.size(0) if offs is None else offs.numel())
-    return one.new_empty(shape)
+    return one.new_empty(shape, dtype=out_dtype or one.dtype)
 
 
 def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from ..errors import PlanError
 _FOLDERS = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _FOLDERS |= {site.getusersitepackages(), *site.getsitepackages(), os.path.dirname(os.path.dirname(torch.__file__))}
 _OTHERS = tuple(folder + os.sep for folder in _FOLDERS)
-_PROJECT = frozenset(
+PROJECT = frozenset(
     f"zero_{name}"
     for name in "ckpt comm core deepspeed launch nvme_aio offload optim optim_kernels partition plan precision report "
     "sequence settings verify".split()
@@ -67,7 +67,7 @@ def user_line(passed: TracebackType | None) -> str | None:
     found = None
     while passed is not None:
         code, module = passed.tb_frame.f_code, str(passed.tb_frame.f_globals.get("__name__", ""))
-        if not code.co_filename.startswith((*_OTHERS, "<")) and module.partition(".")[0] not in _PROJECT:
+        if not code.co_filename.startswith((*_OTHERS, "<")) and module.partition(".")[0] not in PROJECT:
             found = f"{code.co_filename}, line {passed.tb_lineno}"
         passed = passed.tb_next
     return found

@@ -1,10 +1,12 @@
-"""Floating-point operations by the dtype that they compute in, as torch's own counter counts them."""
+"""Floating-point operations by the dtype that they compute in, as torch's own counter counts them, and the bytes that
+other operations move."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,27 +35,57 @@ _WITHOUT_FORMULA: dict[Any, Callable[..., int]] = {
 }
 
 
+_READ_WHOLE = frozenset(
+    {
+        _aten.cat,
+        _aten.clone,
+        _aten._to_copy,
+        _aten.native_layer_norm,
+        _aten.native_layer_norm_backward,
+        _aten._log_softmax,
+        _aten._log_softmax_backward_data,
+        _aten._softmax,
+        _aten._softmax_backward_data,
+        _aten.mean,
+        _aten.sum,
+    }
+)
+"""Operations that read all elements of their arguments, beside those that torch marks as elementwise."""
+_NOT_WRITTEN = frozenset({_aten.empty_like, _aten.new_empty, _aten.new_empty_strided})
+"""Operations that leave the memory of their results as it is."""
+SMALLEST_MOVED = 8 << 20
+"""Bytes: what an operation on fewer moves may stay in a processor's caches, whose rate is not that of memory."""
+
+
 class Operations:
-    """Counts the floating-point operations of matrix products, convolutions and attention; causal attention counts
-    half.
+    """Counts the floating-point operations of matrix products, convolutions and attention (causal attention counts
+    half), and the bytes that other operations read and write while ``computing()`` is true.
 
     Attributes:
         flops_by_dtype: floating-point operations since the last `clear`, by the name of the dtype they compute in.
+        moved_nbytes: bytes of memory since the last `clear` that other operations with results of their own have to
+            read and write at least: of those that move `SMALLEST_MOVED` or more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, computing: Callable[[], bool] = lambda: True) -> None:
+        self._computing = computing
         self.flops_by_dtype: Counter[str] = Counter()
+        self.moved_nbytes = 0
 
     def clear(self) -> None:
         """Set all counts to 0."""
         self.flops_by_dtype.clear()
+        self.moved_nbytes = 0
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add the FLOPs of an executed operation to the count of its first argument's dtype; add nothing for operations
-        that torch has no formula for.
+        """Add the FLOPs of an executed operation to the count of its first argument's dtype, or, if torch has no
+        formula for it, the bytes that it moves.
         """
         formula, place = _formula_of(func)
         if formula is None:
+            if makes_memory(func) and self._computing():
+                moved = _moved_nbytes(func, args, result)
+                self.moved_nbytes += moved if moved >= SMALLEST_MOVED else 0
             return
         flops = formula(*args, **(kwargs or {}), out_val=result)
         causal = place >= 0 and len(args) > place and bool(args[place])
@@ -67,3 +99,47 @@ def _formula_of(func: Any) -> tuple[Callable[..., int] | None, int]:
     packet = getattr(func, "overloadpacket", None)
     found, place = _ON_CPU.get(packet, (packet, -1))
     return flop_registry.get(found) or _WITHOUT_FORMULA.get(packet), place
+
+
+@functools.cache
+def makes_memory(func: Any) -> bool:
+    """Return whether an operation is one of torch's own whose results are neither views nor written arguments."""
+    return (
+        isinstance(func, torch._ops.OpOverload)
+        and func.namespace == "aten"
+        and not func.is_view
+        and not func._schema.is_mutable
+        and torch.Tag.dynamic_output_shape not in func.tags
+    )
+
+
+def _moved_nbytes(func: Any, args: Any, result: Any) -> int:
+    """Return the least bytes that an operation writes into its results and reads from its arguments; 0 for one without
+    tensors among its arguments, whose memory may come from the system as it is needed.
+    """
+    given = list(tensors_in(args))
+    if not given or func.overloadpacket in _NOT_WRITTEN:
+        return 0
+    memory = {tensor.untyped_storage()._cdata for tensor in given}
+    made = tensors_in(result if isinstance(result, (tuple, list)) else (result,))
+    moved = sum(_nbytes(tensor) for tensor in made if tensor.untyped_storage()._cdata not in memory)
+    if not moved:
+        return 0
+    if func.overloadpacket in _READ_WHOLE or torch.Tag.pointwise in func.tags:
+        moved += sum({id(tensor): _nbytes(tensor) for tensor in given}.values())
+    return moved
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; those of a dimension that was expanded are in the same place."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among ``values`` and in its lists and tuples."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)

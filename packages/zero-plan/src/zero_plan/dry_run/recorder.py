@@ -24,7 +24,7 @@ class DryRunRecorder:
     def __init__(self) -> None:
         self.watch = PeakWatch()
         self.ends = PlannedEnds(self.watch.memory)
-        self.operations = Operations()
+        self.operations = Operations(lambda: self.watch.phase in ("forward", "backward"))
         self._moved_before = (0, 0)  # bytes of files read and written before the step
 
     def begin_step(self, engine: Engine) -> None:
@@ -51,4 +51,5 @@ class DryRunRecorder:
             dict(self.operations.flops_by_dtype),
             stage=engine.zero_optimization_stage(),
             accumulation=engine.gradient_accumulation_steps(),
+            moved=self.operations.moved_nbytes,
         )

@@ -4,12 +4,13 @@ entries cost several times as much as the shapes themselves.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from .operations import makes_memory, tensors_in
 
 _aten = torch.ops.aten
 _VIEWS = frozenset(
@@ -79,7 +80,7 @@ class Shortcuts:
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation; None for one whose results may be views or depend on more."""
-        if not _makes_memory(func):
+        if not makes_memory(func):
             return None
         found = self._described(args)
         named = None if found is None else self._described(kwargs.values())
@@ -102,7 +103,7 @@ class Shortcuts:
         made = [part for part in parts if part is not None]
         if kind not in (None, tuple, list) or not made or not all(map(self._is_whole, made)):
             return
-        memory = [tensor.untyped_storage()._cdata for tensor in (*made, *_tensors_in(args))]
+        memory = [tensor.untyped_storage()._cdata for tensor in (*made, *tensors_in(args))]
         if all(memory.count(one) == 1 for one in memory[: len(made)]):
             self._known[key] = Results(kind, tuple(None if part is None else _shape_of(part) for part in parts))
 
@@ -148,27 +149,6 @@ class Shortcuts:
         return FakeTensor(self._mode, made, shape.device)
 
 
-@functools.cache
-def _makes_memory(func: Any) -> bool:
-    """Return whether an operation is one of torch's own whose results are neither views nor written arguments."""
-    return (
-        isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
-        and not func.is_view
-        and not func._schema.is_mutable
-        and torch.Tag.dynamic_output_shape not in func.tags
-    )
-
-
 def _shape_of(tensor: FakeTensor) -> Shape:
     """Return the shape from which a tensor like ``tensor`` can be made."""
     return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)
-
-
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among ``values`` and in its lists and tuples."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors_in(value)
