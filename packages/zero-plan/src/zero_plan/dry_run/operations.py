@@ -39,13 +39,8 @@ _READ_WHOLE = frozenset(
     {
         _aten.cat,
         _aten.clone,
-        _aten._to_copy,
         _aten.native_layer_norm,
         _aten.native_layer_norm_backward,
-        _aten._log_softmax,
-        _aten._log_softmax_backward_data,
-        _aten._softmax,
-        _aten._softmax_backward_data,
         _aten.mean,
         _aten.sum,
     }
@@ -105,8 +100,7 @@ def _formula_of(func: Any) -> tuple[Callable[..., int] | None, int]:
 def makes_memory(func: Any) -> bool:
     """Return whether an operation is one of torch's own whose results are neither views nor written arguments."""
     return (
-        isinstance(func, torch._ops.OpOverload)
-        and func.namespace == "aten"
+        getattr(func, "namespace", "") == "aten"
         and not func.is_view
         and not func._schema.is_mutable
         and torch.Tag.dynamic_output_shape not in func.tags
