@@ -89,10 +89,10 @@ def main() -> int:
         begin = time.perf_counter()
         machine = probe(disk=folder)
         print(f"probed in {time.perf_counter() - begin:.0f} s\n{machine.as_toml()}")
-        for name, run in RUNS.items():
-            if args.only not in name:
-                continue
-            bound = planned(run, folder, machine)
+        chosen = {name: run for name, run in RUNS.items() if args.only in name}
+        bounds = {name: planned(run, folder, machine) for name, run in chosen.items()}  # before an engine is made
+        for name, run in chosen.items():
+            bound = bounds[name]
             times = measured(run, folder, args.steps)
             median, least = statistics.median(times), min(times)
             ratio, highest = bound.least / median, bound.least / least
