@@ -10,6 +10,7 @@ import zero_offload
 NAMES = [
     "BudgetError",
     "DelayedUpdate",
+    "ExactUpdate",
     "FragmentPlan",
     "HostBudget",
     "HostStore",

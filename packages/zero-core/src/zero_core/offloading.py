@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from zero_offload import (
     DelayedUpdate,
+    ExactUpdate,
     FragmentPlan,
     HostBudget,
     HostStore,
@@ -134,9 +135,9 @@ class Offloading:
                 f"zero_optimization.offload_optimizer: {type(optimizer).__name__} has no CPU kernel. Use Adam, AdamW, "
                 'Adagrad, Lion or SGD, or set offload_optimizer.device to "none"'
             )
-        options, delayed = self._tier_options(), self._config.offload.delayed_update
+        options, beside = self._tier_options(), self._config.offload.delayed_update or section.overlap == "exact"
         try:
-            options.check_device(self._device, type(optimizer), delayed=delayed)
+            options.check_device(self._device, type(optimizer), beside=beside)
         except ValueError as error:
             raise UsageError(f"zero_optimization.offload_optimizer.{error}") from error
         return lambda shards, residency: self._make_update(optimizer, options, shards, residency)
@@ -154,6 +155,8 @@ class Offloading:
         what = plans, type(optimizer), lambda: optimizer.param_groups, residency, tier_options
         if self._config.offload.delayed_update:
             self.update = DelayedUpdate(*what, **common)
+        elif section.overlap == "exact":
+            self.update = ExactUpdate(*what, journal_nbytes=section.overlap_journal, **common)
         else:
             self.update = OffloadedUpdate(*what, gradients="nvme" if section.device == "nvme" else "host", **common)
         return self.update
@@ -252,14 +255,11 @@ class Offloading:
 
     def table(self) -> str:
         """Return a table of the transfers per hop (kind of transfer) since the last report, or all until the trace file
-        is written: bytes, bandwidth, overlapped fraction; then the bytes written to drives."""
+        is written: bytes, bandwidth, overlapped fraction; then what the tiers report."""
         lines = [] if self.trace is None else [self.trace.table()]
         for name, tier in (("optimizer", self.update), ("parameters", self.store)):
-            if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)) and tier.bytes_written():
-                lines.append(
-                    f"{name}: {tier.bytes_written()} bytes written to drives, "
-                    f"{tier.bytes_written_per_day() / 1e12:.3f} TB per day"
-                )
+            if isinstance(tier, (OffloadedUpdate, DelayedUpdate, NvmeStore)):
+                lines += tier.report(name)
         return "\n".join(lines)
 
     def memory(self) -> dict[str, int]:

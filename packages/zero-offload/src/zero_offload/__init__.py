@@ -13,11 +13,12 @@ from .optimizer import OffloadedOptimizer
 from .parking import park, unpark
 from .sealed import Sealed
 from .trace import Trace
-from .update import DelayedUpdate, FragmentPlan, OffloadedUpdate, ShardPlan, TierOptions
+from .update import DelayedUpdate, ExactUpdate, FragmentPlan, OffloadedUpdate, ShardPlan, TierOptions
 
 __all__ = [
     "BudgetError",
     "DelayedUpdate",
+    "ExactUpdate",
     "FragmentPlan",
     "HostBudget",
     "HostStore",

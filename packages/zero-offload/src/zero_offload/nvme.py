@@ -18,6 +18,7 @@ from ._protocols import ExtentStore, Generation
 from .errors import ShardError
 from .host import HostStore, check_shard
 from .sealed import Sealed
+from ._wear import wear_report
 from .trace import Trace
 
 __all__ = ["NvmeStore"]
@@ -103,6 +104,10 @@ class NvmeStore:
     def bytes_written_per_day(self) -> float:
         """Return `bytes_written` at the average rate since this store was made, in bytes per day."""
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
+
+    def report(self, name: str) -> list[str]:
+        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        return wear_report(name, self)
 
     def put(self, name: str, shard: torch.Tensor) -> None:
         """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing

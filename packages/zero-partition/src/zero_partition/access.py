@@ -141,7 +141,7 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     partition.runtime.edits.settle_masters([unit])
     if unit.master is not None:
         return _gather_full(partition, unit, index, unit.master)
-    full = _gather_full(partition, unit, index, partition.residency.acquire(unit.name))
+    full = _gather_full(partition, unit, index, unit.acquire_shard())
     partition.residency.release(unit.name, dirty=False)
     if unit.states is not None and unit.plan.dtype.itemsize < 4:
         return _gather_full_from_tier(partition, unit, unit.states, index, "master", full)

@@ -200,9 +200,11 @@ class Gatherer:
     def _prefetch_shards(self, indices: Sequence[int]) -> None:
         """Ask the tier for the shards of the next units, all at once and before the first one is waited for.
 
-        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count.
+        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count, and of these
+        not those that an update still writes.
         """
-        self._residency.prefetch([self._units[index].name for index in indices[:_PREFETCHED_SHARDS]])
+        units = [self._units[index] for index in indices[:_PREFETCHED_SHARDS]]
+        self._residency.prefetch([u.name for u in units if u.states is None or not u.states.is_updating(u.name)])
 
     def _evict(self, needed: Unit) -> None:
         """While more than ``max_live_numel`` elements are gathered, release units that this rank has not used in the

@@ -105,6 +105,7 @@ class ShardedOptimizer:
         partition.runtime.on_close(self._states.restore_plain_state)
         partition.runtime.on_close(AddParamGroup(optimizer, partition).remove)
         partition.set_optimizer(self)
+        self._announce_scale()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -178,8 +179,14 @@ class ShardedOptimizer:
             )
         raised = self._update_weights(agreed, agreed.factor(self.clip, scale)) if finite else None
         self.loss_scale.update(not finite)  # after the update, whose gradients have the scale from before
+        self._announce_scale()
         runtime.held_gradients.forget()
         return StepResult(square, scale, raised)
+
+    def _announce_scale(self) -> None:
+        """Tell the tier, if there is one, the factor of the next step's gradients, in case that it does not clip."""
+        if self._partition.states is not None:
+            self._partition.states.expect(1.0 / self.loss_scale.scale)
 
     def learn_deferred(self) -> None:
         """Wait until the host knows the norm of the last step, as something is about to depend on it.

@@ -63,6 +63,19 @@ class StateTier(Protocol):
         ``grad_scale``: factor for the gradients. ``absent``: names of fragments to leave out. `finish` waits.
         """
 
+    def expect(self, grad_scale: float, /) -> None:
+        """Announce the ``grad_scale`` that the next step will have unless it clips, for a tier that begins earlier."""
+
+    def await_update(self, shard: str, /) -> None:
+        """Wait until what the residency has for ``shard`` are the weights that forward reads next, before it is
+        acquired.
+
+        Not for those that `finish` waits for, which are published later. Raises the error of an update that failed.
+        """
+
+    def is_updating(self, shard: str, /) -> bool:
+        """Return whether `await_update` would wait, so that the shard cannot be prefetched."""
+
     def finish(self) -> bool:
         """Wait for an update that still runs after `step`; return whether there was one, so that weights changed."""
 

@@ -284,7 +284,7 @@ class Unit:
                 self.flat.copy_(self.master)
             return None
         if self.master is not None:
-            shard = self._residency.acquire(self.name)
+            shard = self.acquire_shard()
             if not self.master.is_set_to(shard):
                 shard.copy_(self.master)
             self._residency.release(self.name, dirty=True)
@@ -299,7 +299,7 @@ class Unit:
         self.readers.wait()
         self.forget_copies()
         start, end = self.layout.shard_range(self.route.rank)
-        shard = self._residency.acquire(self.name)
+        shard = self.acquire_shard()
         if not shard.is_set_to(self.flat[start:end]):
             shard.copy_(self.flat[start:end])
         own_master = self.master is not None and not any(map(self.master.is_set_to, (shard, self.flat)))
@@ -317,7 +317,7 @@ class Unit:
         if self.releasable or self.states is not None or self.master is None or not self.keeps_masters:
             return None
         start, end = self.layout.shard_range(self.route.rank)
-        is_view = self._residency.acquire(self.name).data_ptr() == self.flat[start:end].data_ptr()
+        is_view = self.acquire_shard().data_ptr() == self.flat[start:end].data_ptr()
         self._residency.release(self.name, dirty=False)
         if not is_view or self.flat.device.type != "cpu":
             return None
@@ -370,7 +370,7 @@ class Unit:
         if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()
-        self._tier_masters.follow_now(self._residency.acquire(self.name))
+        self._tier_masters.follow_now(self.acquire_shard())
         self._residency.release(self.name, dirty=False)
 
     def _note_weights_changed(self) -> None:
@@ -383,10 +383,17 @@ class Unit:
         waiting for `readers`; secondary shards, and masters on a tier, count as out of date then."""
         self.readers.wait()
         self.forget_copies()
-        shard = self._residency.acquire(self.name)
+        shard = self.acquire_shard()
         copy_fragments(self.layout.fragments(self.route.rank), self.names, values, shard, self.master)
         self._residency.release(self.name, dirty=True)
         self._note_weights_changed()
+
+    def acquire_shard(self) -> torch.Tensor:
+        """Return this rank's shard (1-D) on the compute device, until the residency's `release`, after waiting for an
+        update that still writes it."""
+        if self.states is not None:
+            self.states.await_update(self.name)
+        return self._residency.acquire(self.name)
 
     def borrow_shard(self) -> torch.Tensor:
         """Return this rank's shard (1-D) for the caller to write, until `give_back_shard`; waits for `readers`, and
@@ -394,7 +401,7 @@ class Unit:
         self.readers.wait()
         self.edits.forget_checksums()
         self.forget_copies()
-        return self._residency.acquire(self.name)
+        return self.acquire_shard()
 
     def give_back_shard(self) -> None:
         """End `borrow_shard`: the shard, which holds new weights, goes back to its store."""
@@ -415,7 +422,7 @@ class Unit:
         """Copy this rank's shard into its slice of the flat buffer, unless it is that slice, and return the slice."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
-        shard = self._residency.acquire(self.name)
+        shard = self.acquire_shard()
         if not shard.is_set_to(mine):
             mine.copy_(shard)  # what the store lent is given back while the gather runs
         self._residency.release(self.name, dirty=False)

@@ -80,8 +80,32 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
             action = "it is about what an optimizer keeps on a tier"
             expected = 'expected zero_optimization.offload_optimizer.device "cpu" or "nvme" with it'
             problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
+    problems += _overlap_problems(config)
     if section.activations.device == "nvme" and section.activations.nvme_path is None:
         problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems
+
+
+def _overlap_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of an update beside backward, which has states, gradients and weights in memory."""
+    zero = config.zero_optimization
+    if zero.offload_optimizer.overlap == "off":
+        return []
+    path, problems = "zero_optimization.offload_optimizer.overlap", []
+    wrong = {
+        f'zero_optimization.offload_optimizer.device: "{zero.offload_optimizer.device}"': (
+            zero.offload_optimizer.device != "cpu",
+            "states have to be in host memory",
+        ),
+        'zero_optimization.offload_param.device: "nvme"': (
+            zero.stage == 3 and zero.offload_param.device == "nvme",
+            "weights have to be in memory",
+        ),
+        "offload.delayed_update: true": (config.offload.delayed_update, "that is the other way to hide the update"),
+    }
+    for found, (is_wrong, action) in wrong.items():
+        if is_wrong:
+            problems.append(Problem(path, f'expected "off" with {found}', '"exact"', action=action))
     return problems
 
 

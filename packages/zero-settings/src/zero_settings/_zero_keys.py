@@ -89,6 +89,13 @@ class OffloadOptimizer(Section):
         description="That share of the states is in host memory, or in files; the rest is on the device, where torch's "
         'optimizer updates it (Twin-Flow), or with "nvme" in host memory.',
     )
+    overlap: Literal["off", "exact"] = Field(
+        default="off",
+        description='"exact": update beside backward and the next forward, with the same bits; for `device` "cpu".',
+    )
+    overlap_journal: NaturalInt | None = Field(
+        default=None, description="Host memory, in bytes, for what is updated beside backward; null: for all of it."
+    )
     super_offload: Flag = False
     cpuadam_cores_perc: Fraction = 0.8
 

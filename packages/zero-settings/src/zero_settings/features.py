@@ -68,7 +68,12 @@ REFUSED: tuple[Refusal, ...] = (
     Refusal("zero_optimization.legacy_stage1", is_on, "the old stage 1", "set it to false: results are the same"),
     Refusal("zero_optimization.load_from_fp32_weights", is_not(True), "masters from 16-bit weights", "set it to true"),
     Refusal("zero_optimization.mics_hierarchical_params_gather", is_on, "gathers in two hops", _OFF),
-    Refusal("zero_optimization.offload_optimizer.super_offload", is_on, "SuperOffload", _OFF),
+    Refusal(
+        "zero_optimization.offload_optimizer.super_offload",
+        is_on,
+        "SuperOffload",
+        'set it to false; "overlap": "exact" beside it hides the update',
+    ),
     Refusal("zero_optimization.zenflow", is_given, "ZenFlow", "remove it"),
 )
 

@@ -44,9 +44,9 @@ class StateDigests:
     the device, users reach these tensors only through the engine, whose writes change their version counters."""
 
     def __init__(self, state: TrainingState) -> None:
-        self._on_device = list(_on_device(state))
-        states = state.partition.states
+        states = state.partition.states  # read first: an update that still writes weights has ended then
         self._on_tier = None if states is None else TierDigests(tier_digests(state), states.writes)
+        self._on_device = list(_on_device(state))
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
         """Yield a message for each tensor whose bytes changed since the constructor, although torch counted no write to

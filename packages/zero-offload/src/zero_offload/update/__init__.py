@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from .delayed import DelayedUpdate
+from .exact import ExactUpdate
 from .plans import FragmentPlan, ShardPlan, Weights
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
 
-__all__ = ["DelayedUpdate", "FragmentPlan", "OffloadedUpdate", "ShardPlan", "TierOptions", "Weights"]
+__all__ = ["DelayedUpdate", "ExactUpdate", "FragmentPlan", "OffloadedUpdate", "ShardPlan", "TierOptions", "Weights"]

@@ -243,6 +243,18 @@ class HostGradients:
         for event in self._arriving.values():
             self._copy_stream.join(event)
 
+    def arriving(self, shard: str) -> torch.Event | None:
+        """Return the event after which a shard's gradient has arrived from the device; None if it is not on its
+        way.
+        """
+        return self._arriving.get(shard)
+
+    def memory_of(self, shard: str) -> torch.Tensor:
+        """Return the shard's part of the block (1-D), without waiting for a gradient on its way there. ShardError for
+        an unknown shard.
+        """
+        return known_shard(self._views, shard)
+
     def has(self, shard: str) -> bool:
         """Return whether the shard has a gradient since the last `clear`."""
         return shard in self._present

@@ -4,7 +4,7 @@ are updated together; a kind is one tensor of state: ``master``, a moment, or th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from ._staging import StagedSlices, StagedSpan
 from ._tiers import Tier
 from .plans import KERNEL_DTYPES
 
-__all__ = ["fill_moments", "run_step"]
+__all__ = ["Tensors", "count_step", "fill_moments", "run_kernels", "run_step"]
 
 Groups = Sequence[Mapping[str, Any]]
 Tensors = Mapping[str, torch.Tensor]
@@ -64,12 +64,17 @@ def run_step(
                     if stays:
                         on_device.run(groups, staged_spans, visit.tensors, grad_scale)
                     else:
-                        _run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
+                        run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
                 staged.finish(position)
         staged.end()
     except BaseException:
         staged.abort()
         raise
+    count_step(fragments)
+
+
+def count_step(fragments: Iterable[KeptFragment]) -> None:
+    """Count a step of each of ``fragments``, whose states the tier holds now."""
     for fragment in fragments:
         fragment.step += 1
         fragment.has_moments = True
@@ -124,7 +129,7 @@ def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Te
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 
 
-def _run_kernels(
+def run_kernels(
     rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
 ) -> None:
     """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number and

@@ -128,6 +128,17 @@ class HostTier:
         for index in indices:
             yield LoadedSlice(index, self._tensors[index])
 
+    def tensors(self, index: int, number: int) -> _Tensors:
+        """Return the tensors, by kind, of span ``number`` of the slice ``index``, valid until they are exchanged."""
+        return self._tensors[index][number]
+
+    def exchange(self, index: int, number: int, tensors: _Tensors) -> _Tensors:
+        """Keep ``tensors``, by kind and of the same sizes, as those of span ``number`` of the slice ``index`` from now
+        on; return those that were kept before. Nothing is copied.
+        """
+        before, self._tensors[index][number] = self._tensors[index][number], tensors
+        return before
+
     def reset(self) -> None:
         """Do nothing: the content of a slice may be anything until the caller writes it."""
 
@@ -380,6 +391,13 @@ class SplitTier:
                 continue
             for visit in self._rest.visit([index - self._count for index in run], dirty=dirty):
                 yield LoadedSlice(visit.number + self._count, visit.tensors)
+
+    def in_memory(self, index: int) -> tuple[HostTier, int] | None:
+        """Return the tier in memory that keeps the slice ``index``, and the slice's index there; None if it is in
+        files.
+        """
+        part, inside = (self._first, index) if index < self._count else (self._rest, index - self._count)
+        return (part, inside) if isinstance(part, HostTier) else None
 
     def reset(self) -> None:
         """Reset both tiers."""

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from .._copy_streams import CopyStream, compute_device
-from .._memory import HostBlock
 from ..budget import HostBudget
-from ..ends import HostUse
 from ..sealed import Sealed
+from .._wear import wear_report
 from ..trace import Trace
 from ._gradients import HostGradients, borrowed_gradient, gradient_bytes, known_shard
+from ._mirror import Mirror, copy_options
 from .plans import ShardPlan, Weights, check_shard_tensor
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
@@ -54,16 +54,16 @@ class DelayedUpdate:
         trace: Trace | None = None,
     ) -> None:
         device = compute_device(device)
-        (tier_options or TierOptions()).check_device(device, optimizer, delayed=True)
+        (tier_options or TierOptions()).check_device(device, optimizer, beside=True)
         budget = HostBudget() if budget is None else budget
         budget.need("two sets of gradients", 2 * gradient_bytes(shards))
-        budget.need("weights that wait for their step", _Mirror.bytes_of(shards))
+        budget.need("weights that wait for their step", Mirror.bytes_of(shards))
         pin = (tier_options or TierOptions()).pin and device.type != "cpu"
         self._groups = groups
-        self._options: Sequence[Mapping[str, Any]] = _copy_options(groups())
+        self._options: Sequence[Mapping[str, Any]] = copy_options(groups())
         self._weights = weights
         self._plans = {shard.name: shard for shard in shards}
-        self._mirror = _Mirror()
+        self._mirror = Mirror()
         self._inner = OffloadedUpdate(
             shards,
             optimizer,
@@ -143,7 +143,7 @@ class DelayedUpdate:
         one's is raised by the method that waits for it.
         """
         self.finish()
-        self._options = _copy_options(self._groups())
+        self._options = copy_options(self._groups())
         given = self._sets[0]
         given.flush()
         gradients = {name: given.borrow(name)[0] for name in self._plans if given.has(name)}
@@ -184,6 +184,16 @@ class DelayedUpdate:
             self._weights.give_back(shard, dirty=True)
         self._copies.join(self._copied)
         return True
+
+    def expect(self, grad_scale: float) -> None:
+        """Do nothing: no update begins before its step (compare `ExactUpdate.expect`)."""
+
+    def await_update(self, shard: str) -> None:
+        """Do nothing: forward reads the weights of the step before (compare `ExactUpdate.await_update`)."""
+
+    def is_updating(self, shard: str) -> bool:
+        """Return False, for the same reason."""
+        return False
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
         """Borrow a shard that forward reads; ``fresh``: its content may be arbitrary. ShardError for a wrong size or
@@ -294,6 +304,10 @@ class DelayedUpdate:
         """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self._inner.bytes_written_per_day()
 
+    def report(self, name: str) -> list[str]:
+        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        return wear_report(name, self)
+
     def flush(self) -> None:
         """`finish`, then block until all states are on their tiers; raise the first write that failed."""
         self.finish()
@@ -304,46 +318,6 @@ class DelayedUpdate:
         self._running = None
         self._copies.synchronize()
         self._finalizer()
-
-
-class _Mirror:
-    """A copy in host memory of the weights after the last step, which the inner update writes: its `Weights`. It lends
-    nothing before `allocate`. ``nbytes``: its size.
-    """
-
-    def __init__(self) -> None:
-        self._views: dict[str, torch.Tensor] = {}
-        self.nbytes = 0
-
-    @staticmethod
-    def bytes_of(shards: Sequence[ShardPlan]) -> int:
-        """Return the bytes of the shards' weights."""
-        return sum(shard.numel * shard.dtype.itemsize for shard in shards)
-
-    def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
-        """Allocate one block of host memory for the weights of all shards, pinned with ``pin``; its content is zero."""
-        self.nbytes = self.bytes_of(shards)
-        parts = tuple((shard.name, self.bytes_of([shard])) for shard in shards)
-        block = HostBlock(self.nbytes, HostUse("weights of the delayed update", pin=pin, parts=parts))
-        position = 0
-        for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
-            self._views[shard.name] = block.view(position, shard.numel, shard.dtype)
-            position += shard.numel * shard.dtype.itemsize
-
-    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
-        """Return the copy of a shard's weights (1-D), writable at any time; ``fresh`` changes nothing."""
-        return self._views[name]
-
-    def give_back(self, name: str, *, dirty: bool) -> None:
-        """Do nothing: the copy stays."""
-
-
-def _copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
-    the step runs.
-    """
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]
 
 
 def _stop_and_close(thread: ThreadPoolExecutor, inner: OffloadedUpdate) -> None:

@@ -69,19 +69,20 @@ class TierOptions:
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
     def check_device(
-        self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, delayed: bool
+        self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, beside: bool
     ) -> None:
         """Raise ValueError if a part of the update would stay on an accelerator (``tier="host"`` with a ``ratio`` below
         1 and a ``device`` that is not the CPU) and could not run there: moments in another dtype than the update's, an
-        ``optimizer`` that torch does not have, and a ``delayed`` update, which runs in host memory only.
+        ``optimizer`` that torch does not have, and an update ``beside`` forward and backward, which runs in host memory
+        only.
         """
         if self.tier != "host" or self.ratio == 1.0 or device.type == "cpu":
             return
         template, problem = find_rule(optimizer).template, ""
         if self.state_dtype is not None:
             problem = f"with moments in {self.state_dtype} (state_dtype), which torch's optimizers do not keep"
-        elif delayed:
-            problem = "with a delayed update (delayed_update), which runs in host memory only"
+        elif beside:
+            problem = "with an update beside forward and backward (delayed_update, overlap), which is in host memory only"
         elif not template.__module__.startswith("torch.optim."):
             problem = f"with {template.__name__}, which torch has no optimizer for"
         if problem:

@@ -15,6 +15,7 @@ from .._protocols import Generation
 from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
+from .._wear import wear_report
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
@@ -66,7 +67,7 @@ class OffloadedUpdate:
             raise ValueError(f"gradients: expected 'host', 'nvme' or 'caller', got {gradients!r}")
         check_plans(shards, len(groups()))
         tier_options, place = tier_options or TierOptions(), compute_device(device)
-        tier_options.check_device(place, optimizer, delayed=False)
+        tier_options.check_device(place, optimizer, beside=False)
         self._rule = find_rule(optimizer)
         self._groups = groups
         self._trace = trace
@@ -188,9 +189,7 @@ class OffloadedUpdate:
         by shard) are given if and only if the caller keeps them. ValueError for options of a group that cannot be
         updated with; nothing was changed then. OffloadError after a step that failed, and after `close`.
         """
-        self._check_open()
-        if self._failed:
-            raise OffloadError("an earlier step failed in the middle; load a saved state first")
+        self._check_step()
         caller = isinstance(self._parts.gradients, CallerGradients)
         if (gradients is not None) != caller:
             raise ValueError("step(gradients=…): expected them if and only if the caller keeps them")
@@ -206,7 +205,13 @@ class OffloadedUpdate:
             self._parts.tier,
             self._parts.staged,
             self._parts.on_device,
-            {f for f in self._fragments.values() if f.name not in absent and self.has_gradient(f.shard.name)},
+            {
+                fragment
+                for shard, own in self._by_shard.items()
+                if self._parts.gradients.has(shard)
+                for fragment in own
+                if fragment.name not in absent
+            },
             absent=absent,
             grad_scale=grad_scale,
             trace=self._trace,
@@ -215,8 +220,24 @@ class OffloadedUpdate:
         if caller:
             self._parts.gradients.clear()
 
+    def _check_step(self) -> None:
+        """Raise OffloadError after a step that failed, and after `close`."""
+        self._check_open()
+        if self._failed:
+            raise OffloadError("an earlier step failed in the middle; load a saved state first")
+
     def finish(self) -> bool:
         """Return False: no step is running after `step` (compare `DelayedUpdate.finish`)."""
+        return False
+
+    def expect(self, grad_scale: float) -> None:
+        """Do nothing: no update begins before its step (compare `ExactUpdate.expect`)."""
+
+    def await_update(self, shard: str) -> None:
+        """Do nothing: no step is running after `step` (compare `ExactUpdate.await_update`)."""
+
+    def is_updating(self, shard: str) -> bool:
+        """Return False, for the same reason."""
         return False
 
     def weights_changed(self, shard: str) -> None:
@@ -373,6 +394,10 @@ class OffloadedUpdate:
     def bytes_written_per_day(self) -> float:
         """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
+
+    def report(self, name: str) -> list[str]:
+        """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
+        return wear_report(name, self)
 
     def flush(self) -> None:
         """Block until all states and gradients are on their tiers; raise the first write that failed."""

@@ -130,3 +130,6 @@ def _refuse_unplannable(config: Config) -> None:
         raise PlanError('offload.activations.device: expected "none" for a dry run; their traffic is not tracked')
     if config.offload.delayed_update:
         raise PlanError("offload.delayed_update: expected false for a dry run; its thread would use real memory")
+    if config.zero_optimization.offload_optimizer.overlap != "off":
+        path = "zero_optimization.offload_optimizer.overlap"
+        raise PlanError(f'{path}: expected "off" for a dry run; its thread would use real memory')

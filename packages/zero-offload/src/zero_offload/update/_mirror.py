@@ -1,0 +1,54 @@
+"""What an update that runs beside the caller keeps apart from it: a copy of the weights, and of the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .._memory import HostBlock
+from ..ends import HostUse
+from .plans import ShardPlan
+
+__all__ = ["Mirror", "copy_options"]
+
+
+class Mirror:
+    """A copy in host memory of the weights after a step, which an update writes as its `Weights`. It lends
+    nothing before `allocate`. ``nbytes``: its size.
+    """
+
+    def __init__(self) -> None:
+        self._views: dict[str, torch.Tensor] = {}
+        self.nbytes = 0
+
+    @staticmethod
+    def bytes_of(shards: Sequence[ShardPlan]) -> int:
+        """Return the bytes of the shards' weights."""
+        return sum(shard.numel * shard.dtype.itemsize for shard in shards)
+
+    def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
+        """Allocate one block of host memory for the weights of all shards, pinned with ``pin``; its content is zero."""
+        self.nbytes = self.bytes_of(shards)
+        parts = tuple((shard.name, self.bytes_of([shard])) for shard in shards)
+        block = HostBlock(self.nbytes, HostUse("weights that wait for their step", pin=pin, parts=parts))
+        position = 0
+        for shard in sorted(shards, key=lambda shard: -shard.dtype.itemsize):
+            self._views[shard.name] = block.view(position, shard.numel, shard.dtype)
+            position += shard.numel * shard.dtype.itemsize
+
+    def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
+        """Return the copy of a shard's weights (1-D), writable at any time; ``fresh`` changes nothing."""
+        return self._views[name]
+
+    def give_back(self, name: str, *, dirty: bool) -> None:
+        """Do nothing: the copy stays."""
+
+
+def copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
+    a step runs.
+    """
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]

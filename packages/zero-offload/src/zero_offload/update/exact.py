@@ -1,0 +1,493 @@
+"""An update that runs beside backward and the next forward, with the bits of one that does not."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from .._copy_streams import CopyStream, compute_device
+from ..budget import HostBudget
+from ..errors import OffloadError
+from ..sealed import Sealed
+from ..trace import Trace
+from ._build import UpdateParts
+from ._gradients import CollectedGradients, HostGradients, gradient_bytes, known_shard
+from ._journal import Journal, chosen_shards, journal_bytes
+from ._lent_weights import LentWeights
+from ._mirror import copy_options
+from ._overlap_rate import OverlapRate
+from ._rules import find_rule
+from ._staging import StagedSlices
+from ._step import count_step
+from .plans import BoundedWeights, ShardPlan, Weights
+from .tier_options import TierOptions
+from .update import OffloadedUpdate
+
+__all__ = ["ExactUpdate"]
+
+_Options = Sequence[Mapping[str, Any]]
+
+
+class _Speculation(NamedTuple):
+    """An update that was begun before the step: its ``future``, and the ``options`` and the factor ``grad_scale`` that
+    it assumes.
+    """
+
+    future: Future[None]
+    options: _Options
+    grad_scale: float
+
+
+class ExactUpdate(OffloadedUpdate):
+    """An `OffloadedUpdate` with states and gradients in host memory whose arithmetic runs beside backward and the next
+    forward; weights and states have the bits of an `OffloadedUpdate`, at every step.
+
+    [Note: speculate, validate, commit] When a shard's gradient is complete, a thread computes the new states and
+    weights beside the old ones, in a `Journal`, with the factor that `expect` has announced. `step` takes a result only
+    if everything it assumed has come true: the factor, the gradient, the options, the fragments; else the update is
+    computed from the old states, which nothing has touched. With several gradients per step, a shard's is complete
+    when there are as many as in the step before.
+
+    [Note: finish beside forward] Where weights are in host memory, `step` returns before they are written. The thread
+    updates the shards in the order in which `await_update` asked for them after the step before, copying results that
+    were taken, computing the others in place. `await_update` waits for one shard; methods that read or write states
+    wait for all. Weights on an accelerator are written before `step` returns.
+
+    Arguments are those of `OffloadedUpdate`. ``journal_nbytes`` bounds the journal; shards that have no place in it,
+    the first ones of ``shards``, are updated at the step. ValueError for a tier with files, for weights in files, and
+    for a ``ratio`` below 1 on an accelerator.
+
+    An update that fails after `step` has returned is told by every later call, as OffloadError with step and shard;
+    states are half updated then, until `reset`. A speculation that fails changes nothing: it is computed again.
+
+    Attributes:
+        rate: counts of what speculation has achieved.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ShardPlan],
+        optimizer: str | type[torch.optim.Optimizer],
+        groups: Callable[[], _Options],
+        weights: Weights,
+        tier_options: TierOptions | None = None,
+        *,
+        journal_nbytes: int | None = None,
+        device: torch.device | str | None = None,
+        budget: HostBudget | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        device, tier_options = compute_device(device), tier_options or TierOptions()
+        tier_options.check_device(device, optimizer, beside=True)
+        if tier_options.tier != "host":
+            raise ValueError(f"tier: expected 'host' for an update beside backward, got {tier_options.tier!r}")
+        if isinstance(weights, BoundedWeights):
+            raise ValueError("weights: expected them in memory for an update beside backward, got them in files")
+        budget, rule = HostBudget() if budget is None else budget, find_rule(optimizer)
+        self._live_groups = groups
+        self._options = copy_options(groups())
+        nbytes = {s.name: journal_bytes(s, rule, self._options, tier_options.state_dtype) for s in shards}
+        journaled = chosen_shards(shards, nbytes, journal_nbytes)
+        budget.need("gradients", gradient_bytes(shards))
+        budget.need("journal of updates beside backward", sum(nbytes[shard.name] for shard in journaled))
+        self._lent = LentWeights(weights)
+        super().__init__(
+            shards,
+            optimizer,
+            lambda: self._options,
+            self._lent,
+            tier_options,
+            gradients="caller",
+            device=device,
+            budget=budget,
+            trace=trace,
+        )
+        pin = tier_options.pin and device.type != "cpu"
+        self._gradients = HostGradients(shards, (), device, pin=pin, trace=trace)
+        self._journal = Journal(rule, journaled, self._parts.slices, self._parts.tier, pin=pin)
+        self._copies = CopyStream(device, trace, "weights, device")
+        self._copied: torch.Event | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload exact update")
+        self._expected = 1.0
+        self._speculations: dict[str, _Speculation] = {}
+        self._reductions: dict[str, int] = {}
+        self._usual: dict[str, int] = {}
+        self._late: dict[str, Future[None]] = {}
+        self._failure: OffloadError | None = None
+        self._asked: dict[str, None] = {}
+        self.rate = OverlapRate()
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _stop_and_close, self._thread, self._parts, self._gradients)
+
+    # Gradients
+
+    def borrow_gradient(self, shard: str) -> tuple[torch.Tensor, bool]:
+        """Return host memory (1-D) to reduce a shard's gradient into, as `OffloadedUpdate.borrow_gradient`, after the
+        shard's update of the step before. What was computed with the gradient so far is discarded.
+        """
+        self._prepare_change(shard)
+        return super().borrow_gradient(shard)
+
+    def give_back_gradient(self, shard: str) -> None:
+        """Take over the gradient in the borrowed memory; if it is complete, begin the shard's update."""
+        super().give_back_gradient(shard)
+        self._speculate(shard)
+
+    def add_gradient(self, shard: str, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Add a shard's gradient to the sum, as `OffloadedUpdate.add_gradient`; if that is complete, begin the shard's
+        update.
+        """
+        self._prepare_change(shard)
+        total = super().add_gradient(shard, gradient)
+        self._speculate(shard)
+        return total
+
+    def has_gradient(self, shard: str) -> bool:
+        """Return whether a shard has a gradient since `clear_gradients`."""
+        return self._gradients.has(shard)
+
+    def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
+        """Return a context manager that yields a shard's gradient in host memory, as `OffloadedUpdate.gradient`. With
+        ``dirty``, what was computed with the gradient is discarded.
+        """
+        if dirty:
+            self._discard([shard])
+        return super().gradient(shard, dirty=dirty)
+
+    def clear_gradients(self) -> None:
+        """Discard all gradients, and what was computed with them. Updates that `step` has left running keep theirs."""
+        if self._reductions:
+            self.rate.note(replay=True)  # the step was skipped
+            self.rate.redone += len(self._speculations)
+        self._discard(list(self._speculations))
+        self._begin_collecting()
+        self._gradients.clear()
+
+    def _begin_collecting(self) -> None:
+        """Remember how many gradients each shard has had for this step, and begin to count those for the next."""
+        self._usual, self._reductions = self._reductions or self._usual, {}
+
+    def _collected(self) -> CollectedGradients:
+        """Return the collected gradients; OffloadError after `close`."""
+        self._check_open()
+        return self._gradients
+
+    def _prepare_change(self, shard: str) -> None:
+        """Wait for a shard's update, and drop what was computed beforehand: its gradient, or its weights, change.
+        ShardError for an unknown shard.
+        """
+        known_shard(self._by_shard, shard)
+        self._await(shard)
+        self._discard([shard])
+
+    # Speculation
+
+    def expect(self, grad_scale: float) -> None:
+        """Announce the ``grad_scale`` that the next `step` will have unless it clips: 1 over the loss scale."""
+        self._expected = grad_scale
+
+    def _speculate(self, shard: str) -> None:
+        """Count a gradient of a shard; begin the shard's update if the gradient is complete by the experience of the
+        step before, and if the journal has a place for it. Only states that exist already are updated beforehand.
+        """
+        self._reductions[shard] = self._reductions.get(shard, 0) + 1
+        fragments = self._by_shard[shard]
+        complete = self._reductions[shard] >= self._usual.get(shard, self._reductions[shard] + 1)
+        if not (complete and self.rate.is_on and shard in self._journal and fragments):
+            return
+        if not all(fragment.is_settled for fragment in fragments):
+            return
+        weights = self._lent.lend(shard) if self._by_shard[shard][0].shard.in_place else None
+        options = copy_options(self._live_groups())
+        events = [self._gradients.arriving(shard), self._copied]
+        gradient = self._gradients.memory_of(shard)
+        future = self._thread.submit(self._compute, shard, options, gradient, weights, self._expected, events)
+        self._speculations[shard] = _Speculation(future, options, self._expected)
+
+    def _compute(
+        self,
+        shard: str,
+        options: _Options,
+        gradient: torch.Tensor,
+        weights: torch.Tensor | None,
+        grad_scale: float,
+        events: Sequence[torch.Event | None],
+    ) -> None:
+        """Compute a shard's new states in the journal once the copies that end with ``events`` have ended; called in
+        the thread.
+        """
+        for event in events:
+            if event is not None and not event.query():
+                event.synchronize()
+        with torch.no_grad(), self._traced(shard):
+            self._journal.compute(shard, options, gradient, weights, grad_scale)
+
+    def _take(self, shard: str, grad_scale: float, absent: Collection[str]) -> bool:
+        """Make a shard's speculated states those of the tier if all that they assume is true; return whether it is.
+        Waits for them if they are being computed, and drops them if that has not begun.
+        """
+        speculation = self._speculations.pop(shard, None)
+        if speculation is None:
+            self.rate.left += 1
+            return False
+        future, fragments = speculation.future, self._by_shard[shard]
+        if future.cancel():
+            self.rate.left += 1
+            return False
+        wait([future])
+        if (error := future.exception()) is not None:
+            warnings.warn(f"'{shard}': the update beside backward failed and is computed again: {error}", stacklevel=3)
+        elif (
+            speculation.grad_scale == grad_scale
+            and _are_equal(speculation.options, self._options)
+            and all(fragment.is_settled and fragment.name not in absent for fragment in fragments)
+        ):
+            self._journal.commit(shard)
+            count_step(fragments)
+            self.rate.committed += 1
+            return True
+        self.rate.redone += 1
+        return False
+
+    def _discard(self, shards: Collection[str]) -> None:
+        """Drop what was computed beforehand for these shards; wait for what is being computed."""
+        for shard in shards:
+            speculation = self._speculations.pop(shard, None)
+            if speculation is not None and not speculation.future.cancel():
+                wait([speculation.future])
+            if speculation is not None:
+                self._lent.give_back_lent(shard, dirty=False)
+
+    # The step
+
+    @torch.no_grad()
+    def step(
+        self,
+        *,
+        grad_scale: float = 1.0,
+        absent: Collection[str] = (),
+        gradients: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before it is done.
+
+        ValueError for ``gradients``, which are collected, and for options of a group that cannot be updated with;
+        nothing was changed then.
+        """
+        self.finish()
+        if gradients is not None:
+            raise ValueError("step(gradients=…): expected none, as they are collected during backward")
+        self._options = copy_options(self._live_groups())
+        self._check_step()
+        for number, group in enumerate(self._options):
+            self._check_group(number, group)
+        self.rate.note(replay=grad_scale != self._expected)
+        self._begin_collecting()
+        shards = [shard for shard in dict.fromkeys((*self._asked, *self._by_shard)) if self._gradients.has(shard)]
+        self._asked.clear()
+        self._gradients.flush()
+        weights = {shard: self._lent.lend(shard) for shard in shards}
+        taken = {shard for shard in shards if self._take(shard, grad_scale, absent)}
+        given = {shard: self._gradients.memory_of(shard) for shard in shards}
+        if any(map(StagedSlices.is_away, weights.values())):
+            self._write_now(weights, taken, {s: g for s, g in given.items() if s not in taken}, grad_scale, absent)
+            return
+        left = frozenset(absent)
+        for shard in shards:
+            gradient = None if shard in taken else given[shard]
+            self._late[shard] = self._thread.submit(self._finish_shard, shard, weights[shard], gradient, grad_scale, left)
+
+    def _write_now(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        taken: Collection[str],
+        gradients: Mapping[str, torch.Tensor],
+        grad_scale: float,
+        absent: Collection[str],
+    ) -> None:
+        """Copy what was taken to ``weights`` (by shard, on an accelerator), and update the shards in ``gradients``; work
+        that is queued from now on sees the new weights.
+        """
+        for shard in taken:
+            for target, source in self._journal.installed(shard, weights[shard]):
+                self._copied = self._copies.copy(target, source)
+        self._copies.join(self._copied)
+        if gradients:
+            super().step(grad_scale=grad_scale, absent=absent, gradients=gradients)
+        for shard in weights:
+            self._lent.give_back_lent(shard, dirty=True)
+
+    def _finish_shard(
+        self,
+        shard: str,
+        weights: torch.Tensor,
+        gradient: torch.Tensor | None,
+        grad_scale: float,
+        absent: Collection[str],
+    ) -> None:
+        """Write a shard's new ``weights``: those that were taken, or without these (``gradient`` is given) those that
+        are computed now; called in the thread. OffloadError with step and shard if that fails, or has for another one.
+        """
+        if self._failure is not None:
+            raise self._failure
+        number = max((fragment.step for fragment in self._by_shard[shard]), default=0) + (gradient is not None)
+        try:
+            if gradient is not None:
+                super().step(grad_scale=grad_scale, absent=absent, gradients={shard: gradient})
+                return
+            with torch.no_grad(), self._traced(shard):
+                for target, source in self._journal.installed(shard, weights):
+                    target.copy_(source)
+        except Exception as error:
+            self._failure = OffloadError(f"step {number}: the update of '{shard}' failed beside forward: {error}")
+            raise self._failure from error
+
+    def _traced(self, shard: str) -> AbstractContextManager[None]:
+        """Return a context that records the computation of a shard's update, if there is a trace."""
+        return nullcontext() if self._trace is None else self._trace.span("compute", shard)
+
+    def await_update(self, shard: str) -> None:
+        """Wait until the weights of a shard are those of the last step; at once where no update of it runs. Raises
+        OffloadError, with step and shard, if an update has failed since `step` returned.
+        """
+        self._asked.setdefault(shard)
+        self._await(shard)
+
+    def _await(self, shard: str) -> None:
+        """Do what `await_update` does, without taking note of the order."""
+        future = self._late.get(shard)
+        if future is not None:
+            wait([future])
+        if self._failure is not None:
+            raise self._failure
+        if self._late.pop(shard, None) is not None:
+            self._lent.give_back_lent(shard, dirty=True)
+
+    def is_updating(self, shard: str) -> bool:
+        """Return whether an update of the shard still runs, so that `await_update` would wait."""
+        future = self._late.get(shard)
+        return future is not None and not future.done()
+
+    def finish(self) -> bool:
+        """Wait for all updates that `step` has left running, and raise the error of one that failed. Return False:
+        weights are read through `await_update`, so there is nothing to publish again.
+        """
+        for shard in list(self._late):
+            self._await(shard)
+        if self._failure is not None:
+            raise self._failure
+        return False
+
+    def weights_changed(self, shard: str) -> None:
+        """Record that a shard's weights were changed from outside, as `OffloadedUpdate.weights_changed`; waits for the
+        shard's update.
+        """
+        self._prepare_change(shard)
+        super().weights_changed(shard)
+
+    # States
+
+    def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
+        """`finish`, then return what `OffloadedUpdate.held` does."""
+        self.finish()
+        return super().held(fragment)
+
+    def states(
+        self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
+    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """`finish`, then yield what `OffloadedUpdate.states` does: never a state that a speculation has computed."""
+        self.finish()
+        return super().states(fragments, stale_masters=stale_masters, decoded=decoded)
+
+    def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """`finish`, discard what was computed beforehand, and replace states as `OffloadedUpdate.write` does."""
+        self._begin_writing()
+        super().write(states)
+
+    def restart(self, fragments: Collection[str]) -> None:
+        """`finish`, discard what was computed beforehand, and reset fragments as `OffloadedUpdate.restart` does."""
+        self._begin_writing()
+        super().restart(fragments)
+
+    def reset(self) -> None:
+        """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
+        self._discard(list(self._speculations))
+        wait(self._late.values())
+        for shard in self._late:
+            self._lent.give_back_lent(shard, dirty=True)
+        self._late.clear()
+        self._failure = None
+        self._options = copy_options(self._live_groups())
+        super().reset()
+
+    def _begin_writing(self) -> None:
+        """Wait for updates, and drop those that were begun beforehand; states are about to be written."""
+        self.finish()
+        self._discard(list(self._speculations))
+        self._options = copy_options(self._live_groups())
+
+    def seal(self, *, durable: bool = True) -> Sealed | None:
+        """`finish`, then return None: no state is in files."""
+        self.finish()
+        return super().seal(durable=durable)
+
+    # Accounts
+
+    @property
+    def plan(self) -> Mapping[str, int]:
+        """Return the bytes held from construction on, by the names of `OffloadedUpdate.plan`; the journal counts as
+        ``staging``.
+        """
+        return self._with_own_bytes(super().plan)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by the names of `plan`."""
+        return self._with_own_bytes(super().memory())
+
+    def _with_own_bytes(self, others: Mapping[str, int]) -> dict[str, int]:
+        """Return the bytes of ``others`` with those of the gradients and of the journal added."""
+        gradients = others["gradients"] + self._gradients.memory()["gradients"]
+        return {**others, "gradients": gradients, "staging": others["staging"] + self._journal.nbytes}
+
+    def report(self, name: str) -> list[str]:
+        """Return a line, for people, on how much was computed beforehand, with ``name`` in front."""
+        return [*super().report(name), f"{name}: {self.rate.text()}"]
+
+    def flush(self) -> None:
+        """`finish`, then block until all gradients have arrived in host memory."""
+        self.finish()
+        self._gradients.flush()
+        super().flush()
+
+    def close(self) -> None:
+        """Wait for updates that run, end the thread and free the memory. May be called twice."""
+        self._closed = True
+        self._copies.synchronize()
+        self._finalizer()
+
+
+def _are_equal(a: _Options, b: _Options) -> bool:
+    """Return whether two copies of the parameter groups' options have equal values."""
+
+    def same(x: Any, y: Any) -> bool:
+        """Return whether two options are equal; a tensor is equal to a tensor of the same values and dtype."""
+        if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+            return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.equal(y)
+        return bool(x == y)
+
+    return len(a) == len(b) and all(
+        one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+        for one, other in zip(a, b, strict=True)
+    )
+
+
+def _stop_and_close(thread: ThreadPoolExecutor, parts: UpdateParts, gradients: HostGradients) -> None:
+    """Wait for the update that runs in the thread, end the thread, and free the memory of an update."""
+    thread.shutdown(wait=True, cancel_futures=True)
+    gradients.close()
+    parts.tier.close()

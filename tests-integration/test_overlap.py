@@ -1,0 +1,90 @@
+"""`offload_optimizer.overlap`: "exact" against "off", to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import training
+import zoo
+from offload_runs import facts, start
+from training import Run
+
+from zero_comm import run_ranks
+
+CLIPS = {"no clipping": 0.0, "every step clips": 0.01, "none clips": 1e6, "some clip": -1.0}
+
+
+def settings(stage: int, run: Run, clip: str, **zero: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    more: dict[str, Any] = {}
+    if run.dtype == "fp16":
+        more = {"data_types": {}, "fp16": {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 5}}
+    offloaded = {"device": "cpu", **zero.pop("offload_optimizer", {})}
+    param = {"offload_param": {"device": "cpu"}} if stage == 3 and zero.pop("weights", "device") == "cpu" else {}
+    zero.pop("weights", None)
+    return {"offload_optimizer": offloaded, **param, **zero}, {**more, "gradient_clipping": max(CLIPS[clip], 0.5)}
+
+
+def trained(run: Run, stage: int, clip: str, zero: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Train, looking at weights and states now and then; return what was seen, with the update's counts."""
+    zero, own = settings(stage, run, clip, **zero)
+    engine = start(run._replace(dtype="fp32") if run.dtype == "fp16" else run, stage, zero, **own, **more)
+    seen: list[Any] = []
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in range(run.steps):
+        if CLIPS[clip] < 0:
+            engine.sharded_optimizer.clip = (0.01, 1e6, 1e6)[step % 3]
+        elif not CLIPS[clip]:
+            engine.sharded_optimizer.clip = 0.0
+        for micro in range(run.accumulation):
+            loss = sum(engine(*zoo.batch(step, micro, rank, world_size)))
+            seen.append(str(float(loss.detach())))
+            engine.backward(loss)
+            engine.step()
+        if step % 9 == 8:
+            seen.append(facts(engine))
+    seen += [facts(engine), engine.skipped_steps, str(engine.get_global_grad_norm())]
+    rate = getattr(engine.offloading.update, "rate", None)
+    engine.destroy()
+    return {"seen": seen, "rate": None if rate is None else (rate.committed, rate.redone, rate.left)}
+
+
+def compared(ranks: int, run: Run, stage: int, clip: str, zero: dict[str, Any], **more: Any) -> list[Any]:
+    off = run_ranks(trained, ranks, run, stage, clip, zero, more)
+    section = {**zero.get("offload_optimizer", {}), "overlap": "exact"}
+    exact = run_ranks(trained, ranks, run, stage, clip, {**zero, "offload_optimizer": section}, more)
+    for ours, theirs in zip(exact, off, strict=True):
+        assert ours["seen"] == theirs["seen"]
+    return [one["rate"] for one in exact]
+
+
+SOAK = pytest.mark.soak
+MATRIX = [
+    pytest.param(stage, ranks, dtype, clip, accumulation, id=f"{stage}-{ranks}-{dtype}-{clip}-{accumulation}",
+        marks=() if (stage, ranks, dtype, clip, accumulation) in {
+            (1, 2, "fp32", "some clip", 1),
+            (2, 2, "bf16", "none clips", 2),
+            (2, 3, "fp16", "some clip", 1),
+            (3, 1, "fp64", "no clipping", 1),
+            (3, 2, "fp16", "none clips", 2),
+            (3, 3, "bf16", "some clip", 1),
+            (3, 2, "bf16", "every step clips", 1),
+        } else SOAK)
+    for stage in (1, 2, 3)
+    for ranks in (1, 2, 3)
+    for dtype in ("fp32", "bf16", "fp16", "fp64")
+    for clip in CLIPS
+    for accumulation in (1, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "ranks", "dtype", "clip", "accumulation"), MATRIX)
+def test_every_bit_is_that_of_no_overlap(stage: int, ranks: int, dtype: str, clip: str, accumulation: int) -> None:
+    run = Run(steps=50, dtype=dtype, accumulation=accumulation)
+    rates = compared(ranks, run, stage, clip, {"weights": "cpu" if ranks == 1 else "device"})
+    assert all(sum(rate) > 0 for rate in rates)
+    if clip == "none clips" and dtype != "fp16":
+        assert all(committed > 0 for committed, *_ in rates)
