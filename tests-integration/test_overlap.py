@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import training
 import zoo
 from offload_runs import facts, start
 from training import Run

@@ -171,7 +171,7 @@ def test_gradients_can_be_read_and_changed(stage: int) -> None:
     [
         ({"offload": {"state_dtype": "int8"}}, "moments in torch.int8"),
         ({"offload": {"state_dtype": "bf16"}}, "moments in torch.bfloat16"),
-        ({"offload": {"delayed_update": True}}, "delayed update"),
+        ({"offload": {"delayed_update": True}}, "an update beside training"),
         ({"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}, "Lion"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -50,8 +52,7 @@ def backward(update: OffloadedUpdate, step: int, dtype: torch.dtype = torch.floa
 
 def computed(update: ExactUpdate) -> None:
     """Wait until all that was begun beforehand is computed."""
-    for speculation in list(update._speculations.values()):
-        speculation.future.exception()
+    wait(future for future, _ in update._speculations._begun.values())
 
 
 @pytest.mark.parametrize("way", FACTORS)
@@ -203,7 +204,7 @@ def test_speculation_stops_where_it_does_not_pay_and_begins_again() -> None:
         update.clear_gradients()
         on.append(update.rate.is_on)
     assert on[0] and not on[5] and not on[15] and on[-1]
-    assert sum(a != b for a, b in zip(on, on[1:], strict=False)) == 2
+    assert sum(a != b for a, b in pairwise(on)) == 2
     assert update.rate.committed > 0
     update.close()
 

@@ -15,10 +15,10 @@ from ._copy_streams import DeviceCopies, compute_device
 from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
 from ._memory import nbytes_of
 from ._protocols import ExtentStore, Generation
+from ._wear import wear_report
 from .errors import ShardError
 from .host import HostStore, check_shard
 from .sealed import Sealed
-from ._wear import wear_report
 from .trace import Trace
 
 __all__ = ["NvmeStore"]

@@ -200,8 +200,8 @@ class Gatherer:
     def _prefetch_shards(self, indices: Sequence[int]) -> None:
         """Ask the tier for the shards of the next units, all at once and before the first one is waited for.
 
-        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count, and of these
-        not those that an update still writes.
+        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count, without
+        those that an update still writes.
         """
         units = [self._units[index] for index in indices[:_PREFETCHED_SHARDS]]
         self._residency.prefetch([u.name for u in units if u.states is None or not u.states.is_updating(u.name)])

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from .._copy_streams import CopyStream, compute_device
+from .._wear import wear_report
 from ..budget import HostBudget
 from ..sealed import Sealed
-from .._wear import wear_report
 from ..trace import Trace
 from ._gradients import HostGradients, borrowed_gradient, gradient_bytes, known_shard
 from ._mirror import Mirror, copy_options

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -23,25 +22,13 @@ from ._lent_weights import LentWeights
 from ._mirror import copy_options
 from ._overlap_rate import OverlapRate
 from ._rules import find_rule
+from ._speculations import Assumed, Options, Speculations, traced
 from ._staging import StagedSlices
-from ._step import count_step
 from .plans import BoundedWeights, ShardPlan, Weights
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
 
 __all__ = ["ExactUpdate"]
-
-_Options = Sequence[Mapping[str, Any]]
-
-
-class _Speculation(NamedTuple):
-    """An update that was begun before the step: its ``future``, and the ``options`` and the factor ``grad_scale`` that
-    it assumes.
-    """
-
-    future: Future[None]
-    options: _Options
-    grad_scale: float
 
 
 class ExactUpdate(OffloadedUpdate):
@@ -74,7 +61,7 @@ class ExactUpdate(OffloadedUpdate):
         self,
         shards: Sequence[ShardPlan],
         optimizer: str | type[torch.optim.Optimizer],
-        groups: Callable[[], _Options],
+        groups: Callable[[], Options],
         weights: Weights,
         tier_options: TierOptions | None = None,
         *,
@@ -115,13 +102,13 @@ class ExactUpdate(OffloadedUpdate):
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload exact update")
         self._expected = 1.0
-        self._speculations: dict[str, _Speculation] = {}
         self._reductions: dict[str, int] = {}
         self._usual: dict[str, int] = {}
         self._late: dict[str, Future[None]] = {}
         self._failure: OffloadError | None = None
         self._asked: dict[str, None] = {}
         self.rate = OverlapRate()
+        self._speculations = Speculations(self._journal, self._thread, self._by_shard, self.rate, trace)
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _stop_and_close, self._thread, self._parts, self._gradients)
 
@@ -164,8 +151,8 @@ class ExactUpdate(OffloadedUpdate):
         """Discard all gradients, and what was computed with them. Updates that `step` has left running keep theirs."""
         if self._reductions:
             self.rate.note(replay=True)  # the step was skipped
-            self.rate.redone += len(self._speculations)
-        self._discard(list(self._speculations))
+            self.rate.redone += len(self._speculations.begun)
+        self._discard(self._speculations.begun)
         self._begin_collecting()
         self._gradients.clear()
 
@@ -194,74 +181,23 @@ class ExactUpdate(OffloadedUpdate):
 
     def _speculate(self, shard: str) -> None:
         """Count a gradient of a shard; begin the shard's update if the gradient is complete by the experience of the
-        step before, and if the journal has a place for it. Only states that exist already are updated beforehand.
+        step before.
         """
         self._reductions[shard] = self._reductions.get(shard, 0) + 1
         fragments = self._by_shard[shard]
         complete = self._reductions[shard] >= self._usual.get(shard, self._reductions[shard] + 1)
-        if not (complete and self.rate.is_on and shard in self._journal and fragments):
+        if not (complete and self._speculations.may_begin(shard)):
             return
-        if not all(fragment.is_settled for fragment in fragments):
-            return
-        weights = self._lent.lend(shard) if self._by_shard[shard][0].shard.in_place else None
-        options = copy_options(self._live_groups())
+        weights = self._lent.lend(shard) if fragments[0].shard.in_place else None
         events = [self._gradients.arriving(shard), self._copied]
         gradient = self._gradients.memory_of(shard)
-        future = self._thread.submit(self._compute, shard, options, gradient, weights, self._expected, events)
-        self._speculations[shard] = _Speculation(future, options, self._expected)
-
-    def _compute(
-        self,
-        shard: str,
-        options: _Options,
-        gradient: torch.Tensor,
-        weights: torch.Tensor | None,
-        grad_scale: float,
-        events: Sequence[torch.Event | None],
-    ) -> None:
-        """Compute a shard's new states in the journal once the copies that end with ``events`` have ended; called in
-        the thread.
-        """
-        for event in events:
-            if event is not None and not event.query():
-                event.synchronize()
-        with torch.no_grad(), self._traced(shard):
-            self._journal.compute(shard, options, gradient, weights, grad_scale)
-
-    def _take(self, shard: str, grad_scale: float, absent: Collection[str]) -> bool:
-        """Make a shard's speculated states those of the tier if all that they assume is true; return whether it is.
-        Waits for them if they are being computed, and drops them if that has not begun.
-        """
-        speculation = self._speculations.pop(shard, None)
-        if speculation is None:
-            self.rate.left += 1
-            return False
-        future, fragments = speculation.future, self._by_shard[shard]
-        if future.cancel():
-            self.rate.left += 1
-            return False
-        wait([future])
-        if (error := future.exception()) is not None:
-            warnings.warn(f"'{shard}': the update beside backward failed and is computed again: {error}", stacklevel=3)
-        elif (
-            speculation.grad_scale == grad_scale
-            and _are_equal(speculation.options, self._options)
-            and all(fragment.is_settled and fragment.name not in absent for fragment in fragments)
-        ):
-            self._journal.commit(shard)
-            count_step(fragments)
-            self.rate.committed += 1
-            return True
-        self.rate.redone += 1
-        return False
+        options = copy_options(self._live_groups())
+        self._speculations.begin(shard, gradient, weights, Assumed(options, self._expected), events)
 
     def _discard(self, shards: Collection[str]) -> None:
         """Drop what was computed beforehand for these shards; wait for what is being computed."""
         for shard in shards:
-            speculation = self._speculations.pop(shard, None)
-            if speculation is not None and not speculation.future.cancel():
-                wait([speculation.future])
-            if speculation is not None:
+            if self._speculations.drop(shard):
                 self._lent.give_back_lent(shard, dirty=False)
 
     # The step
@@ -292,15 +228,16 @@ class ExactUpdate(OffloadedUpdate):
         self._asked.clear()
         self._gradients.flush()
         weights = {shard: self._lent.lend(shard) for shard in shards}
-        taken = {shard for shard in shards if self._take(shard, grad_scale, absent)}
+        true = Assumed(self._options, grad_scale)
+        taken = {shard for shard in shards if self._speculations.take(shard, true, absent)}
         given = {shard: self._gradients.memory_of(shard) for shard in shards}
         if any(map(StagedSlices.is_away, weights.values())):
             self._write_now(weights, taken, {s: g for s, g in given.items() if s not in taken}, grad_scale, absent)
             return
-        left = frozenset(absent)
+        absent = frozenset(absent)
         for shard in shards:
-            gradient = None if shard in taken else given[shard]
-            self._late[shard] = self._thread.submit(self._finish_shard, shard, weights[shard], gradient, grad_scale, left)
+            what = shard, weights[shard], None if shard in taken else given[shard]
+            self._late[shard] = self._thread.submit(self._finish_shard, *what, grad_scale, absent)
 
     def _write_now(
         self,
@@ -310,8 +247,8 @@ class ExactUpdate(OffloadedUpdate):
         grad_scale: float,
         absent: Collection[str],
     ) -> None:
-        """Copy what was taken to ``weights`` (by shard, on an accelerator), and update the shards in ``gradients``; work
-        that is queued from now on sees the new weights.
+        """Copy what was taken to ``weights`` (by shard, on an accelerator), and update the shards in ``gradients``;
+        work that is queued from now on sees the new weights.
         """
         for shard in taken:
             for target, source in self._journal.installed(shard, weights[shard]):
@@ -340,16 +277,12 @@ class ExactUpdate(OffloadedUpdate):
             if gradient is not None:
                 super().step(grad_scale=grad_scale, absent=absent, gradients={shard: gradient})
                 return
-            with torch.no_grad(), self._traced(shard):
+            with torch.no_grad(), traced(self._trace, shard):
                 for target, source in self._journal.installed(shard, weights):
                     target.copy_(source)
         except Exception as error:
             self._failure = OffloadError(f"step {number}: the update of '{shard}' failed beside forward: {error}")
             raise self._failure from error
-
-    def _traced(self, shard: str) -> AbstractContextManager[None]:
-        """Return a context that records the computation of a shard's update, if there is a trace."""
-        return nullcontext() if self._trace is None else self._trace.span("compute", shard)
 
     def await_update(self, shard: str) -> None:
         """Wait until the weights of a shard are those of the last step; at once where no update of it runs. Raises
@@ -416,7 +349,7 @@ class ExactUpdate(OffloadedUpdate):
 
     def reset(self) -> None:
         """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
-        self._discard(list(self._speculations))
+        self._discard(self._speculations.begun)
         wait(self._late.values())
         for shard in self._late:
             self._lent.give_back_lent(shard, dirty=True)
@@ -428,7 +361,7 @@ class ExactUpdate(OffloadedUpdate):
     def _begin_writing(self) -> None:
         """Wait for updates, and drop those that were begun beforehand; states are about to be written."""
         self.finish()
-        self._discard(list(self._speculations))
+        self._discard(self._speculations.begun)
         self._options = copy_options(self._live_groups())
 
     def seal(self, *, durable: bool = True) -> Sealed | None:
@@ -469,21 +402,6 @@ class ExactUpdate(OffloadedUpdate):
         self._closed = True
         self._copies.synchronize()
         self._finalizer()
-
-
-def _are_equal(a: _Options, b: _Options) -> bool:
-    """Return whether two copies of the parameter groups' options have equal values."""
-
-    def same(x: Any, y: Any) -> bool:
-        """Return whether two options are equal; a tensor is equal to a tensor of the same values and dtype."""
-        if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-            return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.equal(y)
-        return bool(x == y)
-
-    return len(a) == len(b) and all(
-        one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-        for one, other in zip(a, b, strict=True)
-    )
 
 
 def _stop_and_close(thread: ThreadPoolExecutor, parts: UpdateParts, gradients: HostGradients) -> None:

@@ -68,9 +68,7 @@ class TierOptions:
         if self.state_dtype not in (None, torch.bfloat16, torch.int8):
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
-    def check_device(
-        self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, beside: bool
-    ) -> None:
+    def check_device(self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, beside: bool) -> None:
         """Raise ValueError if a part of the update would stay on an accelerator (``tier="host"`` with a ``ratio`` below
         1 and a ``device`` that is not the CPU) and could not run there: moments in another dtype than the update's, an
         ``optimizer`` that torch does not have, and an update ``beside`` forward and backward, which runs in host memory
@@ -82,7 +80,7 @@ class TierOptions:
         if self.state_dtype is not None:
             problem = f"with moments in {self.state_dtype} (state_dtype), which torch's optimizers do not keep"
         elif beside:
-            problem = "with an update beside forward and backward (delayed_update, overlap), which is in host memory only"
+            problem = "with an update beside training (delayed_update, overlap), which runs in host memory only"
         elif not template.__module__.startswith("torch.optim."):
             problem = f"with {template.__name__}, which torch has no optimizer for"
         if problem:

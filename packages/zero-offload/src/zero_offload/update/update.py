@@ -12,10 +12,10 @@ import torch
 
 from .._copy_streams import compute_device
 from .._protocols import Generation
+from .._wear import wear_report
 from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
 from ..sealed import Sealed
-from .._wear import wear_report
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard

@@ -1,0 +1,154 @@
+"""Updates of shards that begin before the step, and the check at the step that what they assume is true."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from ..trace import Trace
+from ._journal import Journal
+from ._overlap_rate import OverlapRate
+from ._slices import KeptFragment
+from ._step import count_step
+
+__all__ = ["Assumed", "Options", "Speculations", "traced"]
+
+Options = Sequence[Mapping[str, Any]]
+
+
+class Assumed(NamedTuple):
+    """What an update depends on besides its gradient and its states: the parameter groups' ``options`` (copies, which
+    nothing changes), and the factor of the gradients, ``grad_scale``.
+    """
+
+    options: Options
+    grad_scale: float
+
+    def equals(self, other: Assumed) -> bool:
+        """Return whether both have the same factor and options of the same values."""
+        return (
+            self.grad_scale == other.grad_scale
+            and len(self.options) == len(other.options)
+            and all(
+                one.keys() == two.keys() and all(_is_same(value, two[key]) for key, value in one.items())
+                for one, two in zip(self.options, other.options, strict=True)
+            )
+        )
+
+
+class Speculations:
+    """The updates of one step that were begun beforehand, in ``thread``, into ``journal``; at most one per shard.
+
+    ``fragments``: those of each shard. ``rate`` gets the counts. ``trace``: records the computation. Per shard:
+    `begin` if `may_begin`, then `take` or `drop`, before anything that the update reads is written.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        thread: Executor,
+        fragments: Mapping[str, Sequence[KeptFragment]],
+        rate: OverlapRate,
+        trace: Trace | None,
+    ) -> None:
+        self._journal = journal
+        self._thread = thread
+        self._fragments = fragments
+        self._rate = rate
+        self._trace = trace
+        self._begun: dict[str, tuple[Future[None], Assumed]] = {}
+
+    @property
+    def begun(self) -> list[str]:
+        """Return the shards whose update was begun and neither taken nor dropped."""
+        return list(self._begun)
+
+    def may_begin(self, shard: str) -> bool:
+        """Return whether a shard's update can begin beforehand: the journal has a place for it, and its states exist
+        already; and whether that pays.
+        """
+        fragments = self._fragments[shard]
+        return self._rate.is_on and shard in self._journal and bool(fragments) and _are_settled(fragments)
+
+    def begin(
+        self,
+        shard: str,
+        gradient: torch.Tensor,
+        weights: torch.Tensor | None,
+        assumed: Assumed,
+        events: Sequence[torch.Event | None],
+    ) -> None:
+        """Begin a shard's update from ``gradient``, and from ``weights`` if these are updated in place (both 1-D, in
+        host memory), once the copies that end with ``events`` have ended.
+        """
+        future = self._thread.submit(self._compute, shard, gradient, weights, assumed, events)
+        self._begun[shard] = future, assumed
+
+    def _compute(
+        self,
+        shard: str,
+        gradient: torch.Tensor,
+        weights: torch.Tensor | None,
+        assumed: Assumed,
+        events: Sequence[torch.Event | None],
+    ) -> None:
+        """Compute a shard's new states in the journal; called in the thread."""
+        for event in events:
+            if event is not None and not event.query():
+                event.synchronize()
+        with torch.no_grad(), traced(self._trace, shard):
+            self._journal.compute(shard, assumed.options, gradient, weights, assumed.grad_scale)
+
+    def take(self, shard: str, true: Assumed, absent: Collection[str]) -> bool:
+        """Make the computed states of a shard those of its tier, and count its step, if what they assume is ``true``
+        and no fragment of the shard is named in ``absent``; return whether that was done.
+
+        Waits for what is being computed, and drops what has not begun. Warns of a computation that failed.
+        """
+        future, assumed = self._begun.pop(shard, (None, true))
+        if future is None or future.cancel():
+            self._rate.left += 1
+            return False
+        wait([future])
+        fragments = self._fragments[shard]
+        if (error := future.exception()) is not None:
+            text = f"'{shard}': the update beside backward failed and is computed again: {error}"
+            warnings.warn(text, stacklevel=3)
+        elif assumed.equals(true) and _are_settled(fragments) and not any(f.name in absent for f in fragments):
+            self._journal.commit(shard)
+            count_step(fragments)
+            self._rate.committed += 1
+            return True
+        self._rate.redone += 1
+        return False
+
+    def drop(self, shard: str) -> bool:
+        """Drop what was begun for a shard, after waiting for it if it is being computed; return whether there was
+        something.
+        """
+        future, _ = self._begun.pop(shard, (None, None))
+        if future is not None and not future.cancel():
+            wait([future])
+        return future is not None
+
+
+def traced(trace: Trace | None, shard: str) -> AbstractContextManager[None]:
+    """Return a context that records the computation of a shard's update, if there is a trace."""
+    return nullcontext() if trace is None else trace.span("compute", shard)
+
+
+def _are_settled(fragments: Sequence[KeptFragment]) -> bool:
+    """Return whether all states of the fragments exist and match the weights."""
+    return all(fragment.is_settled for fragment in fragments)
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    """Return whether two options are equal; a tensor is equal to a tensor of the same values and dtype."""
+    if isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
+        return isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype and x.equal(y)
+    return bool(x == y)
