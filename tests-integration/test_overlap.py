@@ -11,6 +11,7 @@ from offload_runs import facts, start
 from training import Run
 
 from zero_comm import run_ranks
+from zero_settings import Config, ConfigError
 
 CLIPS = {"no clipping": 0.0, "every step clips": 0.01, "none clips": 1e6, "some clip": -1.0}
 
@@ -85,3 +86,46 @@ def test_every_bit_is_that_of_no_overlap(stage: int, ranks: int, dtype: str, cli
     assert all(sum(rate) > 0 for rate in rates)
     if clip == "none clips" and dtype != "fp16":
         assert all(committed > 0 for committed, *_ in rates)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "zero", "more"),
+    [
+        (2, 2, {}, {"offload": {"state_dtype": "int8"}}),
+        pytest.param(3, 2, {"weights": "cpu"}, {"offload": {"state_dtype": "bf16"}}, marks=SOAK),
+        (3, 2, {"weights": "cpu", "offload_optimizer": {"ratio": 0.4}}, {}),
+        pytest.param(2, 2, {"offload_optimizer": {"overlap_journal": 4000}}, {"audit_every": 3}, marks=SOAK),
+        pytest.param(3, 2, {}, {"audit_every": 3}, marks=SOAK),
+        pytest.param(3, 4, {"mics_shard_size": 2}, {}, marks=SOAK),
+        pytest.param(3, 4, {"zero_hpz_partition_size": 2}, {"comm": {"ranks_per_node": 2}}, marks=SOAK),
+        pytest.param(3, 2, {"stage3_prefetch_bucket_size": 10**6}, {"reduce_each_micro_batch": True}, marks=SOAK),
+        pytest.param(2, 2, {}, {"data_types": {"grad_accum_dtype": "bf16"}}, marks=SOAK),
+    ],
+)
+def test_every_combination_keeps_every_bit(
+    stage: int, ranks: int, zero: dict[str, Any], more: dict[str, Any]
+) -> None:
+    rates = compared(ranks, Run(steps=20, dtype="bf16", accumulation=2), stage, "some clip", zero, **more)
+    assert all(sum(rate) > 0 for rate in rates)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, 'offload_optimizer.device: "none"'),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}, 'device: "nvme"'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            'offload_param.device: "nvme"',
+        ),
+        ({"offload": {"delayed_update": True}}, "offload.delayed_update: true"),
+    ],
+)
+def test_what_does_not_overlap_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    section = {"device": "cpu", "overlap": "exact"}
+    zero = {"stage": 2, **change.get("zero_optimization", {})}
+    zero["offload_optimizer"] = {**section, **zero.get("offload_optimizer", {})}
+    settings = {"train_batch_size": 1, "zero_optimization": zero, "offload": change.get("offload", {})}
+    with pytest.raises(ConfigError, match="zero_optimization.offload_optimizer.overlap: expected") as found:
+        Config.load(settings, world_size=1)
+    assert said in str(found.value)

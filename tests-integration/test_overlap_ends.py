@@ -1,0 +1,162 @@
+"""`overlap`: "exact" beside saves, kills, failures, and on the simulated accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import simulated_engines as engines
+import torch.distributed as dist
+import training
+import twin_flow_runs as runs
+from offload_runs import facts, start
+from simulated_accelerator.ranks import run_simulated
+from training import Run
+
+from zero_comm import run_ranks
+from zero_comm.testing import RanksFailedError
+
+EXACT = {"offload_optimizer": {"device": "cpu", "overlap": "exact"}}
+
+
+def saved_at_every_step(run: Run, stage: int, overlap: str, folder: str, decoupled: bool) -> list[Any]:
+    """Train with a save after every step; go on from one in the middle; return the bits of both ends."""
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": overlap}}
+    more = {"checkpoint": {"writer": {"decoupled": decoupled}}, "gradient_clipping": 0.5}
+    engine = start(run, stage, zero, **more)
+    for step in range(run.steps):
+        training.train(engine, run, step, step + 1)
+        engine.save_checkpoint(folder, tag=f"step{step}")
+    ends = [facts(engine)]
+    middle = run.steps // 2
+    engine.load_checkpoint(folder, tag=f"step{middle - 1}")
+    training.train(engine, run, middle, run.steps)
+    ends.append(facts(engine))
+    engine.destroy()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "decoupled"),
+    [(3, 2, True), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(3, 2, False), (2, 3, True), (1, 1, True)])],
+)  # fmt: skip
+def test_saves_at_every_step_hold_whole_steps(stage: int, ranks: int, decoupled: bool, tmp_path: Path) -> None:
+    run = Run(steps=10, dtype="bf16")
+    off, exact = (
+        run_ranks(saved_at_every_step, ranks, run, stage, overlap, str(tmp_path / overlap), decoupled)
+        for overlap in ("off", "exact")
+    )
+    for ours, theirs in zip(exact, off, strict=True):
+        assert ours == theirs
+        assert ours[0] == ours[1]
+
+
+TRAINING = """
+    import hashlib, sys
+    import torch, zero_core
+    from torch import nn
+
+    overlap, folder, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    settings = {
+        "train_batch_size": 4, "gradient_clipping": 0.02, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "unit_max_numel": 5000, "unit_min_numel": 1,
+                              "stage3_param_persistence_threshold": 0, "offload_param": {"device": "cpu"},
+                              "offload_optimizer": {"device": "cpu", "overlap": overlap}},
+        "checkpoint": {"path": folder, "interval": 1, "keep_last": 2},
+    }
+    engine = zero_core.initialize(model=model, config=settings)[0]
+    engine.resume(folder)
+    while engine.global_steps < steps:
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(engine.global_steps)).bfloat16()
+        engine.backward((engine(x) - x).float().square().mean())
+        engine.step()
+        print("step", engine.global_steps, flush=True)
+    found = [engine.full_param(p) for p in model.parameters()] + [engine.full_state(p, "exp_avg") for p in model.parameters()]
+    print("bits", hashlib.sha256(b"".join(t.numpy().tobytes() for t in found)).hexdigest(), flush=True)
+"""
+
+
+def killed(overlap: str, folder: Path, steps: int, kills: int, seed: int) -> str:
+    """Train to the end in processes of which ``kills`` are killed at a random step; return the last one's bits."""
+    numbers = random.Random(seed)
+    command = [sys.executable, "-c", textwrap.dedent(TRAINING), overlap, str(folder), str(steps)]
+    for _ in range(kills):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(numbers.randint(1, steps // (2 * kills))):
+            process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return next(line for line in done.stdout.splitlines() if line.startswith("bits"))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 6))])
+def test_a_run_that_is_killed_ends_with_the_same_bits(seed: int, tmp_path: Path) -> None:
+    expected = killed("off", tmp_path / "off", 20, 0, seed)
+    assert killed("exact", tmp_path / "exact", 20, 2, seed) == expected
+
+
+def failed_late(run: Run) -> None:
+    """Let the update fail on rank 1 only, after its step has returned; train on."""
+    engine = start(run, 3, EXACT)
+    training.train(engine, run, 0, 2)
+    update = engine.offloading.update
+
+    def fail(*_: Any) -> None:
+        raise OSError("the arithmetic broke")
+
+    if dist.get_rank() == 1:
+        update.rate.is_on = False
+        update._rule = dataclasses.replace(update._rule, run=fail)
+    training.train(engine, run, 2, 3)  # which returns
+    training.train(engine, run, 3, 4)
+
+
+def test_a_late_failure_is_raised_with_step_and_unit_on_every_rank() -> None:
+    with pytest.raises(RanksFailedError) as found:
+        run_ranks(failed_late, 2, Run(dtype="bf16"))
+    for rank in range(2):
+        text = found.value.failures[rank]
+        assert "step 3: the update of '" in text
+        assert "failed beside forward: the arithmetic broke" in text
+        assert text.count("training.train(engine, run, 3, 4)") == 1
+
+
+def simulated(stage: int, dtype: str, overlap: str, **more: Any) -> dict[str, Any]:
+    settings = runs.config(stage, dtype, 1.0, **more)
+    settings["zero_optimization"]["offload_optimizer"]["overlap"] = overlap
+    settings["gradient_clipping"] = 0.0
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "more"),
+    [
+        (2, "bf16", {}),
+        (3, "fp32", {"offload_param": {"device": "cpu", "pin_memory": True}}),
+        pytest.param(3, "bf16", {}, marks=pytest.mark.soak),
+        pytest.param(1, "fp32", {}, marks=pytest.mark.soak),
+        pytest.param(3, "bf16", {"offload_param": {"device": "cpu", "pin_memory": True}}, marks=pytest.mark.soak),
+    ],
+)
+def test_on_an_accelerator_no_bit_changes_and_nothing_races(stage: int, dtype: str, more: dict[str, Any]) -> None:
+    off, exact = (
+        run_simulated(runs.trained, 2, simulated(stage, dtype, overlap, **more), 8) for overlap in ("off", "exact")
+    )
+    for ours, theirs in zip(exact, off, strict=True):
+        assert ours.losses == theirs.losses
+        assert [name for name in theirs.values if not ours.values[name].equal(theirs.values[name])] == []
+        assert [str(race) for report in ours.reports for race in report.races] == []
+    races = run_simulated(engines.races_by_seed, 2, simulated(stage, dtype, "exact", **more), range(10))
+    assert races == [[], []]
