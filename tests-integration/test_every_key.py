@@ -161,6 +161,15 @@ CHANGES = [
     Change("comm.weight_codec", "int4", zero(3, zero_quantized_weights=True), sees=("sent", "weights")),
     Change("comm.gradient_codec", "int8", zero(3, zero_quantized_gradients=True), sees=("sent", "weights")),
     Change("offload.delayed_update", True, zero(1, offload_optimizer={"device": "cpu"}), sees=("weights",)),
+    Change(
+        f"{ZERO}.offload_optimizer.overlap", "exact", zero(1, offload_optimizer={"device": "cpu"}), sees=("memory",)
+    ),
+    Change(
+        f"{ZERO}.offload_optimizer.overlap_journal",
+        0,
+        zero(1, offload_optimizer={"device": "cpu", "overlap": "exact"}),
+        sees=("memory",),
+    ),
     Change("offload.state_dtype", "int8", zero(1, offload_optimizer={"device": "cpu"}), sees=("memory",)),
     Change("offload.trace", f"{FOLDER}/trace.json", STATES_IN_FILES, sees=("left",)),
     Change("offload.activations.device", "none", ACTIVATIONS, RECOMPUTED, sees=("swapped", "left")),

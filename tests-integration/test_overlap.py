@@ -102,9 +102,7 @@ def test_every_bit_is_that_of_no_overlap(stage: int, ranks: int, dtype: str, cli
         pytest.param(2, 2, {}, {"data_types": {"grad_accum_dtype": "bf16"}}, marks=SOAK),
     ],
 )
-def test_every_combination_keeps_every_bit(
-    stage: int, ranks: int, zero: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_every_combination_keeps_every_bit(stage: int, ranks: int, zero: dict[str, Any], more: dict[str, Any]) -> None:
     rates = compared(ranks, Run(steps=20, dtype="bf16", accumulation=2), stage, "some clip", zero, **more)
     assert all(sum(rate) > 0 for rate in rates)
 

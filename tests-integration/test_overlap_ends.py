@@ -45,8 +45,13 @@ def saved_at_every_step(run: Run, stage: int, overlap: str, folder: str, decoupl
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "decoupled"),
-    [(3, 2, True), *(pytest.param(*case, marks=pytest.mark.soak) for case in [(3, 2, False), (2, 3, True), (1, 1, True)])],
-)  # fmt: skip
+    [
+        (3, 2, True),
+        pytest.param(3, 2, False, marks=pytest.mark.soak),
+        pytest.param(2, 3, True, marks=pytest.mark.soak),
+        pytest.param(1, 1, True, marks=pytest.mark.soak),
+    ],
+)
 def test_saves_at_every_step_hold_whole_steps(stage: int, ranks: int, decoupled: bool, tmp_path: Path) -> None:
     run = Run(steps=10, dtype="bf16")
     off, exact = (
@@ -81,7 +86,8 @@ TRAINING = """
         engine.backward((engine(x) - x).float().square().mean())
         engine.step()
         print("step", engine.global_steps, flush=True)
-    found = [engine.full_param(p) for p in model.parameters()] + [engine.full_state(p, "exp_avg") for p in model.parameters()]
+    found = [engine.full_param(p) for p in model.parameters()]
+    found += [engine.full_state(p, "exp_avg") for p in model.parameters()]
     print("bits", hashlib.sha256(b"".join(t.numpy().tobytes() for t in found)).hexdigest(), flush=True)
 """
 
