@@ -222,7 +222,7 @@ def test_a_speculation_that_fails_changes_nothing() -> None:
             computed(update)
             groups[0]["betas"] = GROUPS[0]["betas"]
             if step == 2:
-                with pytest.warns(UserWarning, match="'first': the update beside backward failed"):
+                with pytest.warns(UserWarning, match="the update beside backward failed"):
                     update.step()
             else:
                 update.step()

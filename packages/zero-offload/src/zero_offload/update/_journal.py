@@ -20,8 +20,8 @@ from .plans import ShardPlan
 
 __all__ = ["Journal", "chosen_shards", "journal_bytes"]
 
-#: Elements that are copied and updated at a time: their states stay in a processor's cache in between.
-_CHUNK = 1 << 17
+#: Elements that are copied and updated at a time: their states stay in a processor's last cache in between.
+_CHUNK = 1 << 20
 
 
 def journal_bytes(
@@ -60,7 +60,7 @@ class _Place(NamedTuple):
 
     span: FragmentSpan
     tier: HostTier
-    index: int
+    slice_index: int
     number: int
     own_index: int
     own_number: int
@@ -118,7 +118,7 @@ class Journal:
             staged: list[StagedSpan] = []
             tensors: list[dict[str, torch.Tensor]] = []
             for number, (place, span) in enumerate(chunk):
-                old = place.tier.tensors(place.index, place.number)
+                old = place.tier.tensors(place.slice_index, place.number)
                 new = self._states.tensors(place.own_index, place.own_number)
                 tensors.append({kind.name: _part(place, span, kind, new) for kind in span.fragment.kinds})
                 for kind in span.fragment.kinds:
@@ -135,7 +135,7 @@ class Journal:
         """
         for place in self._places[shard]:
             new = self._states.tensors(place.own_index, place.own_number)
-            old = place.tier.exchange(place.index, place.number, new)
+            old = place.tier.exchange(place.slice_index, place.number, new)
             self._states.exchange(place.own_index, place.own_number, old)
 
     def installed(self, shard: str, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

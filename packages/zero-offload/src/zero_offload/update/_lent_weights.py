@@ -19,9 +19,11 @@ class LentWeights:
         self._lent: dict[str, torch.Tensor] = {}
 
     def lend(self, name: str) -> torch.Tensor:
-        """Return a shard's weights (1-D), borrowed from the owner unless they are already."""
-        if name not in self._lent:
-            self._lent[name] = self._owner.borrow(name, fresh=False)
+        """Borrow a shard's weights (1-D) from the owner, anew if they are borrowed already, as it may have copied them
+        since; return them.
+        """
+        self.give_back_lent(name, dirty=False)
+        self._lent[name] = self._owner.borrow(name, fresh=False)
         return self._lent[name]
 
     def give_back_lent(self, name: str, *, dirty: bool) -> None:

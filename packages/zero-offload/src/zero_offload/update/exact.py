@@ -15,7 +15,6 @@ from ..budget import HostBudget
 from ..errors import OffloadError
 from ..sealed import Sealed
 from ..trace import Trace
-from ._build import UpdateParts
 from ._gradients import CollectedGradients, HostGradients, gradient_bytes, known_shard
 from ._journal import Journal, chosen_shards, journal_bytes
 from ._lent_weights import LentWeights
@@ -109,8 +108,7 @@ class ExactUpdate(OffloadedUpdate):
         self._asked: dict[str, None] = {}
         self.rate = OverlapRate()
         self._speculations = Speculations(self._journal, self._thread, self._by_shard, self.rate, trace)
-        self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _stop_and_close, self._thread, self._parts, self._gradients)
+        self._stop = weakref.finalize(self, _stop, self._thread, self._gradients)
 
     # Gradients
 
@@ -399,13 +397,12 @@ class ExactUpdate(OffloadedUpdate):
 
     def close(self) -> None:
         """Wait for updates that run, end the thread and free the memory. May be called twice."""
-        self._closed = True
         self._copies.synchronize()
-        self._finalizer()
+        self._stop()
+        super().close()
 
 
-def _stop_and_close(thread: ThreadPoolExecutor, parts: UpdateParts, gradients: HostGradients) -> None:
-    """Wait for the update that runs in the thread, end the thread, and free the memory of an update."""
+def _stop(thread: ThreadPoolExecutor, gradients: HostGradients) -> None:
+    """Wait for the update that runs in the thread, end the thread, and free the memory of the gradients."""
     thread.shutdown(wait=True, cancel_futures=True)
     gradients.close()
-    parts.tier.close()
