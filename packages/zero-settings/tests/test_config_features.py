@@ -117,6 +117,7 @@ aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.s
 zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
 zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
+zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.overlap_journal
 zero_optimization.offload_optimizer.ratio zero_optimization.offload_param.buffer_count
 zero_optimization.offload_param.buffer_size zero_optimization.offload_param.device
 zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.nvme_path
@@ -138,6 +139,8 @@ def test_every_key_has_an_effect_is_refused_or_says_that_it_has_none(loaded):
     configs = [loaded({mode: {"enabled": True}} if mode else {}) for mode in MODES]
     nvme = {"device": "nvme", "nvme_path": "/local_nvme"}
     configs.append(loaded({"zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}}))
+    overlap = {"device": "cpu", "overlap": "exact"}
+    configs.append(loaded({"zero_optimization": {"offload_optimizer": overlap}}))
     quantized = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
     configs.append(loaded({"zero_optimization": quantized}))
     configs.append(loaded({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["gather"]}}))

@@ -149,6 +149,7 @@ _OF_FILES = (
     "zero_optimization.offload_param.buffer_size",
     "zero_optimization.offload_param.max_in_cpu",
 )
+_OVERLAP = "zero_optimization.offload_optimizer.overlap"
 _GATHERS = (
     "zero_optimization.zero_hpz_partition_size",
     "zero_optimization.zero_quantized_nontrainable_weights",
@@ -202,6 +203,8 @@ def no_effect(config: Section, path: str) -> str:
         return "accepted, no effect: below stage 3 passes gather no parameters"
     if path in _CODECS and not any(lookup(config, switch) for switch in _CODECS[path]):
         return f"accepted, no effect: {_CODECS[path][0]} is false"
+    if path == f"{_OVERLAP}_journal" and lookup(config, _OVERLAP) == "off":
+        return f"accepted, no effect: {_OVERLAP} is off"
     if path == "offload.trace_steps" and lookup(config, "offload.trace") is None:
         return "accepted, no effect: offload.trace is null"
     if path in _OF_FILES and lookup(config, f"{path.rpartition('.')[0]}.device") == "cpu":
