@@ -96,6 +96,7 @@ def test_every_bit_is_that_of_no_overlap(
         pytest.param(3, 4, {"mics_shard_size": 2}, {}, marks=SOAK),
         pytest.param(3, 4, {"zero_hpz_partition_size": 2}, {"comm": {"ranks_per_node": 2}}, marks=SOAK),
         pytest.param(3, 2, {"stage3_prefetch_bucket_size": 10**6}, {"reduce_each_micro_batch": True}, marks=SOAK),
+        pytest.param(3, 2, {}, {"deterministic": {"across_world_sizes": 4}}, marks=SOAK),
         pytest.param(2, 2, {}, {"data_types": {"grad_accum_dtype": "bf16"}}, marks=SOAK),
     ],
 )
