@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,10 +195,10 @@ class _Drive:
         seconds = dict.fromkeys(moved, 0.0)
         for number, window in enumerate(self._windows):
             half = len(window) // 2
-            ways = {
-                "disk.write": lambda window=window: self._write(window),
-                "disk.read": lambda window=window: self._read(window),
-                "disk.read_and_write": lambda window=window, half=half: self._both(window[:half], window[half:]),
+            ways: dict[str, Callable[[], list[Any]]] = {
+                "disk.write": partial(self._write, window),
+                "disk.read": partial(self._read, window),
+                "disk.read_and_write": partial(self._both, window[:half], window[half:]),
             }
             for key, start in ways.items():
                 begin = time.perf_counter()
