@@ -140,8 +140,8 @@ class Shortcuts:
         """Return whether `_make` gives a tensor like ``value``."""
         if not self._is_plain(value) or value.storage_offset() or value.is_conj() or value.is_neg():
             return False
-        made: int = self._make(_shape_of(value)).untyped_storage().nbytes()
-        return made == value.untyped_storage().nbytes()
+        made, own = self._make(_shape_of(value)).untyped_storage(), value.untyped_storage()
+        return bool(made.nbytes() == own.nbytes())
 
     def _make(self, shape: Shape) -> FakeTensor:
         """Return a new tensor of a shape."""
