@@ -111,7 +111,7 @@ def wrong_ends(starts: int, endings: Collection[str], *options: str) -> dict[str
     assert done.returncode == 0, done.stderr[-3000:]
     assert "terminate called" not in done.stderr and "Fatal Python" not in done.stderr, done.stderr[-3000:]
     assert done.stderr.count("Traceback") == 0, done.stderr[-3000:]
-    wrong: dict[str, int] = json.loads(done.stdout)
+    wrong: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return wrong
 
 

@@ -59,7 +59,7 @@ def open_locked(path: Path) -> int:
                 raise CheckpointError(f"{path} is no regular file; remove it")
             if try_lock(fd) is False:
                 raise CheckpointError(f"{path} is being written by another process")
-            if _is_at(fd, path):
+            if is_at(fd, path):
                 return fd
         except BaseException:
             unlock_and_close(fd)
@@ -67,7 +67,7 @@ def open_locked(path: Path) -> int:
         unlock_and_close(fd)  # it was renamed or removed before it could be locked
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def is_at(fd: int, path: Path) -> bool:
     """Return whether the file that is open as `fd` is the one at `path`."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
@@ -95,14 +95,14 @@ def root_lock(root: Path) -> Iterator[None]:
     """
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _wait_for_lock(fd, root)
+        wait_for_lock(fd, root)
         yield
     finally:
         unlock_and_close(fd)
 
 
-def _wait_for_lock(fd: int, root: Path) -> None:
-    """Lock `fd`, the open directory `root`, waiting while another process holds it; no lock where there are none.
+def wait_for_lock(fd: int, root: Path) -> None:
+    """Lock `fd`, the open file or directory `root`, waiting while another holds it; no lock where there are none.
 
     Logs a warning after 5 s of waiting, and raises CheckpointError after ten minutes.
     """

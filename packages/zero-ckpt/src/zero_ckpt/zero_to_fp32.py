@@ -6,7 +6,6 @@ Also a program: `python -m zero_ckpt.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import sys
@@ -19,6 +18,7 @@ from .conversion.model import ModelTensor, model_aliases, model_tensors, parse_s
 from .conversion.sources import Source, open_source
 from .durable import make_directories
 from .errors import CheckpointError
+from .locking import is_at, unlock_and_close, wait_for_lock
 from .relative import absolute
 from .scripts import SCRIPT_NAME
 from .types import is_optimizer_kind
@@ -26,6 +26,7 @@ from .types import is_optimizer_kind
 if TYPE_CHECKING:
     import torch
 
+_FILES = (".bin", ".pt", ".pth", ".safetensors")
 _OUTPUT_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -143,24 +144,37 @@ def load_state_dict_from_zero_checkpoint(
 @contextmanager
 def _turn_to_write(target: Path, asked: str) -> Iterator[bool]:
     """Wait until no other process writes `target`, and yield whether this one has to: not if the one that it waited for
-    was `asked` for the same. It did not write if it raised."""
-    make_directories(target.parent)
-    path, key = target.with_name(f".{target.name}.turn"), hashlib.sha256(asked.encode()).digest()
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    was `asked` for the same, and has written it. Where the file system has no locks, nobody waits."""
+    folder = target.parent if target.suffix in _FILES else target
+    make_directories(folder)
+    path, key = folder / f".{target.name}.turn", hashlib.sha256(asked.encode()).digest()
+    fd, written = _lock_turn(path, key)
     try:
-        waited = False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        done = waited and os.pread(fd, len(key), 0) == key
-        yield not done
-        if not done:
+        if not written:
+            os.ftruncate(fd, 0)  # of a process that was killed
+        yield not written
+        if not written:
             os.pwrite(fd, key, 0)
             path.unlink(missing_ok=True)
     finally:
-        os.close(fd)
+        unlock_and_close(fd)
+
+
+def _lock_turn(path: Path, key: bytes) -> tuple[int, bool]:
+    """Lock the file at `path`, waiting while another process holds it; return its descriptor, and whether the one that
+    was waited for has written `key` there before it removed the file."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            wait_for_lock(fd, path)
+            if is_at(fd, path):
+                return fd, False
+            if os.pread(fd, len(key), 0) == key:
+                return fd, True
+        except BaseException:
+            unlock_and_close(fd)
+            raise
+        unlock_and_close(fd)  # removed by one that was asked for something else
 
 
 def _ignore(nbytes: int) -> None:

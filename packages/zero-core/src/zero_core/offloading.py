@@ -246,7 +246,7 @@ class Offloading:
         self._steps += 1
         if not self._trace_saved and self._steps == section.trace_steps:
             self._save_trace()
-        due = every is None or (every != float("inf") and step % int(every) == 0)
+        due = every is None or (0 < every < float("inf") and step % every == 0)
         if section.report and due:
             if self._rank == 0:
                 say(self.table())

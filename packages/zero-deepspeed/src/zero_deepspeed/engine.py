@@ -75,6 +75,8 @@ class DeepSpeedEngine(nn.Module):
     reload_states = Delegated[Any]("zero_engine")
     gathered = Delegated[Any]("zero_engine")
     full_param = Delegated[Any]("zero_engine")
+    full_weights = Delegated[Any]("zero_engine")
+    iter_full_weights = Delegated[Any]("zero_engine")
     full_grad = Delegated[Any]("zero_engine")
     full_state = Delegated[Any]("zero_engine")
     set_full_param = Delegated[Any]("zero_engine")

@@ -160,7 +160,7 @@ class _LocalFragment:
             return kept
         if self._unit.master is not None and self._unit.master.numel() == self._unit.layout.shard_numel:
             return self._slice(self._unit.master).clone()
-        shard = self._partition.residency.acquire(self._unit.name)
+        shard = self._unit.acquire_shard()
         copied = self._slice(shard).clone()
         self._partition.residency.release(self._unit.name, dirty=False)
         return copied
@@ -172,9 +172,11 @@ class _LocalFragment:
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
             self._unit.states.write({self._name: {"master": flat.cpu()}})
+        elif self._unit.states is not None:
+            self._unit.states.weights_changed(self._unit.name)
         if self._unit.master is not None:
             self._slice(self._unit.master).copy_(flat)
-        shard = self._partition.residency.acquire(self._unit.name)
+        shard = self._unit.acquire_shard()
         self._slice(shard).copy_(flat)
         self._partition.residency.release(self._unit.name, dirty=True)
         self._partition.runtime.shard_changed(self._unit)

@@ -133,7 +133,7 @@ class ZeroParameter(nn.Parameter):
         if partition is None:
             return self.data.flatten()
         entry = unit.layout.entries[index]
-        shard = partition.residency.acquire(unit.name)
+        shard = unit.acquire_shard()
         fragment = unit.layout.fragment_of(entry, partition.rank)
         start, length = (0, 0) if fragment is None else (fragment.shard_offset, fragment.length)
         part = shard[start : start + length].detach().clone()

@@ -94,9 +94,22 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
     for layer in weight.layers:
         alone = copy.copy(layer)
         alone.__dict__.update({key: held.copy() for key, held in vars(alone).items() if type(held) in (list, dict)})
-        alone.__dict__["_modules"] = {**layer._modules, "base_layer": owner}
+        inner = {key: _with_own_containers(child) for key, child in layer._modules.items()}
+        alone.__dict__["_modules"] = {**inner, "base_layer": owner}
         alone.merge()
+        if alone._modules["base_layer"] is not owner:  # the adapter is the layer, as LayerNorm tuning's
+            owner = alone._modules["base_layer"]
+            copied = {key: p.detach().clone() for key, p in owner.named_parameters(recurse=False)}
     return {key: p.detach() for key, p in copied.items()}
+
+
+def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
+    """Return a shallow copy of ``module`` whose children, parameters and buffers may be replaced without changing it."""
+    if module is None:
+        return None
+    alone = copy.copy(module)
+    alone.__dict__.update({key: dict(held) for key, held in vars(module).items() if type(held) is dict})
+    return alone
 
 
 def base_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -142,7 +142,7 @@ class ProgressLines(NoInstruments):
     def _line(self, seconds: float) -> str:
         """Return the line on the last step; with `timers.throughput` also the samples per second since the last one."""
         counters, config = self._state.counters, self._state.config
-        loss = f"loss {float(torch.stack(self._losses).sum()):.4g}, " if self._losses else ""
+        loss = f"loss {sum(map(float, self._losses)):.4g}, " if self._losses else ""
         rates = ", ".join(f"{rate:.3g}" for rate in self._state.learning_rates())
         line = f"step {counters.global_steps}: {loss}gradient norm {counters.norm:.4g}, lr {rates}"
         if config.timers.throughput.enabled:
@@ -231,7 +231,7 @@ class PrintingInstruments:
         """Yield the step's events for the monitor. ``times``: milliseconds by part."""
         state, samples = self._state, self._state.counters.global_samples
         if self._losses:
-            yield "Train/Samples/train_loss", float(torch.stack(self._losses).sum()), samples
+            yield "Train/Samples/train_loss", sum(map(float, self._losses)), samples
         yield "Train/Samples/lr", float(state.learning_rates()[0]), samples
         if state.config.fp16.enabled:
             yield "Train/Samples/loss_scale", state.loss_scale(), samples
