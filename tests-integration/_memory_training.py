@@ -42,6 +42,7 @@ def main(stage: int, blocks: int, group: Path, drive: str | None = None, shape: 
     offload = {"offload_optimizer": {**nvme, "buffer_count": 3}, "offload_param": {**nvme, "buffer_count": 3}}
     config = {
         "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": {
             "stage": stage,

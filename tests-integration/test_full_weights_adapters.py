@@ -35,6 +35,17 @@ def mixtral() -> nn.Module:
     )
 
 
+def layer_norms() -> Any:
+    """A model of which PEFT trains copies of the norms."""
+    from peft import LNTuningConfig, get_peft_model
+
+    model = get_peft_model(llama(), LNTuningConfig(target_modules=["input_layernorm", "norm"]))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def adapted(base: nn.Module, *configs: dict[str, Any]) -> Any:
     """``base`` with one adapter for each of ``configs``, all active, none of them at its start of zeros."""
     from peft import LoraConfig, get_peft_model
@@ -67,6 +78,7 @@ MODELS: dict[str, Callable[[], Any]] = {
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         },
     ),
+    "norms": layer_norms,
     "no adapter": llama,
 }
 

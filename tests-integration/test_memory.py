@@ -202,10 +202,7 @@ def train_in_groups(
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-    return [
-        Ended(r.returncode, json.loads(out.splitlines()[-1] if out else "{}"), err)
-        for r, (out, err) in zip(ranks, said, strict=True)
-    ]
+    return [Ended(r.returncode, json.loads(out or "{}"), err) for r, (out, err) in zip(ranks, said, strict=True)]
 
 
 def test_stage_3_trains_where_the_whole_model_state_would_exceed_each_ranks_memory_limit() -> None:

@@ -104,7 +104,7 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
 
 
 def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
-    """Return a shallow copy of ``module`` whose children, parameters and buffers may be replaced without changing it."""
+    """Return a copy of ``module`` that shares its tensors, but not the dicts that hold them and its children."""
     if module is None:
         return None
     alone = copy.copy(module)
@@ -136,7 +136,7 @@ def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeig
     """Yield the weights of ``module``, called ``name`` in the base model; ``layers``: around it, inner ones first."""
     if _is_adapted(module):
         inner = module.get_base_layer()
-        active = [one for one in module.active_adapters if one not in module.merged_adapters]
+        active = [one for one in _active(module) if one not in module.merged_adapters]
         around = (module, *layers) if active else layers
         yield from _walk(module.base_layer, name, around)
         if around and not hasattr(module, "parameter_name") and any(map(_is_adapted, inner.modules())):
@@ -168,10 +168,15 @@ def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
     if "original_module" in held and "token_adapter" in held:
         yield name, held["token_adapter"]
     elif "original_module" in held and "modules_to_save" in held:
-        active = [one for one in held["modules_to_save"] if one in module.active_adapters]
+        active = [one for one in held["modules_to_save"] if one in _active(module)]
         yield name, held["modules_to_save"][active[0]] if active else held["original_module"]
     else:
         yield from ((_join(name, key), child) for key, child in held.items() if child is not None)
+
+
+def _active(module: Any) -> list[str]:
+    """Return the names of the adapters of a layer of PEFT's that forward uses now."""
+    return [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
 
 
 def _is_adapted(module: Any) -> bool:

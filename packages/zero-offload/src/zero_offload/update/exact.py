@@ -396,7 +396,7 @@ class ExactUpdate(OffloadedUpdate):
         super().flush()
 
     def close(self) -> None:
-        """Wait for the updates that `step` has left running, end the thread and free the memory. May be called twice."""
+        """Wait for the updates that `step` has left running, end the thread, free the memory. May be called twice."""
         self._copies.synchronize()
         for shard in list(self._late):
             wait([self._late.pop(shard)])
