@@ -184,6 +184,23 @@ def test_a_universal_checkpoint_loads_directly(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_parameters_without_states_in_the_files_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(2, fresh(0))
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "universal", to="deepspeed-universal")
+    engine.destroy()
+    engine = start(2, fresh(7))
+    engine.load_checkpoint(tmp_path / "universal")
+    assert "no optimizer state" not in caplog.text
+    for file in (tmp_path / "universal" / "global_step2" / "zero" / "head.weight").glob("*.pt"):
+        if file.name != "fp32.pt":
+            file.unlink()
+    engine.load_checkpoint(tmp_path / "universal")
+    assert "no optimizer state for 1 of 6 trained parameters (head.weight" in caplog.text
+
+
+@pytest.mark.usefixtures("alone")
 def test_counters_options_schedule_loss_scale_and_client_state_come_back(
     scaler: DynamicLossScaler, tmp_path: Path
 ) -> None:

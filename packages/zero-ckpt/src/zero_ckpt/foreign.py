@@ -8,6 +8,7 @@ over full records: each rank verifies its share of the files when it opens the c
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from typing_extensions import Buffer
+
+logger = logging.getLogger("zero_ckpt")
 
 T = TypeVar("T")
 LATEST_UNIVERSAL = "latest_universal"
@@ -147,6 +150,8 @@ def open_any(
         if skip and directory.name in skip:
             raise DamagedError(f"{skip[directory.name]}. Name another tag to load an older checkpoint")
         found.append(ForeignCheckpoint(directory, tag))
+        if group.rank == 0:
+            _warn_of_missing_states(found[0])
         files = [*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")]
         for number, file in enumerate(sorted(files)):
             if number % group.world_size == group.rank:
@@ -171,6 +176,19 @@ def restore_any(
     own; collective when given a coordinator. Where bytes of DeepSpeed's are damaged it raises DamagedError and opens no
     older one. Raises as `open_any` and `restore` do."""
     return restore(root, fill, tag, coordinator=coordinator, opener=open_any)
+
+
+def _warn_of_missing_states(checkpoint: Checkpoint) -> None:
+    """Log how many trained parameters have no optimizer state although others have some: DeepSpeed saves none of those
+    that its offloading with a ratio below 1 updates on the device."""
+    with_states = {name for name, kind in checkpoint.tensors if is_optimizer_kind(kind)}
+    trained = [name for name, kind in checkpoint.tensors if kind == "param" and name not in (checkpoint.frozen or ())]
+    missing = [name for name in trained if name not in with_states]
+    if with_states and missing:
+        logger.warning(
+            "%s has no optimizer state for %d of %d trained parameters (%s, for example): theirs begins anew",
+            *(checkpoint.path, len(missing), len(trained), missing[0]),
+        )
 
 
 def is_foreign(directory: Path) -> bool:

@@ -132,7 +132,7 @@ def test_without_a_number_of_steps_a_line_with_the_loss_of_the_step_comes_when_i
 ) -> None:
     engine = start(2, gradient_accumulation_steps=2)
     quiet, every = (ProgressLines(engine.training_state, seconds=seconds) for seconds in (1e9, 0.0))
-    losses = [torch.tensor(0.25), torch.tensor(0.5)]
+    losses = [torch.tensor(0.25), torch.tensor([0.5])]  # a script may take the loss of a batch of one
     train(engine, 0, 2)
     printed()
     for lines in (quiet, every):
