@@ -41,7 +41,7 @@ TORCH_SUITES = ["comm", "precision", "partition", "core", "offload", "ckpt", "la
 FUZZ_TARGETS = ["manifest", "header", "extents", "configuration", "hostfile", "messages"]
 """As in `tests-integration/fuzz_targets.py`."""
 RUNNERS = {"slurm.md": "slurm_cluster.py"}
-"""What in tests-integration runs a page that needs more than `pages.py`."""
+"""Page -> the script of tests-integration that runs it, where it needs more than `pages.py`."""
 
 nox.needs_version = ">=2024.4.15"
 nox.options.default_venv_backend = "venv"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -141,3 +142,21 @@ def test_weights_with_adapters_are_bit_by_bit_those_of_merge_and_unload(
 ) -> None:
     for told in run_ranks(exported, ranks, kind, stage, dtype):
         assert told == {"names": True, "described": True, "differ": [], "unchanged": True, "merged": []}
+
+
+def without_adapters(kind: str) -> tuple[list[str], list[str]]:
+    """Names of the weights that differ from the base model's while the adapters are off, and after that."""
+    engine = trained(kind, 3, "bf16")
+    apart = {n: t.clone() for bucket in engine.iter_full_weights(merge_adapters=False) for n, t in bucket}
+    base = {name.removeprefix("base_model.model.").replace(".base_layer", ""): value for name, value in apart.items()}
+    found = []
+    for state in (engine.module.disable_adapter(), nullcontext()):
+        with state:
+            weights = {n: t.clone() for bucket in engine.iter_full_weights() for n, t in bucket}
+        found.append([name for name, value in weights.items() if not torch.equal(value, base[name])])
+    return found[0], found[1]
+
+
+def test_adapters_that_are_switched_off_are_not_merged() -> None:
+    for off, on in run_ranks(without_adapters, 2, "some layers"):
+        assert off == [] and on and all(name.startswith("model.layers.1.") for name in on)

@@ -31,7 +31,7 @@ def running_server(folder: Path) -> Iterator[str]:
 
 
 def ask(url: str, route: str, **content: Any) -> Any:
-    """What the server answers."""
+    """Return the server's answer."""
     request = urllib.request.Request(f"{url}/{route}", json.dumps(content).encode())
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
         return json.load(answer)

@@ -52,7 +52,7 @@ PAGE = {
         "<= 0.7",
     ),
 }
-"""What the page shows of (contender, peer): its title and the aim, a least ratio of speeds or a most one of times."""
+"""(contender, peer) -> title on the page, and the aim: a least ratio of speeds or a most one of times."""
 Rows = list[tuple[str, str, str]]
 Contender = Callable[[Path], float]
 T = TypeVar("T")

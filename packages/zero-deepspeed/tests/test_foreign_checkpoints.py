@@ -132,7 +132,7 @@ def saved_run(folder: Path, stage: int, dtype: str, client: dict[str, Any], loss
 
 
 def both_ways(folder: Path, stage: int, dtype: str, into: dict[str, Any]) -> tuple[Any, Any]:
-    """What follows from our checkpoint, and from the same one in DeepSpeed's format."""
+    """Return the continuation from our checkpoint, and from the same one in DeepSpeed's format."""
     saved_run(folder, stage, dtype, {"epoch": 3})
     found = []
     for root in ("native", "theirs"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed saves loads directly, at one, two and three ranks, and training continues as DeepSpeed's own does.
+"""Checkpoints of DeepSpeed load directly, at one, two and three ranks, and training continues as DeepSpeed's own does.
 
 DeepSpeed writes every checkpoint in one start of two ranks, as importing it takes longest.
 """

@@ -1,4 +1,4 @@
-"""What DeepSpeed accepts in a configuration and the engine's own name does not, and the other way of writing values."""
+"""Values that DeepSpeed accepts in a configuration and the engine's own name does not, and other ways to write them."""
 
 from __future__ import annotations
 

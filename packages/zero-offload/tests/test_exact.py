@@ -315,3 +315,16 @@ def test_its_thread_ends_with_it(tmp_path: Any) -> None:
     assert not threads()
     with pytest.raises(ValueError, match="tier: expected 'host'"):
         exact_of(Lender(torch.bfloat16), torch.bfloat16, TierOptions(tier="nvme", path=tmp_path))
+
+
+def test_closing_finishes_the_updates_that_a_step_has_left_running() -> None:
+    ours, theirs = Lender(torch.bfloat16), Lender(torch.bfloat16)
+    update = exact_of(ours, torch.bfloat16)
+    plain = OffloadedUpdate(plans(torch.bfloat16), "AdamW", lambda: GROUPS, theirs, device="cpu")
+    for one in (update, plain):
+        backward(one, 0)
+        one.step()
+        one.close()
+    assert torch.equal(ours.flat(), theirs.flat())
+    with pytest.raises(OffloadError, match="closed"):
+        update.step()

@@ -1,4 +1,4 @@
-"""What a tier on drives reports of itself."""
+"""The report of a tier on drives about itself."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from .errors import PartitionError
 
 _WORDS = ("dtype", "scalar type", "should be the same")
-"""What torch's errors about dtypes say, one of them at least."""
+"""Words of torch's errors about dtypes, each of which has one of them at least."""
 _KEYS = {torch.float16: "fp16.auto_cast", torch.bfloat16: "bf16.auto_cast"}
 
 

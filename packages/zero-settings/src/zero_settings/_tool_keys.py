@@ -209,6 +209,6 @@ class ThroughputTimer(Section):
 
 
 class TimersSection(Section):
-    """What is timed."""
+    """The timers that are on."""
 
     throughput: ThroughputTimer = ThroughputTimer()

@@ -1,4 +1,4 @@
-"""What an update that runs beside the caller keeps apart from it: a copy of the weights, and of the options."""
+"""Copies for an update that runs beside its caller: of the weights, and of the options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether speculation pays: counts the steps that it guessed right, and switches it off and on."""
+"""The rate of right guesses: counts them, and switches speculation off and on by it."""
 
 from __future__ import annotations
 

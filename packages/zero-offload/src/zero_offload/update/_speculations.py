@@ -22,7 +22,7 @@ Options = Sequence[Mapping[str, Any]]
 
 
 class Assumed(NamedTuple):
-    """What an update depends on besides its gradient and its states: the parameter groups' ``options`` (copies, which
+    """The inputs of an update besides its gradient and its states: the parameter groups' ``options`` (copies, which
     nothing changes), and the factor of the gradients, ``grad_scale``.
     """
 
