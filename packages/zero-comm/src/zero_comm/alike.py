@@ -115,8 +115,9 @@ class AlikeGroup(Group):
         return sorted({self.rank, (self.rank + 1) % self.world_size})
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return the whole tensor ``count`` times instead of its slices: on the CPU they are neither sent nor
-        received."""
+        """Return the tensor itself ``count`` times instead of its slices, as on the CPU they are neither sent nor
+        received.
+        """
         if not self._uses_direct_messages(flat):
             return super()._slices(flat, count)
         return [flat] * count  # they are neither sent nor received

@@ -224,23 +224,28 @@ class Control:
         self.close()
 
     def report_failure(self, reason: str) -> None:
-        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors
-        then name it. See [Note: the first cause]."""
+        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it. See
+        [Note: the first cause]. Does nothing for a single rank, in a forked process, and if the store is gone.
+        """
         if self._takes_part:
             with suppress(RuntimeError):  # the store went with the rank that kept it
                 value = json.dumps([self.rank, f"failed: {reason}"])
                 self._store.compare_set(self._name, "", value)
 
     def give_up(self, reason: str) -> None:
-        """Report ``reason``, for which waiting would never end, as why this rank left the others; called by its watch.
-        `explain` names it in this rank's own errors and in the others'."""
+        """Store ``reason``, for which waiting would never end, as why this rank left the others, unless a rank has
+        reported a failure before; `explain` names it in the others' errors and in this rank's own. Called by the
+        watch, in its thread.
+        """
         self._verdict = reason
         with suppress(RuntimeError):
             self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
 
     def leave_note(self, reason: str) -> None:
-        """Store why this rank may make no further call; does nothing for a single rank. The others' `explain` uses it,
-        unless a rank has reported a failure; this rank's next `exchange` deletes it."""
+        """Store why this rank may make no further call, for the others' `explain`, which prefers a failure that a rank
+        has reported. This rank's next `exchange` deletes the note. Does nothing for a single rank, in a forked
+        process, and if the store is gone.
+        """
         if self._takes_part:
             with suppress(RuntimeError):
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
@@ -322,15 +327,20 @@ class Control:
             watch.end()
 
     def close(self) -> None:
-        """Destroy the process group. May be called again."""
+        """Destroy the process group, without waiting for other ranks; after that only `meet_again` and `reopen` may be
+        called. May be called again.
+        """
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)
             self._process_group = None
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
-        """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes. ``doing``: the message that
-        the watch and errors name. ``patience``: as for `_exchange`."""
+        """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes; waits. Collective.
+
+        ``doing``: the message that the watch and errors name. ``patience``: as for `_exchange`. Raises `PeerError`,
+        with the cause if one is known, when a rank is gone or does not answer.
+        """
         if self.world_size > _DIRECT_RANKS:
             received = [bytearray(len(body)) for _ in range(self.world_size)]
             tensors = list(map(_tensor, received))
@@ -369,12 +379,17 @@ class Control:
         return list(map(bytes, received_by_rank))
 
     def _count(self, tag: Tag, nbytes: int) -> None:
-        """Count a message of ``nbytes`` bytes to every other rank."""
+        """Count in the ledger a message of ``nbytes`` bytes to every other rank, and the part of it that goes to other
+        nodes.
+        """
         self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
 
     def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[bytearray], list[tuple[int, Any]]]:
-        """Start to send ``body`` to every rank and to receive theirs; return the receive buffers by rank, and the
-        pending operations, each with its peer."""
+        """Start to send ``body`` to every rank and to receive theirs, which have the same length.
+
+        Return the receive buffers by rank, valid once the operations are waited for, and the pending operations, each
+        with its peer.
+        """
         self._sequence = (self._sequence + 1) % (1 << 30)
         self._count(tag, len(body))
         received = [bytearray(body if r == self.rank else len(body)) for r in range(self.world_size)]

@@ -41,7 +41,7 @@ class DeviceMarks:
         self._needed: torch.Event | None = None
 
     def begin_wait(self) -> None:
-        """Mark in the current stream that it needs the result from here on."""
+        """Mark in the current stream that it needs the result from here on; do nothing if the marks are not timed."""
         self._needed = self._mark() if self.timed else None
 
     @cached_property

@@ -132,7 +132,9 @@ class FlightRecorder:
                 self._words[_WAITING] = self._on_device[0][0] if stands else 0
 
     def fail_wait(self, number: int) -> None:
-        """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it."""
+        """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it. The header
+        keeps the first such entry until a wait succeeds.
+        """
         self._words[_FAILED] = self._words[_FAILED] or number
         self._words[_WAITING] = 0
 

@@ -286,7 +286,8 @@ class Group:
     ) -> list[tuple[Any, int | None]]:
         """Start to send ``send[r]`` to and receive ``receive[r]`` from every other rank r, nearest neighbours first.
 
-        Return the pending operations, each with its peer, for `Work`; raise PeerError when a peer is known to be gone.
+        Return the pending operations, each with its peer, for `Work`; none for a single rank. Entries of this rank
+        itself are ignored. Raises PeerError when a peer is known to be gone.
         """
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
         pending: list[tuple[Any, int | None]] = []

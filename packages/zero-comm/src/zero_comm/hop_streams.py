@@ -47,12 +47,14 @@ class HopStreams:
 
 
 class StreamEnd:
-    """The point that the queue of ``stream`` ends at now."""
+    """The end of the work that is queued in ``stream`` now, to be waited for like an operation of torch.distributed."""
 
     def __init__(self, stream: torch.Stream) -> None:
         self._device = stream.device
         self._event = stream.record_event()
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
-        """Have the current stream wait until ``stream`` has come there; return at once, whatever ``timeout`` is."""
+        """Have the current stream wait until ``stream`` has come there. The host does not wait, whatever ``timeout``
+        is.
+        """
         torch.accelerator.current_stream(self._device).wait_event(self._event)

@@ -139,7 +139,8 @@ class EngineGroups:
         return cls(gather, reduction, control, replicate, secondary, tuple(opened), connections, opening)
 
     def broadcast(self, tensor: torch.Tensor, source: int, tag: Tag) -> None:
-        """Copy the ``tensor`` (contiguous) of `control`'s rank ``source`` into every rank's ``tensor``; waits.
+        """Copy the ``tensor`` (contiguous) of `control`'s rank ``source`` into every rank's ``tensor``, across the
+        replicas first; waits. Collective over all ranks.
 
         Raises `PeerError` when a rank is gone.
         """
@@ -204,7 +205,9 @@ class EngineGroups:
         return [group.issued for group, _ in self._data]
 
     def close(self) -> None:
-        """Stop the watch and destroy all process groups. May be called again."""
+        """Stop the watch and destroy all process groups, without waiting for other ranks; peers that still wait in them
+        get an error. May be called again.
+        """
         self.control.end_watch()
         for group, _ in self._data:
             group.close()

@@ -92,7 +92,7 @@ class ReplicatedReduce:
         wire = flat.dtype if self._rounds else out.dtype
 
         def begin() -> _ReplicatedReduction:
-            """Start the hop inside the replica."""
+            """Start the hop inside the replica, and return the reduction in flight."""
             first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
             return _ReplicatedReduction(first, partial, wire, tag, out, accumulate)
 
@@ -116,7 +116,8 @@ class ReplicatedReduce:
         self._across.drop_unfinished()
 
     def _finish_across(self, reduction: _ReplicatedReduction) -> None:
-        """Run the hops between the replicas, and write the average."""
+        """Run the hops between the replicas, and write the average: on an accelerator, where waits only order streams.
+        """
         self._average_across(reduction)
         reduction.finish()
 
@@ -127,7 +128,9 @@ class ReplicatedReduce:
             self._average_across(self._open.popleft())
 
     def _average_across(self, reduction: _ReplicatedReduction) -> None:
-        """Reduce-scatter the replica's slice across the replicas, wait, and start to all-gather the averages."""
+        """Wait for the hop inside the replica, reduce-scatter its result across the replicas, wait, and start to
+        all-gather the averages. Collective over the ranks with this shard.
+        """
         reduction.last.wait()
         own = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
         reduction.buffer = full = reduction.buffer.to(reduction.wire)

@@ -77,11 +77,13 @@ class WeightServerClient:
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
-        """End the update."""
+        """End the server's update: all weights are there."""
         self._post("finish_weight_update", {})
 
     def _post(self, route: str, content: dict[str, Any]) -> None:
-        """Post ``content`` as JSON to ``route`` and wait for the answer."""
+        """Post ``content`` as JSON to ``route`` and wait for the answer, whose body is ignored. Raises `PeerError`,
+        with the server's words if it answered, when it refuses or cannot be reached.
+        """
         request = urllib.request.Request(
             f"{self._url}/{route}", json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
@@ -154,7 +156,11 @@ class WeightSender:
             group.close()
 
     def _connect(self, address: str, port: int, ranks: int, device: torch.device, timeout: timedelta) -> TransferGroup:
-        """Open the process group with the server's ranks."""
+        """Listen for the server's ranks, ask the server to have them join, and return the process group when all have.
+
+        A thread runs the server's call meanwhile. Raises OSError when this host cannot listen there, `PeerError` when
+        the ranks do not come within ``timeout``, and what the server's call raises.
+        """
         store, port = open_transfer_store(address, port, timeout)
         told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
         with ThreadPoolExecutor(1) as pool:
@@ -171,7 +177,11 @@ class WeightSender:
         return group
 
     def _update(self, group: TransferGroup, buckets: Iterable[WeightBucket]) -> None:
-        """Send ``buckets`` as one update, each while the server's ranks receive it."""
+        """Send ``buckets`` as one update, each while the server's ranks receive it.
+
+        A thread runs the server's `update_weights` meanwhile; if it fails, the group is aborted, so that no transfer
+        waits, and its error is raised.
+        """
         self._server.start_weight_update()
         with ThreadPoolExecutor(1) as pool:
             for bucket in buckets:
@@ -187,7 +197,9 @@ class WeightSender:
         self._server.finish_weight_update()
 
     def _send(self, group: TransferGroup, bucket: WeightBucket) -> None:
-        """Send ``bucket`` to every rank that wants some of it."""
+        """Send ``bucket`` to every rank of the server that wants some of it, by one broadcast or a message to each, and
+        wait.
+        """
         if self._broadcasts:
             group.broadcast(bucket.memory)
             return

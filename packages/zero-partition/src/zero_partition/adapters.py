@@ -47,7 +47,8 @@ def base_weights(model: nn.Module) -> list[NamedWeight]:
 
     Adapters that are active and not merged yet are to be merged (`merged_values`). Where PEFT trains a copy of a module
     (``modules_to_save``), it is the active copy. Raises `PartitionError`, naming it, for a parameter of an adapter that
-    is no change of a layer (prompt tuning), and where two layers adapt one tied parameter.
+    is no change of a layer (prompt tuning), where two layers adapt one tied parameter, and for a layer with adapters
+    inside another one.
     """
     base = _base_of(model)
     found: dict[int, NamedWeight] = {}
@@ -104,7 +105,9 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
 
 
 def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
-    """Return a copy of ``module`` that shares its tensors, but not the dicts that hold them and its children."""
+    """Return a copy of ``module`` that shares its tensors, but not the dicts that hold them and its children; None for
+    None.
+    """
     if module is None:
         return None
     alone = copy.copy(module)
@@ -133,7 +136,11 @@ def _base_of(model: Any) -> nn.Module:
 
 
 def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
-    """Yield the weights of ``module``, called ``name`` in the base model; ``layers``: around it, inner ones first."""
+    """Yield the weights of ``module``, called ``name`` in the base model, and of its submodules there.
+
+    ``layers``: the layers around ``module`` with adapters to merge, inner ones first. Raises `PartitionError` for a
+    layer with adapters inside another one.
+    """
     if _is_adapted(module):
         inner = module.get_base_layer()
         active = [one for one in _active(module) if one not in module.merged_adapters]
@@ -175,7 +182,7 @@ def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _active(module: Any) -> list[str]:
-    """Return the names of the adapters of a layer of PEFT's that forward uses now."""
+    """Return the names of the adapters of a layer of PEFT's that forward uses now; none while they are switched off."""
     return [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
 
 

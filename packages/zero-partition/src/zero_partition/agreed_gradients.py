@@ -32,7 +32,7 @@ _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds the same to the norm
 
 
 class AgreedGradients(NamedTuple):
-    """What all ranks know of a step's gradients after `GradientAgreement.agree`.
+    """The facts of a step's gradients that all ranks know after `GradientAgreement.agree`.
 
     ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``square``: the global sum of
     squares; None while only the device knows it. ``culprit``: name of the first parameter whose gradient is not finite,
@@ -193,10 +193,11 @@ class GradientAgreement:
     def _agree_on_device(
         self, norm: DeviceNorm, touched: dict[int, list[bool]], hooked: bool, *, may_defer: bool
     ) -> AgreedGradients:
-        """Return the agreed facts with the norm on the device, and unless the host ``may_defer`` it, on the host too.
+        """Return the agreed facts of a step whose sum of squares is added up and reduced on the device.
 
-        ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``hooked``: some rank has step
-        pre-hooks. Collective.
+        With ``may_defer`` the host does not wait for the sum: it is kept as the deferred one, and ``square`` is None.
+        Else the host waits, and learns the culprit if the sum is not finite. ``touched``: by unit index, for each
+        parameter, whether any rank had a gradient. ``hooked``: some rank has step pre-hooks. Collective.
         """
         square = norm.square()
         if may_defer:
@@ -274,7 +275,9 @@ class GradientAgreement:
         raise PartitionError(f"param_groups: expected the same keys on every rank. {STEP_DROPPED}")
 
     def _refuse_frozen_on_some_ranks(self) -> NoReturn:
-        """Raise `PartitionError` that names the first parameter that only some ranks have frozen. Collective."""
+        """Raise `PartitionError` that names the first parameter that only some ranks have frozen. Collective. Called on
+        every rank when the digests of their frozen parameters differ.
+        """
         everyones = [set(names) for names in self._partition.runtime.agree("frozen", "", self._newly_frozen())]
         apart = sorted(set.union(*everyones) - set.intersection(*everyones))
         frozen = [rank for rank, names in enumerate(everyones) if apart[0] in names]

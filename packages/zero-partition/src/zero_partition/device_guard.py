@@ -32,8 +32,9 @@ class DeviceGuard:
 
     @property
     def is_able(self) -> bool:
-        """Whether the next step can be skipped on the device, as far as this rank knows: the optimizer's kernels take
-        the flag, no step hook of the user's looks at the step, and all param groups are fused."""
+        """True if the next step can be skipped on the device, as far as this rank knows: the optimizer's kernels take
+        the flag, no step hook of the user's looks at the step, and all param groups are fused.
+        """
         hooked = self._tensors.is_hooked or self._tensors.is_hooked_after
         return self._is_able and not hooked and all(group.get("fused") for group in self._optimizer.param_groups)
 

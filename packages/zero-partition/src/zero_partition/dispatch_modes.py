@@ -45,7 +45,7 @@ def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Call ``call`` with all dispatch modes popped from torch's stack, if there are any."""
+        """Call ``call`` outside the user's dispatch modes, if any mode is active."""
         return call_outside_modes(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
 
     return wrapped
@@ -57,7 +57,7 @@ def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        """Call ``call`` with torch.func's stack of transforms empty."""
+        """Call ``call`` with torch.func's stack of transforms empty, if any transform runs."""
         if innermost_transform() is None:
             return call(*args, **kwargs)
         with temporarily_clear_interpreter_stack():

@@ -16,7 +16,7 @@ def full_state_dict(
     on other ranks.
 
     Gathers one unit at a time. Tied parameters share their storage. ``exclude_frozen``: leave frozen parameters out.
-    Collective.
+    Collective. Raises `PartitionError` inside a pass.
     """
     copies: dict[int, torch.Tensor] = {}
     for unit in partition.units:

@@ -34,8 +34,9 @@ _KIND = "full weights"
 
 @dataclass(frozen=True)
 class _Entry:
-    """One value to hand on: what it is, its tensor, the weight with adapters to merge (None without), and the indices
-    of the units that have to be gathered for it."""
+    """One value of a pass: its description, its tensor in the model, the weight with adapters to merge into it (None
+    without), and the indices of the units to gather before it is read.
+    """
 
     info: WeightInfo
     tensor: torch.Tensor
@@ -53,6 +54,9 @@ class FullWeights:
 
     Tied parameters come once, under their first name. Units come in the model's order, replicated parameters first.
     With `metadata` and iteration it is what vLLM calls a weight source.
+
+    Raises `PartitionError` if ``dtype`` is no floating-point dtype, and from every method as `base_weights` does where
+    adapters cannot be merged.
     """
 
     def __init__(
@@ -103,7 +107,9 @@ class FullWeights:
                 yield name, tensor.clone()
 
     def _pass(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of one pass; see [Note: a rank that stops]."""
+        """Yield the buckets of one pass, each in the same memory, which is allocated at the first; see [Note: a rank
+        that stops]. Collective. Raises as `buckets` says.
+        """
         runtime = self._partition.runtime
         runtime.reopen("iter_full_weights")
         if runtime.gathers.active:
@@ -162,8 +168,9 @@ class FullWeights:
             )
 
     def _stop(self, number: int, count: int) -> None:
-        """Tell the other ranks that this one has stopped before bucket ``number`` of ``count``; warn if they went on.
-        Collective, unless a failure has ended the engine."""
+        """Tell the other ranks that this one has stopped before bucket ``number`` of ``count``, and warn if they went
+        on to it. Collective, unless a failure has ended the engine.
+        """
         runtime = self._partition.runtime
         if not runtime.failed and "next" in runtime.agree(_KIND, f"bucket {number}", "stopped"):
             warnings.warn(
@@ -182,7 +189,9 @@ class FullWeights:
             gathers.release_unneeded()
 
     def _entries(self) -> list[_Entry]:
-        """Return what there is to hand on, in the order of a pass."""
+        """Return the entries in the order of a pass: replicated parameters, those of units by unit, then the buffers if
+        they were asked for.
+        """
         weights = base_weights(self._model) if self._merge_adapters else plain_weights(self._model)
         placed = [(self._unit_of(weight.parameter), weight) for weight in weights]
         placed.sort(key=lambda one: one[0])
@@ -195,7 +204,9 @@ class FullWeights:
         return entries
 
     def _entry(self, weight: NamedWeight) -> _Entry:
-        """Return the entry of ``weight``."""
+        """Return the entry of ``weight``: its dtype is the one asked for if it is a floating-point weight, and its
+        units are those of its own values and of the adapters to merge.
+        """
         parameter = weight.parameter
         converts = self._dtype is not None and parameter.dtype.is_floating_point
         info = WeightInfo(weight.name, self._dtype if converts else parameter.dtype, tuple(parameter.shape))  # type: ignore[arg-type]
@@ -232,8 +243,9 @@ class _Gathers:
                 self._open[index] = context
 
     def merged(self, weight: NamedWeight) -> torch.Tensor:
-        """Return ``weight`` with its adapters merged; values of its owner that were merged with it are kept for the
-        next call."""
+        """Return ``weight`` with its adapters merged, as a new tensor. The units involved are gathered. Values of its
+        owner that were merged with it are kept for the next call, and forgotten if that is for another owner.
+        """
         owner, values = self._merged
         if owner is not weight.owner or weight.key not in values:
             self._merged = (None, {})

@@ -177,7 +177,9 @@ class UnitGradients:
         self._present[index] = self.touched[index] = True
 
     def show(self, watch: Watch) -> None:
-        """Call ``watch`` with the flat buffer of the gradients that no reduction has taken yet, if there are any."""
+        """Call ``watch`` with the flat buffer of the gradients that no reduction has taken yet; do nothing if there are
+        none. The buffer is this object's: ``watch`` copies what it keeps.
+        """
         if self._flat is not None and any(self._present):
             watch(self._flat, tuple(self._present))
 
@@ -239,8 +241,11 @@ class UnitGradients:
         self._flat, self._views = None, []
 
     def finish_reduce_scatter(self) -> None:
-        """Hand the shard that a finished reduction has averaged to the tree or the tier, where there is one, and
-        find the sum of squares of what goes to a tier; else nothing is left to do."""
+        """Take the result of the reduction that `start_reduce_scatter` started and the caller has waited for.
+
+        With a tree or a tier the averaged shard is handed to it, and the sum of squares of what goes to a tier is
+        found. Without them the result is in `reduced` already, and nothing is left to do. Sends nothing.
+        """
         self._travels = False
         if self.leaves is not None:
             self._add_leaf(self.leaves)
@@ -296,8 +301,8 @@ class UnitGradients:
         """Start the all-gather that gives every rank the full averaged gradient (stage 0), and return it for the caller
         to wait.
 
-        Call it once, after the last reduction before the step. None if there is nothing to gather: from stage 1 on,
-        without a reduction, or where each rank keeps its own gradients. ``step``: number for the tag.
+        Call it once, after the last reduction before the step, on every rank. None if there is nothing to gather: from
+        stage 1 on, without a reduction, or where each rank keeps its own gradients. ``step``: number for the tag.
         """
         if self._full_group is None or self.reduced is None or self._keeps_own():
             return None

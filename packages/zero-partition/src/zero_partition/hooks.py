@@ -279,7 +279,7 @@ def eager(call: Callable[..., Any]) -> Callable[..., Any]:
     untraced: Callable[..., Any] = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Call ``call`` outside of all dispatch modes, and untraced where torch.compile traces."""
+        """Call ``call`` outside the user's dispatch modes, and untraced where torch.compile traces."""
         if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return untraced(*args, **kwargs)
         return call_outside_modes(call, *args, **kwargs) if any_modes() else call(*args, **kwargs)
@@ -300,7 +300,8 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook with the arguments that torch gives it; do nothing in the cases of `in_graph`."""
+        """Run the hook with the arguments that torch gives it; do nothing, and return None, in the cases of `in_graph`.
+        """
         if self.in_graph and torch.compiler.is_compiling():
             return None
         return self._call(*args, **kwargs)

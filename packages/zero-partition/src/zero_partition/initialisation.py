@@ -88,7 +88,12 @@ class Init:
         self._mode = _TouchMode(self._make_full, self._new_blank, self._allocate_blank)
 
     def __enter__(self) -> Init:
-        """Begin to shard what is built; with several ranks compare their random generators first. Collective."""
+        """Begin to shard what is built, by hooks of torch on registrations and a torch function mode; return this
+        object.
+
+        With several ranks their random generators are compared first, and rank 0's state is used where they differ.
+        Collective. On a single rank without ``new_shard`` it does nothing.
+        """
         if self._shards:
             self._agree_on_generators()
             self._handles = [
@@ -334,10 +339,11 @@ def _facts(records: list[ShardedParameter]) -> list[_Facts]:
 
 
 class _TouchMode(TorchFunctionMode):
-    """Calls ``touch`` with the records of the sharded parameters among a torch function's arguments before it runs, and
-    ``adopt`` with each that is not sharded. ``blank`` makes the tensor for a parameter that leaves the meta device.
+    """Makes parameters full before torch functions use them, while `Init` is open.
 
-    Functions that only read facts such as the shape call none of them.
+    ``touch``: called, before a function runs, with the records of the sharded parameters among its arguments.
+    ``adopt``: called with each parameter among them that is not sharded. ``blank``: makes the tensor for a parameter
+    that leaves the meta device. Functions that only read facts such as the shape call none of them.
     """
 
     def __init__(

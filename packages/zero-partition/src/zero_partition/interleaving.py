@@ -79,14 +79,17 @@ class Interleaving:
             self._start_within(self._gathers.position(unit))
 
     def before_unscheduled_gather(self) -> None:
-        """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they
-        have finished the pass or request one themselves. Not needed in lock step."""
+        """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they have
+        finished the pass or request one themselves. Does nothing in lock step, where it is not needed, or outside a
+        pass.
+        """
         if self._active and not self._lock_step:
             self._start_within(None)
 
     def start_next(self) -> None:
-        """Start the next reduction of the pass with the gradients that are there, if one is left, and finish the oldest
-        ones while too many are in flight."""
+        """Start the next reduction of the pass with the gradients that are there, and wait for the oldest ones while
+        too many are in flight. Starts nothing if none is left.
+        """
         self._reductions.start_next()
         self._make_room()
 
@@ -156,7 +159,7 @@ class Interleaving:
 
         ``gather``: position in the pass's order of the gather that this rank needs, -1 for none. ``done``: this rank
         has started all its reductions and needs no gather any more. Also advances the reductions that all ranks have
-        started.
+        started. Collective; only in lock step.
         """
         messages = distinct(self._meet(LockStep(gather, self._gathers.issued, self._reductions.started, done)))
         needed = 1 + max(message.gather for message in messages)

@@ -27,7 +27,7 @@ class _RegisteredBuffer:
 
     @property
     def name(self) -> str:
-        """The first full name."""
+        """Return the first of the buffer's full names."""
         return next(iter(self.places))
 
 

@@ -51,7 +51,7 @@ _OPTIMIZER = "torch.optim.optimizer"
 
 
 class Phase(enum.Enum):
-    """What runs now, as far as the optimizer is concerned."""
+    """The phase of the optimizer that runs now, by which its tensors are guarded."""
 
     IDLE = enum.auto()  # between steps: the engine holds the gradients
     HOOKS = enum.auto()  # the user's step hooks run: fragments that are here have their gradients
@@ -123,7 +123,7 @@ class OptimizerTensors:
 
     @property
     def is_on(self) -> bool:
-        """Whether the tensors are guarded now, that is outside the optimizer's arithmetic."""
+        """True if the tensors are guarded now, that is outside the optimizer's arithmetic."""
         return self._phase is not Phase.STEP
 
     def check_states(self) -> None:
@@ -150,13 +150,13 @@ class OptimizerTensors:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether the user has registered step pre-hooks, on this optimizer or for all optimizers."""
+        """True if the user has registered step pre-hooks, on this optimizer or for all optimizers."""
         hooks = self._own_hook.hooks_dict_ref()
         return bool(optimizers._global_optimizer_pre_hooks) or (hooks is not None and len(hooks) > 2)
 
     @property
     def is_hooked_after(self) -> bool:
-        """Whether the user has registered step post-hooks, on this optimizer or for all optimizers."""
+        """True if the user has registered step post-hooks, on this optimizer or for all optimizers."""
         hooks = self._own_hooks[1].hooks_dict_ref()
         return bool(optimizers._global_optimizer_post_hooks) or (hooks is not None and len(hooks) > 1)
 
@@ -284,12 +284,12 @@ class OptimizerTensors:
 
     @property
     def _in_hooks(self) -> bool:
-        """Whether the user's step hooks run and the tensors have values that hooks may write."""
+        """True while the user's step hooks run, if the tensors have values that hooks may write."""
         return self._phase is Phase.HOOKS and self._values_here
 
     @property
     def _readable(self) -> bool:
-        """Whether the tensors have their values now: not while a tier or another rank holds them."""
+        """True if the tensors have their values now: not while a tier or another rank holds them."""
         return self._values_here and (self._stay or self._phase is not Phase.IDLE)
 
     def _check_gradient_read(self, name: str) -> None:

@@ -296,11 +296,11 @@ class Partition:
         }
 
     def close(self, *, unshard: bool = True) -> None:
-        """Finish updates, gather all parameters for good, remove every hook, and close the tiers. Collective.
+        """Finish updates, gather all parameters for good, remove every hook, and close the tiers. Collective. Gathered
+        parameters keep their memory.
 
-        After an earlier failure (`Runtime.failed`) nothing is finished or gathered, and nothing is collective. With
-        ``unshard`` false released parameters stay placeholders, for models that do not fit into memory unsharded.
-        Gathered parameters keep their memory.
+        ``unshard``: False leaves released parameters as placeholders, for models that do not fit into memory unsharded.
+        After an earlier failure (`Runtime.failed`) nothing is finished or gathered, and nothing is collective.
         """
         if not self.runtime.failed:
             self.runtime.agree("close", "", None)
@@ -373,8 +373,9 @@ class Partition:
         ]
 
     def _accumulate_dtype(self, plan: UnitPlan) -> torch.dtype:
-        """Return the dtype in which the gradients of the unit of ``plan`` are accumulated: the policy's, at least the
-        unit's own."""
+        """Return the dtype in which the gradients of the unit of ``plan`` are accumulated: the policy's, or the unit's
+        own if that is wider.
+        """
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:

@@ -86,8 +86,9 @@ class Recovery:
         return issued is not None and all(counts == issued[0] for counts in issued)
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
-        """Return every rank's ``payload`` in rank order if all ranks fail in ``call`` within `PATIENCE` seconds, else
-        None."""
+        """Return every rank's ``payload`` (plain data) in rank order if all ranks fail in ``call`` within `PATIENCE`
+        seconds, else None. Waits that long at most; ranks that are elsewhere get ``failure`` as their error.
+        """
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 

@@ -203,10 +203,11 @@ class Runtime:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """A context in which ranks may call forward a different number of times, without backward. Collective.
+        """A context in which ranks may call forward a different number of times, without backward. Every rank enters
+        it.
 
-        A rank that leaves it joins the gathers of the others until all have left; after an exception it does not.
-        Raises `PartitionError` if one is open already.
+        A rank that leaves it joins the gathers of the others, and blocks, until all have left; after an exception, or
+        where nothing is sharded, it does not. Raises `PartitionError` if one is open already.
         """
         if self._agreement.synced:
             raise PartitionError("synced() is open already")
@@ -259,7 +260,7 @@ class Runtime:
         self.held_gradients.discard(parameters, set_to_none=set_to_none)
 
     def on_close(self, remove: Callable[[], object]) -> None:
-        """Have `close` call ``remove``."""
+        """Have `close` call ``remove``, after what was given before."""
         self._closing.append(remove)
 
     # -- the other ranks ---------------------------------------------------------------------------------------------
@@ -287,7 +288,7 @@ class Runtime:
 
     @property
     def failed(self) -> bool:
-        """Whether an earlier failure has ended this runtime."""
+        """True if an earlier failure has ended this runtime."""
         return self._liveness.failed
 
     def check_alive(self) -> None:

@@ -36,7 +36,9 @@ class SavedViews:
         self._context: saved_tensors_hooks | None = None
 
     def open(self) -> None:
-        """Install the hooks in this thread until `close`. Raises `PartitionError` where torch has them disabled."""
+        """Install the hooks in this thread until `close`, around the saved-tensor hooks that are active there now,
+        which other tensors still go through. Raises `PartitionError` where torch has saved-tensor hooks disabled.
+        """
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if why is not None:
             raise PartitionError(
@@ -72,7 +74,9 @@ class SavedViews:
         is_counted = outer is not None and getattr(outer[0], "__module__", "") == CHECKPOINT_MODULE
 
         def pack(tensor: torch.Tensor) -> Any:
-            """Return what autograd keeps of ``tensor`` until backward: an object for `_unpack`."""
+            """Return what autograd keeps of ``tensor`` until backward, for `_unpack`: a `_SavedView` of a unit, or a
+            `_SavedTensor`, or a `_SavedOuter` where the outer hooks take the tensor.
+            """
             unit = find(address_of(tensor))
             if outer is not None:
                 if unit is None:

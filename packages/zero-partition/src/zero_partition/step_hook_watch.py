@@ -48,7 +48,7 @@ class StepHookWatch:
 
     @property
     def is_on(self) -> bool:
-        """Whether the user's step hooks run now."""
+        """True while the user's step hooks run."""
         return self._updated is not None
 
     def begin(self, *, updated: bool) -> None:

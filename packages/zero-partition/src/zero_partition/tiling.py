@@ -70,7 +70,9 @@ class TiledLinear(nn.Module):
         return cast(nn.Linear, self.tiles[row * len(self.in_sizes) + column])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for ``x``, computed tile by tile."""
+        """Return the layer's output (..., out_features) for ``x`` (..., in_features), computed tile by tile, one row of
+        tiles after the other.
+        """
         inputs = torch.split(x, self.in_sizes, dim=-1)
         outputs = []
         for row in range(len(self.out_sizes)):

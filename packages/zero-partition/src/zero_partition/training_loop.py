@@ -63,21 +63,21 @@ class FollowedLoop:
         self._loop = loop
 
     def reduces_now(self) -> bool:
-        """Return the loop's answer."""
+        """Return whether a backward pass that begins now reduces its gradients, by the followed loop."""
         return self._loop.reduces_now()
 
     def refuse_plain_backward(self) -> str | None:
-        """Return the loop's answer."""
+        """Return why ``loss.backward()`` cannot be called now, by the followed loop; None if it can."""
         return self._loop.refuse_plain_backward()
 
     def refuse_written_gradients(self) -> str | None:
-        """Return the loop's answer."""
+        """Return why user code may not write ``.grad`` now, by the followed loop; None if it may."""
         return self._loop.refuse_written_gradients()
 
     def position(self) -> tuple[int, int, int]:
-        """Return the loop's counts of steps, micro-batches and samples."""
+        """Return the followed loop's numbers of steps, micro-batches and samples."""
         return self._loop.position()
 
     def go_back(self, micro_steps: int, samples: int) -> None:
-        """Have the loop restart its current step."""
+        """Have the followed loop restart its current step, with the counts given."""
         self._loop.go_back(micro_steps, samples)
