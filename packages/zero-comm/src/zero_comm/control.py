@@ -56,6 +56,8 @@ class Message:
     announced: int = 0
 
     def __str__(self) -> str:
+        """Return the call in words, for errors and logs: its kind, name, step, and how many micro-batches came before.
+        """
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
 

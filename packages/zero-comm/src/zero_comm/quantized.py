@@ -109,7 +109,7 @@ class QuantizedReduce:
         sums = torch.zeros((self._across.world_size, size), dtype=wide, device=out.device)
 
         def begin() -> _QuantizedReduction:
-            """Start the hop inside the node."""
+            """Start the hop inside the node, and return the reduction in flight."""
             return _QuantizedReduction(self._inside, self._across, self._codec, flat, out, sums, tag, accumulate)
 
         if flat.device.type != "cpu":

@@ -39,6 +39,7 @@ class CodePlace:
     in_call: bool
 
     def __str__(self) -> str:
+        """Return `text`."""
         return self.text
 
 

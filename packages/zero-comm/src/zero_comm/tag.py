@@ -22,6 +22,7 @@ class Tag:
     step: int = 0
 
     def __str__(self) -> str:
+        """Return the tag in words, for errors: "gather of 'layers.0' in step 3"."""
         return f"{self.phase} of '{self.name}'{in_step(self.step)}"
 
 

@@ -54,6 +54,7 @@ class Heartbeat:
     running: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        """Return, in words, where the rank is and its last call, for logs."""
         now = f"waits at {self.waits}" if self.waits else self.where
         return f"{now}; its last call was {self.last}, after {self.micro_batches} micro-batches"
 

@@ -30,10 +30,10 @@ class Work:
 
     Holds ``buffers``, which the transport may still touch. ``pending``: the operations to wait for, each with the peer
     rank that errors name (None: unknown). ``finish``: the computation after the transport (for the reduction: the local
-    sum); runs once, in the thread that waits. ``advance``: starts the last hop of a collective of several hops.
-    ``explain``: replaces an error by one with its cause. ``ticket``: marks the entry in the flight recorder as waited
-    for. ``ledger``: gets the seconds that the transport took and the seconds waited. ``watched``: shows to the watch
-    what this rank waits for.
+    sum); runs once, in the thread that waits. ``advance``: starts the last hop, where the work consists of several
+    collectives (hops), one after the other. ``explain``: replaces an error by one with its cause. ``ticket``: marks the
+    entry in the flight recorder as waited for. ``ledger``: gets the seconds that the transport took and the seconds
+    waited. ``watched``: shows to the watch what this rank waits for.
 
     If ``buffers`` are on an accelerator, the wait only orders streams. Then the ledger's times and the end of the entry
     in the flight recorder come from events of the device, and the times only with `Ledger.times_devices`.

@@ -104,7 +104,9 @@ class Lamb(ClosureOptimizer):
         return direction, (_squared_norm(p), _squared_norm(direction))
 
     def _apply(self, p: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
-        """Subtract ``factor * direction`` from ``p`` in place, by a kernel where there is one."""
+        """Subtract ``factor * direction`` from ``p`` in place, by a CPU kernel where there is one for both tensors,
+        else by torch.
+        """
         if _has_kernel(p, direction):
             lamb_apply(
                 p.data_ptr(),

@@ -25,7 +25,9 @@ class Lion(ClosureOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def update(self) -> None:
-        """Update every parameter that has a gradient in place, with torch's foreach operations per param group."""
+        """Update every parameter that has a gradient in place, with torch's foreach operations per param group; its
+        first update gives it a moment of zeros.
+        """
         for group, trained in self.groups_with_gradients():
             gradients = [p.grad for p in trained if p.grad is not None]
             for p in trained:

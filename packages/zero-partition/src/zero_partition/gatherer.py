@@ -113,7 +113,7 @@ class Gatherer:
 
     def end(self, *, joined: bool = False) -> None:
         """End the pass: issue the gathers that this rank did not need, wait for those in flight, and release every unit
-        that is not pinned; do nothing outside a pass.
+        that is not pinned; do nothing outside a pass. Every rank calls it, as all issue the same gathers.
 
         ``joined``: this rank took part for the others only, so the order learns nothing from it.
         """

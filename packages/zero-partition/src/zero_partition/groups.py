@@ -31,7 +31,9 @@ class AddParamGroup:
         optimizer.__dict__["add_param_group"] = self
 
     def __call__(self, param_group: dict[str, Any]) -> None:
-        """Raise `PartitionError`, naming the first parameter of ``param_group`` and what to do instead."""
+        """Raise `PartitionError`, whatever ``param_group`` is, as parameters cannot be added after the engine was made;
+        it names the group's first parameter and says what to do instead.
+        """
         given = param_group.get("params", ())
         first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
         raise PartitionError(

@@ -27,7 +27,9 @@ from .unit import Unit
 
 
 class PassListener(Protocol):
-    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py."""
+    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py. Autograd calls the last two
+    methods, in the thread that runs the backward graph.
+    """
 
     def enter_module(self, name: str, units: Sequence[Unit], /) -> bool:
         """Gather ``units``, which the module called ``name`` uses; return whether its call is part of a pass.

@@ -23,7 +23,8 @@ def find_tied(units: Iterable[Unit]) -> tuple[Unit, int, str] | None:
     """Find the first parameter of ``units`` that user code has put over memory of another one (``a.data = b.data``).
 
     Return its unit, its number there, and the problem as the rest of a sentence about the parameter; None if no
-    replaced parameter shares elements with another. Hidden units are passed over, and so are placeholders.
+    replaced parameter shares elements with another. Hidden units (`Unit.hidden`), whose parameters read NaN for a time,
+    are passed over, and so are placeholders.
     """
     places = {name: (unit, number) for unit in units for number, name in enumerate(unit.names) if not unit.hidden}
     replaced = {name for name, (unit, number) in places.items() if _is_replaced(unit, number)}

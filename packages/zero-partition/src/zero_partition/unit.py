@@ -312,7 +312,8 @@ class Unit:
     def weights_with_master(self) -> torch.Tensor | None:
         """The weights (1-D) that correspond to this rank's `master`: all of them, or those of its shard.
 
-        None unless the weights are always gathered, in host memory, and apart from their master.
+        A view of the flat buffer, so it follows later steps. None unless the weights are always gathered, in host
+        memory, and apart from their master.
         """
         if self.releasable or self.states is not None or self.master is None or not self.keeps_masters:
             return None

@@ -76,12 +76,12 @@ class UnitEdits:
 
     @property
     def needs_full_check(self) -> bool:
-        """Whether checksums or lent aliases have to be compared too, beside addresses, dtypes and version counters."""
+        """True if checksums or lent aliases have to be compared too, beside addresses, dtypes and version counters."""
         return self._checksums is not None or self._is_lent_written()
 
     @property
     def has_checksums(self) -> bool:
-        """Whether `find_changed` compares checksums of the values."""
+        """True if `find_changed` compares checksums of the values."""
         return self._checksums is not None
 
     @without_torch_function
@@ -192,7 +192,9 @@ class UnitEdits:
 
     @without_torch_function
     def mark_clean(self) -> None:
-        """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged."""
+        """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged;
+        aliases that `lend` has returned stay valid.
+        """
         self.pending.clear()
         self.refused.clear()
         self._checksums = self._compared = None

@@ -188,7 +188,7 @@ class TritonBlockQuantizer:
 
     def quantize_blocks(self, x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
         """Return payload (uint8) and scales (float32) of the contiguous 1-D tensor `x`, in `format` with `block`
-        elements per scale, on its device.
+        elements per scale, as new tensors on its device. The host does not wait.
         """
         limit, largest, mantissa, bias, _ = _FORMATS[format]
         nibbles = format == "int4"
@@ -217,7 +217,7 @@ class TritonBlockQuantizer:
 
     def dequantize_blocks(self, payload: Tensor, scales: Tensor, out: Tensor, format: str, block: int) -> None:
         """Write the elements decoded from `payload` and `scales`, encoded with the same `format` and `block`, into the
-        contiguous 1-D tensor `out`.
+        contiguous 1-D tensor `out`. The host does not wait.
         """
         _, _, mantissa, bias, special = _FORMATS[format]
         brain = out.dtype == torch.bfloat16

@@ -60,8 +60,8 @@ class BlockCodec:
         return -(-numel // self.block)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`, on its
-        device.
+        """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`, as new
+        tensors on its device. Raises `PrecisionError` for another `x`.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise PrecisionError(f"BlockCodec.encode: expected a 1-D floating tensor, got {tuple(x.shape)} {x.dtype}")
@@ -69,7 +69,7 @@ class BlockCodec:
 
     def decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
         """Decode (`payload`, `scales`) of `out.numel()` elements into `out` (contiguous, 1-D, floating), all on one
-        device.
+        device. Raises `PrecisionError` if sizes or dtypes do not fit.
         """
         self._check_decode(payload, scales, out)
         self._quantizer.dequantize_blocks(payload, scales, out, self.format, self.block)
@@ -83,7 +83,9 @@ class BlockCodec:
         return torch.where(scales == 0, SMALLEST_BLOCK, bound)
 
     def _check_decode(self, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-        """Raise `PrecisionError` unless `payload` and `scales` have the dtypes and sizes that `out` calls for."""
+        """Raise `PrecisionError` unless `out` is contiguous, 1-D and floating, and `payload` and `scales` have the
+        dtypes and sizes that so many elements call for.
+        """
         if out.dim() != 1 or not out.is_floating_point() or not out.is_contiguous():
             raise PrecisionError(
                 f"BlockCodec.decode: expected a contiguous 1-D floating `out`, got {tuple(out.shape)} {out.dtype}"

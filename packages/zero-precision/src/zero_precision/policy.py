@@ -184,7 +184,9 @@ class PrecisionPolicy:
             raise PrecisionError(f"PrecisionPolicy.{field}: expected one of {known}, got {dtype!r}")
 
     def _check_one_half_format(self) -> None:
-        """Raise `PrecisionError` if the policy has both float16 and bfloat16."""
+        """Raise `PrecisionError`, naming the fields, if the policy has both float16 and bfloat16, which together lose
+        range one way and digits the other.
+        """
         fields = {field: getattr(self, field) for field in _DTYPE_FIELDS}
         half = [field for field, dtype in fields.items() if dtype == torch.float16]
         brain = [field for field, dtype in fields.items() if dtype == torch.bfloat16]

@@ -30,11 +30,12 @@ _OF_THE_LOSS = {"labels", "shift_labels", "num_items_in_batch"}
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How attention is spread.
+    """The options of attention over sequence shards.
 
     ``disable_in_eval``: in eval mode a model computes what it is given, without its peers. ``attention_dropout``:
     "refuse" raises for dropout inside attention; "independent" draws another mask on every rank, which is as good a
-    draw as one process makes, but not the same. ``pad_heads``: query heads that do not divide are padded with zeros.
+    draw as one process makes, but not the same. ``pad_heads``: where the ranks do not divide the query heads, heads of
+    zeros are added; without it such a model is refused.
     """
 
     disable_in_eval: bool = False
@@ -107,7 +108,10 @@ class UlyssesAttention:
     def _refuse(
         self, place: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, named: dict[str, Any]
     ) -> None:
-        """Raise `SequenceError` for what cannot be computed head by head over a sequence that is sharded."""
+        """Raise `SequenceError`, naming the attention by ``place``, for what cannot be computed head by head over a
+        sequence that is sharded: caches, cross-attention, dropout unless the options allow it, attention weights as
+        output, sinks, and further tensors in ``named``, the arguments by name.
+        """
         if key.shape[2] != query.shape[2]:
             raise SequenceError(
                 f"{place}: expected keys for as many places as queries, got {key.shape[2]} and {query.shape[2]}: "
@@ -152,6 +156,9 @@ class _LocalModule:
         self._core = core
 
     def __getattr__(self, name: str) -> Any:
+        """Return the module's attribute, but for ``num_key_value_groups``, which is this rank's, and ``config``, which
+        names the core attention.
+        """
         found = getattr(self._module, name)
         if name == "num_key_value_groups":
             return self._groups
@@ -166,12 +173,14 @@ class _LocalConfiguration:
         self._attn_implementation = core
 
     def __getattr__(self, name: str) -> Any:
+        """Return the configuration's own attribute, for all but ``_attn_implementation``."""
         return getattr(self._config, name)
 
 
 def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the heads of keys or values in the order in which ranks need them, some more than once; gradients of
-    copies add up."""
+    """Return the heads of keys or values (batch, heads, S/N, size) in the order in which ranks need them, some more
+    than once; gradients of copies add up.
+    """
     if plan.copies == 1:
         return tensor
     if plan.copies:

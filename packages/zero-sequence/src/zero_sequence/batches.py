@@ -54,15 +54,18 @@ def split_batch(
 
 
 def _is_sequence(key: str, value: Any, tokens: torch.Tensor) -> bool:
-    """Return whether an entry has a value for every token."""
+    """Return whether the entry ``key`` of a batch is a tensor with a value for every token, to be sharded along
+    dimension 1: one row, or as many as ``tokens`` has. False for bounds and lengths of packed samples.
+    """
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or key in _FULL:
         return False
     return value.shape[1] == tokens.shape[1] and value.shape[0] in (1, tokens.shape[0])
 
 
 def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
-    """Return positions (batch, length) that count from 0, in every sample that ``cu_seq_lens_q`` bounds. Raises
-    `SequenceError` if those bounds do not cover the batch."""
+    """Return positions (batch, length) that count from 0: in each row, or in every sample that ``cu_seq_lens_q``
+    bounds. Raises `SequenceError` if those bounds do not cover the batch.
+    """
     rows, length = tokens.shape[:2]
     places = torch.arange(rows * length, device=tokens.device)
     bounds = batch.get("cu_seq_lens_q")
@@ -76,7 +79,8 @@ def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _extend(batch: dict[str, Any], along: list[str], missing: int, pad_token_id: int) -> None:
-    """Add ``missing`` places to the entries ``along`` the sequence of ``batch``.
+    """Add ``missing`` places at the end of the entries ``along`` (their keys) of ``batch``, which is changed; tokens
+    get ``pad_token_id``.
 
     Padding has label -100, and positions that continue. A batch without a mask gets none: what follows the last token
     of a causal model changes nothing before it; what is bidirectional needs its mask, and packed samples keep theirs.

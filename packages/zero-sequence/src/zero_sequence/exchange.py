@@ -33,6 +33,6 @@ def heads_to_sequence(output: torch.Tensor, group: Group, tag: Tag) -> torch.Ten
 
 
 def _split(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return ``tensor`` with its second dimension as (ranks, one rank's)."""
+    """Return ``tensor`` (batch, length, …) with its second dimension as two: (batch, ranks, length / ranks, …)."""
     batch, length, *sizes = tensor.shape
     return tensor.reshape(batch, ranks, length // ranks, *sizes)

@@ -84,14 +84,18 @@ class SequenceGroups:
         return self.sequence.ledger
 
     def join_engine(self, groups: EngineGroups) -> None:
-        """Have the engine with these ``groups`` watch over this rank's exchanges and count them: a rank that fails, is
-        stopped or makes no further call then ends those that its peers wait in, with its cause. `zero_core.initialize`
-        calls it.
+        """Have the engine with these ``groups`` watch over this rank's exchanges and count them in its ledger;
+        `zero_core.initialize` calls it.
+
+        Where a rank fails, is stopped or makes no further call, the exchanges that its peers wait in then raise, with
+        that cause. Does not communicate.
         """
         groups.cover((self.sequence, self.batches, self.control, self._data), self._connections)
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        """Return torch's group of the ranks that share this rank's sequences."""
+        """Return torch's group of the ranks that share this rank's sequences. Raises ValueError after `close` if these
+        are several.
+        """
         return self.sequence.torch_group()
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -103,7 +107,9 @@ class SequenceGroups:
         return self.rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return torch's group of the ranks that hold the same shard of other samples."""
+        """Return torch's group of the ranks that hold the same shard of other samples. Raises ValueError after `close`
+        if these are several.
+        """
         return self._data.torch_group()
 
     def get_data_parallel_world_size(self) -> int:
@@ -115,15 +121,17 @@ class SequenceGroups:
         return self._data.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return torch's group of all ranks, over which states are sharded and gradients averaged."""
+        """Return torch's group of all ranks, over which states are sharded and gradients averaged; None where
+        torch.distributed is not initialised.
+        """
         return dist.group.WORLD
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """Return the number of all ranks."""
+        """Return the number of all ranks: data times sequence."""
         return dist.get_world_size()
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """Return this rank."""
+        """Return this rank's number among all ranks."""
         return dist.get_rank()
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:

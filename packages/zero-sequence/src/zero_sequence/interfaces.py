@@ -58,7 +58,9 @@ def core_attention(name: str) -> Attention | None:
 
 
 def core_mask(name: str) -> Callable[..., Any] | None:
-    """Return what makes the masks of the attention ``name``; None if Transformers makes none for it."""
+    """Return the function registered with Transformers that makes the masks of the attention ``name``; None if there is
+    none.
+    """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     found: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -81,7 +83,9 @@ def eager_attention(module: nn.Module) -> Attention:
 
 
 def register(core: str, attention: Attention, mask: Callable[..., Any] | None) -> str:
-    """Register ``attention``, and ``mask`` if there is one, under a new name that tells ``core``, and return it."""
+    """Register ``attention``, and ``mask`` if there is one, with Transformers under a new name, in which the name
+    ``core`` can be read, and return that name. It stays registered.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -27,9 +27,9 @@ class SequenceLoader:
     each batch is sharded in place, and nothing is sent. ``shift``, ``pad_token_id``: see `split_batch`. ``device``:
     where shards are put; by default they stay on the CPU.
 
-    Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left.
-    Batches are mappings of tensors, and of plain data (JSON). What is wrong with a batch of one rank raises
-    `SequenceError` on every rank of its group.
+    Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left,
+    with "same" when this rank has none. Batches are mappings of tensors, and of plain data (JSON). What is wrong with a
+    batch of one rank raises `SequenceError` on every rank of its group.
     """
 
     def __init__(
@@ -55,7 +55,9 @@ class SequenceLoader:
         return own * self._groups.size if self._source == "each" else own
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield this rank's shards. Collective over the sequence group."""
+        """Yield this rank's shards, by name of the entry, on ``device``. With "each" every batch is collective over the
+        sequence group, so all its ranks iterate to the end; with "same" nothing is sent.
+        """
         batches = iter(self.loader)
         while True:
             batch = next(batches, None)
@@ -66,7 +68,9 @@ class SequenceLoader:
                 yield {key: self._placed(value) for key, value in shard.items()}
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass ``epoch`` to the loader, or to its sampler or dataset, whichever has `set_epoch`."""
+        """Pass ``epoch`` to the first of the loader, its sampler and its dataset that has `set_epoch`; do nothing if
+        none has.
+        """
         for target in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             take = getattr(target, "set_epoch", None)
             if take is not None:
@@ -81,7 +85,9 @@ class SequenceLoader:
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
 
     def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:
-        """Return this rank's shard, in a list, of a batch that all ranks of the group have; None without a batch."""
+        """Return this rank's shard, in a list, of a batch that all ranks of the group have; None without a batch. Sends
+        nothing.
+        """
         return None if batch is None else [self._split(batch)[self._groups.rank]]
 
     def _draw_each(self, batch: Any) -> list[dict[str, Any]] | None:
@@ -144,7 +150,7 @@ def _bytes(entry: list[Any]) -> int:
 
 
 def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Write the bytes of ``tensors``, one after the other, to ``row``."""
+    """Write the bytes of ``tensors``, one after the other, to ``row`` (1-D, uint8), which is long enough."""
     start = 0
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -153,7 +159,9 @@ def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 
 def _read(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
-    """Return the shard that ``header`` describes, from the bytes in ``row``."""
+    """Return the shard that ``header`` (from `_header`) describes, from the bytes in ``row`` (1-D, uint8); its tensors
+    are copies.
+    """
     found, start = dict(header["plain"]), 0
     for entry in header["tensors"]:
         name, dtype, shape = entry

@@ -17,7 +17,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, group: Group) -> torch.Tensor:
-        """Return the sum, the same bits on every rank."""
+        """Return the sum over ``group``, the same bits on every rank. Collective; waits."""
         ctx.ranks = group.world_size
         told = value.new_empty(group.world_size, *value.shape)
         group.all_gather(told.view(-1), value.contiguous().view(-1), _TAG).wait()
@@ -25,7 +25,9 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum of all ranks' gradients, which are equal as all ranks differentiate the same loss."""
+        """Return the sum of all ranks' gradients without sending any: they are equal, as all ranks differentiate the
+        same loss.
+        """
         return gradients[0] * ctx.ranks, None
 
 

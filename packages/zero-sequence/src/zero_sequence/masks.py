@@ -56,7 +56,9 @@ class FullMask:
 
 
 def check_mask(mask: Any, full_length: int, place: str) -> None:
-    """Raise `SequenceError` unless ``mask``, of the attention called ``place``, is over the full sequence."""
+    """Raise `SequenceError` unless ``mask``, of the attention called ``place``, is over the full sequence of
+    ``full_length`` tokens: (batch, length), or (batch, 1, length, length). None passes.
+    """
     shape = tuple(getattr(mask, "shape", ()))
     fits = shape[-1:] == (full_length,) and (len(shape) == 2 or (len(shape) == 4 and shape[-2] == full_length))
     if mask is not None and (not fits or (len(shape) == 4 and shape[1] != 1)):
@@ -67,8 +69,9 @@ def check_mask(mask: Any, full_length: int, place: str) -> None:
 
 
 def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
-    """Return the number of the sample of every token; None if there is one sample in a row, or if a mask or no
-    positions were given."""
+    """Return the number of the sample of every token (batch, full length); None if there is one sample in a row, and
+    where a mask, or no positions, were given.
+    """
     from transformers.masking_utils import find_packed_sequence_indices
 
     if current.positions is None or current.padding is not None:
@@ -78,7 +81,7 @@ def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
 
 
 def _tensors_in(function: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a mask function, or one that it is made of, holds."""
+    """Yield the tensors in the closure of a mask function, and in those of the functions there."""
     for cell in getattr(function, "__closure__", None) or ():
         held = cell.cell_contents
         for item in held if isinstance(held, (tuple, list)) else (held,):

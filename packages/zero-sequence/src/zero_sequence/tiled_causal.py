@@ -64,7 +64,7 @@ class TiledCausalLoss:
         ]
 
     def remove(self) -> None:
-        """Have the model compute its loss from whole logits again, as before."""
+        """Have the model compute its loss from its full logits again, as before, and remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._hidden = [], None
@@ -74,13 +74,15 @@ class TiledCausalLoss:
             self._model.__dict__.pop("_loss_function", None)
 
     def _keep_one_position(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Ask for the logits of the last position alone where a loss is asked for."""
+        """Ask for the logits of the last position alone where a loss is asked for: the model's forward pre-hook.
+        Returns the changed arguments, or None to leave them.
+        """
         self._hidden = None
         self._wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         return (args, {**kwargs, "logits_to_keep": 1}) if self._wanted else None
 
     def _take_hidden(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Keep the decoder's last hidden states for the loss, where one is asked for."""
+        """Keep the decoder's last hidden states for `_loss`, where one is asked for: the decoder's forward hook."""
         if self._wanted:
             self._hidden = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
 

@@ -75,7 +75,9 @@ def _check(
     reduction: str,
     num_items: int | float | torch.Tensor | None,
 ) -> None:
-    """Raise `SequenceError` for arguments of `tiled_cross_entropy` that do not fit."""
+    """Raise `SequenceError`, saying what was expected, for arguments of `tiled_cross_entropy` whose shapes, dtypes,
+    values or combination do not fit. Nothing is computed.
+    """
     if hidden.shape[:-1] != labels.shape or hidden.dim() < 1:
         raise SequenceError(
             "tiled_cross_entropy: expected labels in the shape of the hidden states without their last dimension, got "
@@ -94,7 +96,10 @@ def _check(
 
 
 class _EntropyWork:
-    """Sums the losses of tokens. Inputs: the hidden states (tokens, width)."""
+    """The `TileWork` that sums the losses of tokens. Inputs: the hidden states (tokens, width).
+
+    ``head``: returns the logits. ``labels``: of all tokens, 1-D. ``terms``: of the loss.
+    """
 
     dim = 0
 
@@ -106,7 +111,9 @@ class _EntropyWork:
         self._total: torch.Tensor | None = None
 
     def compute(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the head's logits. Raises `SequenceError` if they have another shape than (tokens, classes)."""
+        """Return the head's logits (tokens, classes) for a tile of hidden states. Raises `SequenceError` if they have
+        another shape.
+        """
         logits = call_on(self._head, tiles)
         if logits.dim() != 2 or logits.size(0) != tiles[0].size(0):
             raise SequenceError(
@@ -126,7 +133,7 @@ class _EntropyWork:
         return cast(torch.Tensor, total)
 
     def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the tile's logits."""
+        """Return the gradient of the tile's logits ``output``; ``gradient``: that of the sum, a 0-D tensor."""
         labels = self._labels_at(span)
         return gradient_of_losses(output, labels, self._terms, gradient.expand(labels.shape))
 

@@ -80,7 +80,7 @@ def call_on(module: Computes, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _JoinedWork:
-    """Puts the outputs of tiles one behind the other along ``output_dim``."""
+    """The `TileWork` that puts the outputs of tiles one behind the other along ``output_dim``."""
 
     def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int, output_dim: int) -> None:
         self.dim = dim
@@ -115,12 +115,12 @@ class _JoinedWork:
         return cast(torch.Tensor, joined)
 
     def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the part of the gradient that belongs to the span."""
+        """Return the part of the result's ``gradient`` that belongs to the span, a view."""
         return gradient.narrow(self._output_dim, span.start, span.length)
 
 
 class _StackedWork:
-    """Stacks the outputs of tiles along a new dimension 0."""
+    """The `TileWork` that stacks the outputs of tiles, of any shape, along a new dimension 0."""
 
     def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int) -> None:
         self.dim = dim
@@ -142,5 +142,5 @@ class _StackedWork:
         return torch.stack(outputs)
 
     def gradient_of(self, span: TileSpan, output: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the tile's own gradient."""
+        """Return the tile's own slice of the result's ``gradient``, a view."""
         return gradient[self.spans.index(span)]

@@ -52,7 +52,7 @@ class TileWork(Protocol):
     spans: Sequence[TileSpan]
 
     def compute(self, tiles: Sequence[torch.Tensor], /) -> torch.Tensor:
-        """Return the output for one tile of each input."""
+        """Return the output for one tile of each input, with its graph where gradients are enabled."""
 
     def collect(self, span: TileSpan, output: torch.Tensor, /) -> None:
         """Take the output of ``span``, without its graph, into the result."""
@@ -128,7 +128,9 @@ class _LeafTotals:
         self._totals: dict[int, torch.Tensor] = {}
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add the gradient of ``leaf`` from one more tile."""
+        """Add the gradient of ``leaf`` from one more tile: in float32 at least where there are several tiles, into
+        memory of its own; a single tile's is kept as it is.
+        """
         total = self._totals.get(id(leaf))
         if total is not None:
             total.add_(gradient)
@@ -183,7 +185,10 @@ def _differentiate(
 
 
 def _gradients(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor) -> Sequence[torch.Tensor | None]:
-    """Return the gradients at ``edges`` of the output at ``edge``, whose own gradient is ``seed``."""
+    """Return the gradients at ``edges`` of the output at ``edge``, whose own gradient is ``seed``, None for an edge
+    that the output does not reach; nothing for no edges. Frees the graph. Raises `SequenceError` for a graph that
+    reaches back to before the tile, which every tile would differentiate again.
+    """
     if not edges:
         return ()
     try:

@@ -21,7 +21,7 @@ class AutocastState:
 
     @staticmethod
     def of(device_type: str) -> AutocastState:
-        """Return the state of the calling thread."""
+        """Return the present state of autocast for ``device_type`` in the calling thread."""
         return AutocastState(
             device_type,
             torch.is_autocast_enabled(device_type),
@@ -45,12 +45,12 @@ class RandomState:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> RandomState:
-        """Return the present state, with the devices that ``tensors`` are on."""
+        """Return the present states of the generators, those of the devices that ``tensors`` are on included."""
         devices, states = get_device_states(*tensors)
         return RandomState(_device_type(tensors), torch.get_rng_state(), devices, states)
 
     def set(self) -> None:
-        """Make this the present state."""
+        """Give the host's generator and those of the devices these states."""
         torch.set_rng_state(self.host)
         if self.devices:
             set_device_states(self.devices, self.states, device_type=self.device_type)
@@ -72,7 +72,9 @@ class TileSurroundings:
 
     @contextmanager
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put these surroundings back for the block; ``tensors``: those of `of`."""
+        """Put these surroundings back for the block, and the generators' present states after it; ``tensors``: those of
+        `of`.
+        """
         before = RandomState.of(tensors)
         with ExitStack() as stack:
             for state in self.autocast:

@@ -75,7 +75,9 @@ class Ulysses:
         self._hooks = []
 
     def _register(self, core: str) -> str:
-        """Register attention and masks over ``core``, and return their name."""
+        """Register attention and masks over ``core``, the name of the model's own attention, with Transformers, and
+        return their name.
+        """
         mask = core_mask(core)
         attention = UlyssesAttention(core, core_attention(core), self._groups.sequence, self._inputs, self._options)
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
@@ -108,8 +110,9 @@ class Ulysses:
             )
 
     def _agree(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
-        """Return what the ranks hold together. Collective. Raises `SequenceError` on every rank if their shards do not
-        fit."""
+        """Return what the ranks hold together: the inputs of the full sequence behind the ``named`` inputs of their
+        shards. Collective. Raises `SequenceError` on every rank if their shards do not fit.
+        """
         try:
             said: Any = _facts(model, named)
         except SequenceError as error:
@@ -127,7 +130,10 @@ class Ulysses:
         return self._gather(named, said)
 
     def _gather(self, named: dict[str, Any], facts: list[Any]) -> ForwardInputs:
-        """Return the inputs of the full sequence; ``facts``: see `_facts`. Collective."""
+        """Return the inputs of the full sequence, from the ``named`` ones of this rank's shard; ``facts``: see
+        `_facts`. Gathers a mask and positions where they are sharded. Collective. Raises `SequenceError` for a mask
+        of another length.
+        """
         _, length, mask_length, has_positions = facts
         full_length = length * self._groups.size
         padding = positions = None
@@ -158,7 +164,7 @@ class Ulysses:
 
 
 def _named_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all inputs of a call by name."""
+    """Return all inputs of a call of ``model`` by name, positional ones too; those that are not given are left out."""
     signature = inspect.signature(model.forward)
     named = dict(signature.bind_partial(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -176,7 +182,7 @@ def _tokens(model: nn.Module, named: dict[str, Any]) -> torch.Tensor:
 
 
 def _is_padding(mask: Any) -> bool:
-    """Return whether ``mask`` is none, or one of padding, (batch, length)."""
+    """Return whether ``mask`` is None, or a tensor of two dimensions, as a mask of padding (batch, length) is."""
     return mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
 
 
@@ -208,5 +214,7 @@ def _facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
 
 
 def _derives_positions(model: nn.Module) -> bool:
-    """Return whether a module of the model computes positions from token ids."""
+    """Return whether a module of the model computes positions from token ids (RoBERTa's embeddings), which takes those
+    of the full sequence.
+    """
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())

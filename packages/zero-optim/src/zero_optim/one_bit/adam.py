@@ -49,11 +49,13 @@ class OneBitOptimizer(ClosureOptimizer):
         return self._uses_own_gradients(self.steps + 1)
 
     def connect(self, group: Group) -> None:
-        """Average over ``group`` from now on; called before the first step."""
+        """Average over the ranks of ``group`` from now on; called once, before the first step. Does not communicate."""
         self._group = group
 
     def synchronise(self) -> bool:
-        """Return False: the ranks' weights are equal after every step. A subclass overrides it if its are not."""
+        """Return False, without communication: the ranks' weights are equal after every step. A subclass overrides it
+        if its are not.
+        """
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
@@ -96,10 +98,12 @@ class OneBitOptimizer(ClosureOptimizer):
 
     @abstractmethod
     def _take_step(self, number: int, own: bool) -> None:
-        """Update moments and parameters in step ``number`` (from 1); ``own``: the gradients are this rank's own."""
+        """Update moments and parameters in step ``number`` (from 1); ``own``: the gradients are this rank's own.
+        Collective where the ranks average.
+        """
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state of ``p`` before its first step: both moments, zero."""
+        """Return the state of ``p`` before its first step: both moments, zero, like ``p``. Subclasses add to it."""
         return {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
@@ -183,7 +187,8 @@ class OneBitAdam(OneBitOptimizer):
 
     def _take_step(self, number: int, own: bool) -> None:
         """Take a step of Adam; with own gradients (``own``) leave the variance as it is, and average the momenta over
-        the ranks."""
+        the ranks, which is collective.
+        """
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)

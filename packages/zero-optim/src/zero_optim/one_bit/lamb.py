@@ -59,7 +59,9 @@ class OneBitLamb(OneBitOptimizer):
         return {**super()._new_state(p), **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
 
     def _take_step(self, number: int, own: bool) -> None:
-        """Take a step of LAMB; with own gradients (``own``) a compressed one, with frozen variance and ratios."""
+        """Take a step of LAMB from averaged gradients; with own gradients (``own``) a compressed one, with frozen
+        variance and ratios, which is collective.
+        """
         if own:
             self._compressed_step(number)
             return
@@ -95,8 +97,9 @@ class OneBitLamb(OneBitOptimizer):
             self._apply_frozen(group, p, earlier, number)
 
     def _freeze(self) -> None:
-        """Begin the fresh variance of each parameter as a copy of the frozen one, and set the factor that brings its
-        momentum to the mean magnitude of all momenta."""
+        """Begin the fresh variance of each parameter as a copy of the frozen one, and set ``scaling_coeff``, the factor
+        that brings its momentum to the mean magnitude of all momenta: 1 for a momentum of zeros.
+        """
         scales = [_norm(self.state[p]["exp_avg"]) / math.sqrt(max(p.numel(), 1)) for _, p in self._parameters()]
         united = sum(scales) / len(scales)
         for (_, p), scale in zip(self._parameters(), scales, strict=True):

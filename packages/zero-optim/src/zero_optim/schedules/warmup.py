@@ -157,6 +157,6 @@ class WarmupCosineLR(Schedule):
 
 
 def _warn_when_short(total: int, warmup: int) -> None:
-    """Log a warning if the schedule has fewer steps than its warm-up."""
+    """Log a warning if the schedule's ``total`` number of steps is smaller than that of its ``warmup``."""
     if total < warmup:
         logger.warning("total_num_steps %d is less than warmup_num_steps %d: the warm-up never ends", total, warmup)
