@@ -116,8 +116,7 @@ class AlikeGroup(Group):
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Return the tensor itself ``count`` times instead of its slices, as on the CPU they are neither sent nor
-        received.
-        """
+        received."""
         if not self._uses_direct_messages(flat):
             return super()._slices(flat, count)
         return [flat] * count  # they are neither sent nor received

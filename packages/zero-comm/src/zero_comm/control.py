@@ -56,8 +56,8 @@ class Message:
     announced: int = 0
 
     def __str__(self) -> str:
-        """Return the call in words, for errors and logs: its kind, name, step, and how many micro-batches came before.
-        """
+        """Return the call in words, for errors and logs: its kind, name, step, and how many micro-batches came
+        before."""
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
 
@@ -99,7 +99,8 @@ class Control:
         return self._process_group is not None and os.getpid() == self._process
 
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
-        """Use ``process_group``, a new one of the same ranks, after `close`; call `exchange_nodes` and `watch` next."""
+        """Use ``process_group``, a new one of the same ranks, after `close`, and forget the failure; call
+        `exchange_nodes` and `watch` next. Sends nothing."""
         self._process_group = process_group
         self._process = os.getpid()
         self._sequence = 0
@@ -227,8 +228,7 @@ class Control:
 
     def report_failure(self, reason: str) -> None:
         """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it. See
-        [Note: the first cause]. Does nothing for a single rank, in a forked process, and if the store is gone.
-        """
+        [Note: the first cause]. Does nothing for a single rank, in a forked process, and if the store is gone."""
         if self._takes_part:
             with suppress(RuntimeError):  # the store went with the rank that kept it
                 value = json.dumps([self.rank, f"failed: {reason}"])
@@ -236,18 +236,16 @@ class Control:
 
     def give_up(self, reason: str) -> None:
         """Store ``reason``, for which waiting would never end, as why this rank left the others, unless a rank has
-        reported a failure before; `explain` names it in the others' errors and in this rank's own. Called by the
-        watch, in its thread.
-        """
+        reported a failure before; `explain` names it in the others' errors and in this rank's own. Called by the watch,
+        in its thread."""
         self._verdict = reason
         with suppress(RuntimeError):
             self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
 
     def leave_note(self, reason: str) -> None:
         """Store why this rank may make no further call, for the others' `explain`, which prefers a failure that a rank
-        has reported. This rank's next `exchange` deletes the note. Does nothing for a single rank, in a forked
-        process, and if the store is gone.
-        """
+        has reported. This rank's next `exchange` deletes the note. Does nothing for a single rank, in a forked process,
+        and if the store is gone."""
         if self._takes_part:
             with suppress(RuntimeError):
                 self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
@@ -330,8 +328,7 @@ class Control:
 
     def close(self) -> None:
         """Destroy the process group, without waiting for other ranks; after that only `meet_again` and `reopen` may be
-        called. May be called again.
-        """
+        called. May be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)
@@ -382,8 +379,7 @@ class Control:
 
     def _count(self, tag: Tag, nbytes: int) -> None:
         """Count in the ledger a message of ``nbytes`` bytes to every other rank, and the part of it that goes to other
-        nodes.
-        """
+        nodes."""
         self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
 
     def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[bytearray], list[tuple[int, Any]]]:

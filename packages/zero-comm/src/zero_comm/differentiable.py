@@ -15,7 +15,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
-        """Return what the ranks sent to this one, in ``flat``'s shape; waits."""
+        """Return what the ranks sent to this one, in ``flat``'s shape, as a new tensor. Collective; waits."""
         ctx.group, ctx.tag = group, tag
         flat = flat.contiguous()
         out = torch.empty_like(flat)
@@ -24,7 +24,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of ``flat``: the slices of the output's gradient, each sent back to its rank; waits."""
+        """Return the gradient of ``flat``: the slices of the output's gradient, each sent back to its rank. Collective;
+        waits."""
         return all_to_all(gradients[0], ctx.group, ctx.tag), None, None
 
 

@@ -89,8 +89,7 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
     """Return the rank by the variables of Slurm's srun; None outside of srun. Rank 0's address is MASTER_ADDR, else the
     first host of the step, or 127.0.0.1 on a single host; the port is MASTER_PORT, else one that follows from the
-    step's id.
-    """
+    step's id."""
     # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None

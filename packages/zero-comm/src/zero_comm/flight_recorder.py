@@ -133,8 +133,7 @@ class FlightRecorder:
 
     def fail_wait(self, number: int) -> None:
         """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it. The header
-        keeps the first such entry until a wait succeeds.
-        """
+        keeps the first such entry until a wait succeeds."""
         self._words[_FAILED] = self._words[_FAILED] or number
         self._words[_WAITING] = 0
 

@@ -250,8 +250,8 @@ class Group:
         self._watched, self._explain = watched, explain
 
     def close(self) -> None:
-        """Destroy the process group, and the one that `torch_group` made; peers that still wait on it get an error. May
-        be called again."""
+        """Destroy the process group, and the one that `torch_group` made; peers that still wait on it get an error.
+        Does not wait for them. May be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)

@@ -55,6 +55,5 @@ class StreamEnd:
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
         """Have the current stream wait until ``stream`` has come there. The host does not wait, whatever ``timeout``
-        is.
-        """
+        is."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)

@@ -206,8 +206,7 @@ class EngineGroups:
 
     def close(self) -> None:
         """Stop the watch and destroy all process groups, without waiting for other ranks; peers that still wait in them
-        get an error. May be called again.
-        """
+        get an error. May be called again."""
         self.control.end_watch()
         for group, _ in self._data:
             group.close()

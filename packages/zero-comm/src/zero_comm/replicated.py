@@ -116,8 +116,8 @@ class ReplicatedReduce:
         self._across.drop_unfinished()
 
     def _finish_across(self, reduction: _ReplicatedReduction) -> None:
-        """Run the hops between the replicas, and write the average: on an accelerator, where waits only order streams.
-        """
+        """Run the hops between the replicas, and write the average: on an accelerator, where waits only order
+        streams."""
         self._average_across(reduction)
         reduction.finish()
 
@@ -129,8 +129,7 @@ class ReplicatedReduce:
 
     def _average_across(self, reduction: _ReplicatedReduction) -> None:
         """Wait for the hop inside the replica, reduce-scatter its result across the replicas, wait, and start to
-        all-gather the averages. Collective over the ranks with this shard.
-        """
+        all-gather the averages. Collective over the ranks with this shard."""
         reduction.last.wait()
         own = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
         reduction.buffer = full = reduction.buffer.to(reduction.wire)

@@ -107,8 +107,7 @@ def _passed_autograd(failure: BaseException) -> bool:
 
 def place_of_main_thread() -> CodePlace:
     """Return the place where the main thread is now: the innermost line of the user's code, and the call of
-    torch.distributed that it runs, if any. May be called by any thread.
-    """
+    torch.distributed that it runs, if any. May be called by any thread."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     call, waits, line = "", False, ""
     while frame is not None:

@@ -59,34 +59,30 @@ class TransferGroup:
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy the sender's ``tensor`` into every rank's, and wait. Collective over the group. Raises `PeerError` when
-        a rank is gone, and `CommError` after `close`.
-        """
+        a rank is gone, and `CommError` after `close`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         self._wait(lambda: self._group.broadcast([tensor], options))
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send ``tensor`` to ``rank``, which calls `receive` with one of its size, and wait; only on the sender. Raises
-        `PeerError` when that rank is gone, and `CommError` after `close`.
-        """
+        `PeerError` when that rank is gone, and `CommError` after `close`."""
         self._wait(lambda: self._group.send([tensor], rank, 0))
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Write what the sender sends (`send`) into ``tensor``, and wait. Raises `PeerError` when it is gone, and
-        `CommError` after `close`.
-        """
+        `CommError` after `close`."""
         self._wait(lambda: self._group.recv([tensor], SENDER, 0))
 
     def tell_needs(self, needs: Needs | None) -> None:
-        """Store for the sender which weights this rank of the server wants, without waiting; None: all of every weight.
-        """
+        """Store for the sender which weights this rank of the server wants, without waiting; None: all of every
+        weight."""
         told: Any = None if needs is None else {n: s and [s.dim, s.start, s.length] for n, s in needs.items()}
         self._store.set(f"needs/{self.rank}", json.dumps(told))
 
     def hear_needs(self) -> list[Needs | None]:
         """Return what each of the server's ranks wants, in rank order, None for all of every weight; wait for those
-        that have not said it. Called by the sender. Raises `PeerError` when one does not say so in time.
-        """
+        that have not said it. Called by the sender. Raises `PeerError` when one does not say so in time."""
         try:
             told = [json.loads(self._store.get(f"needs/{rank}")) for rank in range(1, self.world_size)]
         except (RuntimeError, OSError) as error:
@@ -95,14 +91,12 @@ class TransferGroup:
 
     def tell_way(self, *, broadcasts: bool) -> None:
         """Store for the server's ranks whether every bucket comes by a broadcast, or each rank's share by a message;
-        called by the sender, once.
-        """
+        called by the sender, once."""
         self._store.set("way", "broadcast" if broadcasts else "messages")
 
     def hear_way(self) -> bool:
         """Return whether buckets come by a broadcast; wait until the sender has said so. Raises `PeerError` when it is
-        gone, or does not say it in time.
-        """
+        gone, or does not say it in time."""
         try:
             return self._store.get("way") == b"broadcast"
         except (RuntimeError, OSError) as error:

@@ -216,8 +216,7 @@ class Watch:
 
     def _read_heartbeats(self, now: float) -> None:
         """Read every rank's heartbeat from the store, and keep when each last beat and since when it has been at one
-        place. ``now``: `time.monotonic`.
-        """
+        place. ``now``: `time.monotonic`."""
         for rank in range(self._world_size):
             key = f"report {rank}"
             report = Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
@@ -232,8 +231,7 @@ class Watch:
 
     def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
         """Give up or log, by the heartbeats that were read, as [Note: the watch] says; giving up ends the thread.
-        ``waiting``: see `Watched.waiting`. ``now``: `time.monotonic`.
-        """
+        ``waiting``: see `Watched.waiting`. ``now``: `time.monotonic`."""
         for rank, (_, answered) in self._seen.items():
             since = max(answered, self._ran.get(rank, answered))
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:

@@ -82,8 +82,7 @@ class WeightServerClient:
 
     def _post(self, route: str, content: dict[str, Any]) -> None:
         """Post ``content`` as JSON to ``route`` and wait for the answer, whose body is ignored. Raises `PeerError`,
-        with the server's words if it answered, when it refuses or cannot be reached.
-        """
+        with the server's words if it answered, when it refuses or cannot be reached."""
         request = urllib.request.Request(
             f"{self._url}/{route}", json.dumps(content).encode(), {"Content-Type": "application/json"}
         )
@@ -198,8 +197,7 @@ class WeightSender:
 
     def _send(self, group: TransferGroup, bucket: WeightBucket) -> None:
         """Send ``bucket`` to every rank of the server that wants some of it, by one broadcast or a message to each, and
-        wait.
-        """
+        wait."""
         if self._broadcasts:
             group.broadcast(bucket.memory)
             return

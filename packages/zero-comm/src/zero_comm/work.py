@@ -119,8 +119,7 @@ class Work:
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
         """Wait for all pending operations. ``limit``: the argument of their `wait`, empty for none. Raises `PeerError`,
-        which later waits raise again, when one fails.
-        """
+        which later waits raise again, when one fails."""
         for waitable, peer in self._pending:
             try:
                 waitable.wait(*limit)

@@ -56,7 +56,8 @@ def adam_defaults(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> dict[str, Any]:
-    """Return the ``defaults`` of an optimizer like Adam, as `torch.optim.Optimizer` takes them."""
+    """Return the arguments by name, as the ``defaults`` that `torch.optim.Optimizer` takes, for an optimizer like Adam.
+    """
     return {
         "lr": lr,
         "betas": tuple(betas),

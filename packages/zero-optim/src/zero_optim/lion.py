@@ -26,8 +26,7 @@ class Lion(ClosureOptimizer):
 
     def update(self) -> None:
         """Update every parameter that has a gradient in place, with torch's foreach operations per param group; its
-        first update gives it a moment of zeros.
-        """
+        first update gives it a moment of zeros."""
         for group, trained in self.groups_with_gradients():
             gradients = [p.grad for p in trained if p.grad is not None]
             for p in trained:

@@ -36,10 +36,10 @@ def gathered(
 
     ``modifier_rank``: at exit, the values of this data rank, written in place or by assigning ``p.data``, become every
     rank's. Without it a change is kept if every rank has made the same; else the next call of the engine raises
-    `EditRefusedError` on every rank. ``read_only``: the block changes nothing, so changes are not looked for.
-    Passes in the block leave the units gathered. At exit they are released, unless an enclosing block has them too. If
-    the block raises, nothing is broadcast, and with a ``modifier_rank`` the engine may end, as other ranks wait for
-    this one. Collective. Raises `PartitionError` inside a pass, and at exit for a buffer in the gathered memory.
+    `EditRefusedError` on every rank. ``read_only``: the block changes nothing, so changes are not looked for. Passes in
+    the block leave the units gathered. At exit they are released, unless an enclosing block has them too. If the block
+    raises, nothing is broadcast, and with a ``modifier_rank`` the engine may end, as other ranks wait for this one.
+    Collective. Raises `PartitionError` inside a pass, and at exit if a buffer of the model lies in the gathered memory.
     """
     runtime = partition.runtime
     runtime.reopen("gathered")
@@ -320,8 +320,8 @@ def _gather_full_from_tier(
 def _write_to_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
 ) -> None:
-    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; do nothing where the
-    tier has no such kind."""
+    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; do nothing where this
+    rank has no fragment of it, or the tier no such kind."""
     entry = unit.layout.entries[index]
     fragment = unit.layout.fragment_of(entry, partition.rank)
     if fragment is not None and kind in states.kinds(entry.name):

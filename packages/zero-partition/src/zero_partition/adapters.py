@@ -82,8 +82,8 @@ def plain_weights(model: nn.Module) -> list[NamedWeight]:
 
 def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
     """Return the parameters of ``weight.owner`` with the adapters of ``weight.layers`` merged into them, by attribute,
-    as new tensors; see [Note: adapters]. Every parameter involved is gathered. Memory: the owner's parameters once
-    more, and what PEFT's ``merge`` needs."""
+    as new tensors; where adapters change single parameters, of ``weight.key`` alone. See [Note: adapters]. Every
+    parameter involved is gathered. Memory: the owner's parameters once more, and what PEFT's ``merge`` needs."""
     owner = copy.copy(weight.owner)
     one = any(hasattr(layer, "parameter_name") for layer in weight.layers)
     copied = {
@@ -106,8 +106,7 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
 
 def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
     """Return a copy of ``module`` that shares its tensors, but not the dicts that hold them and its children; None for
-    None.
-    """
+    None."""
     if module is None:
         return None
     alone = copy.copy(module)

@@ -25,7 +25,7 @@ Exchange = Callable[[str, str, Any], list[Any]]
 
 
 class _Values(NamedTuple):
-    """The last look at a parameter's values: its address and version counter then, and a checksum."""
+    """The facts of a parameter's values when they were last looked at: address, version counter, and a checksum."""
 
     address: int
     version: int
@@ -35,10 +35,10 @@ class _Values(NamedTuple):
 class AddedParameters:
     """Knows which parameters of ``model`` have come into it since this object was made.
 
-    The engine neither averages their gradients nor updates them, so what trains them, or draws their first values, may
-    leave others on each rank. The model's tree is looked at again only after torch has reported the registration of a
-    module or parameter in a module of the model, or when a list of modules has another length: ``insert`` is not
-    reported.
+    The engine neither averages their gradients nor updates them, so code that trains them, or draws their first values,
+    may leave different values on each rank. The model's tree is looked at again only after torch has reported the
+    registration of a module or parameter in a module of the model, or when a list of modules has another length:
+    ``insert`` is not reported.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,7 +64,8 @@ class AddedParameters:
             remove()
 
     def digest(self) -> int:
-        """Return a 32-bit digest of the added parameters' names and values; 0 while there are none."""
+        """Return a 32-bit digest of the added parameters' names and values; 0 while there are none. Looks for added
+        ones first if the model's tree may have changed. Waits for the device that holds their values."""
         if self._has_changed or list(map(len, self._lists)) != self._lengths:
             self._look()
         return zlib.crc32(repr(self._values()).encode()) if self._added else 0

@@ -276,8 +276,7 @@ class GradientAgreement:
 
     def _refuse_frozen_on_some_ranks(self) -> NoReturn:
         """Raise `PartitionError` that names the first parameter that only some ranks have frozen. Collective. Called on
-        every rank when the digests of their frozen parameters differ.
-        """
+        every rank when the digests of their frozen parameters differ."""
         everyones = [set(names) for names in self._partition.runtime.agree("frozen", "", self._newly_frozen())]
         apart = sorted(set.union(*everyones) - set.intersection(*everyones))
         frozen = [rank for rank, names in enumerate(everyones) if apart[0] in names]
@@ -316,7 +315,7 @@ class GradientAgreement:
     def refuse_incomplete(self) -> None:
         """Raise `PartitionError` if some micro-batches of a step under virtual ranks (see leaves.py) are missing.
 
-        Every rank raises, as all have had as many.
+        Every rank raises, as all have had the same number of micro-batches.
         """
         for gradients in self._partition.runtime.gradients.values():
             leaves = gradients.leaves

@@ -33,8 +33,7 @@ class DeviceGuard:
     @property
     def is_able(self) -> bool:
         """True if the next step can be skipped on the device, as far as this rank knows: the optimizer's kernels take
-        the flag, no step hook of the user's looks at the step, and all param groups are fused.
-        """
+        the flag, no step hook of the user's looks at the step, and all param groups are fused."""
         hooked = self._tensors.is_hooked or self._tensors.is_hooked_after
         return self._is_able and not hooked and all(group.get("fused") for group in self._optimizer.param_groups)
 
@@ -47,7 +46,8 @@ class DeviceGuard:
         )
 
     def note_step(self, touched: Touched) -> None:
-        """Record that the parameters that are ``touched`` (by unit index, a flag per parameter) have states now."""
+        """Record that the parameters that are ``touched`` (by unit index, a flag per parameter) have states now. Does
+        nothing for an optimizer whose steps cannot be skipped on the device."""
         for index, flags in touched.items() if self._is_able else ():
             known: Sequence[bool] = self._stepped.get(index, [False] * len(flags))
             self._stepped[index] = [t or s for t, s in zip(flags, known, strict=True)]

@@ -41,7 +41,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def _pinned(values: torch.Tensor) -> torch.Tensor:
-    """Return host memory for ``values``, pinned where the accelerator can."""
+    """Return uninitialised host memory of the shape and dtype of ``values``, pinned where the accelerator can."""
     try:
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     except RuntimeError:  # the copy then waits for the device

@@ -20,9 +20,12 @@ _KEYS = {torch.float16: "fp16.auto_cast", torch.bfloat16: "bf16.auto_cast"}
 
 @contextmanager
 def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Run a forward pass of ``model``; an error of torch about dtypes in a module whose parameters have another
-    floating dtype than ``inputs``, nested containers of tensors, becomes a `PartitionError` that names the module,
-    both dtypes and the key of the configuration that casts inputs."""
+    """A context for a forward pass of ``model``, in which errors of torch about dtypes are made to name the module.
+
+    An error in a module whose parameters have another floating dtype than ``inputs``, nested containers of tensors,
+    becomes a `PartitionError` that names the module, both dtypes and the key of the configuration that casts inputs.
+    Other errors pass.
+    """
     try:
         yield
     except RuntimeError as error:

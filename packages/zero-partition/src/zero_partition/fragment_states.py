@@ -195,7 +195,8 @@ class StateElsewhere(dict[str, Any]):
         self._tensor, self._step = tensor, step
 
     def __missing__(self, kind: str) -> Any:
-        """Return the value of any kind that was not assigned."""
+        """Return the value of a kind that was not assigned: what ``step`` returns for "step", else a new empty
+        tensor."""
         return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
     def __delitem__(self, kind: str) -> None:

@@ -35,8 +35,7 @@ _KIND = "full weights"
 @dataclass(frozen=True)
 class _Entry:
     """One value of a pass: its description, its tensor in the model, the weight with adapters to merge into it (None
-    without), and the indices of the units to gather before it is read.
-    """
+    without), and the indices of the units to gather before it is read."""
 
     info: WeightInfo
     tensor: torch.Tensor
@@ -108,8 +107,7 @@ class FullWeights:
 
     def _pass(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """Yield the buckets of one pass, each in the same memory, which is allocated at the first; see [Note: a rank
-        that stops]. Collective. Raises as `buckets` says.
-        """
+        that stops]. Collective. Raises as `buckets` says."""
         runtime = self._partition.runtime
         runtime.reopen("iter_full_weights")
         if runtime.gathers.active:
@@ -169,8 +167,7 @@ class FullWeights:
 
     def _stop(self, number: int, count: int) -> None:
         """Tell the other ranks that this one has stopped before bucket ``number`` of ``count``, and warn if they went
-        on to it. Collective, unless a failure has ended the engine.
-        """
+        on to it. Collective, unless a failure has ended the engine."""
         runtime = self._partition.runtime
         if not runtime.failed and "next" in runtime.agree(_KIND, f"bucket {number}", "stopped"):
             warnings.warn(
@@ -190,8 +187,7 @@ class FullWeights:
 
     def _entries(self) -> list[_Entry]:
         """Return the entries in the order of a pass: replicated parameters, those of units by unit, then the buffers if
-        they were asked for.
-        """
+        they were asked for."""
         weights = base_weights(self._model) if self._merge_adapters else plain_weights(self._model)
         placed = [(self._unit_of(weight.parameter), weight) for weight in weights]
         placed.sort(key=lambda one: one[0])
@@ -205,8 +201,7 @@ class FullWeights:
 
     def _entry(self, weight: NamedWeight) -> _Entry:
         """Return the entry of ``weight``: its dtype is the one asked for if it is a floating-point weight, and its
-        units are those of its own values and of the adapters to merge.
-        """
+        units are those of its own values and of the adapters to merge."""
         parameter = weight.parameter
         converts = self._dtype is not None and parameter.dtype.is_floating_point
         info = WeightInfo(weight.name, self._dtype if converts else parameter.dtype, tuple(parameter.shape))  # type: ignore[arg-type]
@@ -244,8 +239,7 @@ class _Gathers:
 
     def merged(self, weight: NamedWeight) -> torch.Tensor:
         """Return ``weight`` with its adapters merged, as a new tensor. The units involved are gathered. Values of its
-        owner that were merged with it are kept for the next call, and forgotten if that is for another owner.
-        """
+        owner that were merged with it are kept for the next call, and forgotten if that is for another owner."""
         owner, values = self._merged
         if owner is not weight.owner or weight.key not in values:
             self._merged = (None, {})

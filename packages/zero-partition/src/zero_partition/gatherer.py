@@ -16,8 +16,7 @@ _PREFETCHED_SHARDS = 8  # units whose shards a slow tier is asked for before the
 
 class GatherWaits(Protocol):
     """Starts what a rank must have started before it blocks on a gather, so that no other rank waits for it in turn;
-    see [Note: waits] in interleaving.py.
-    """
+    see [Note: waits] in interleaving.py."""
 
     def before_gather(self, unit: Unit, /) -> None:
         """Start every reduction that another rank may finish before it issues the gather of ``unit``.
@@ -169,8 +168,7 @@ class Gatherer:
     @outside_transforms
     def _release(self, unit: Unit) -> None:
         """Release ``unit`` unless it is pinned; a gather of it in flight is waited for first. The unit that the next
-        pass gathers first is kept gathered instead, where `_is_turn` allows.
-        """
+        pass gathers first is kept gathered instead, where `_is_turn` allows."""
         if not unit.pinned:
             self._wait(unit)
             if self._is_turn(unit):
@@ -180,8 +178,7 @@ class Gatherer:
 
     def _is_turn(self, unit: Unit) -> bool:
         """Return whether ``unit`` may stay gathered for the next pass: that pass gathers it first (``before`` of
-        `begin`), no gather of the running one remains, and ``max_live_numel`` allows a unit of this size.
-        """
+        `begin`), no gather of the running one remains, and ``max_live_numel`` allows a unit of this size."""
         return unit.index == self._turn and not self._gathers.remaining and unit.layout.numel <= self._max_live_numel
 
     def _prefetch(self) -> None:

@@ -148,7 +148,7 @@ class UnitGradients:
         return self._square if isinstance(self._square, torch.Tensor) else None
 
     def settle_square(self, square: float) -> None:
-        """Take ``square``, the value of `square_on_device`, for the sum of squares."""
+        """Take ``square``, the value of `square_on_device`, for the sum of squares, so that `square` does not wait."""
         self._square = square
 
     def add(self, index: int, gradient: torch.Tensor, *, more_follow: bool) -> None:
@@ -178,8 +178,7 @@ class UnitGradients:
 
     def show(self, watch: Watch) -> None:
         """Call ``watch`` with the flat buffer of the gradients that no reduction has taken yet; do nothing if there are
-        none. The buffer is this object's: ``watch`` copies what it keeps.
-        """
+        none. The buffer is this object's: ``watch`` copies what it keeps."""
         if self._flat is not None and any(self._present):
             watch(self._flat, tuple(self._present))
 

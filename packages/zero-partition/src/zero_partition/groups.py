@@ -32,8 +32,7 @@ class AddParamGroup:
 
     def __call__(self, param_group: dict[str, Any]) -> None:
         """Raise `PartitionError`, whatever ``param_group`` is, as parameters cannot be added after the engine was made;
-        it names the group's first parameter and says what to do instead.
-        """
+        it names the group's first parameter and says what to do instead."""
         given = param_group.get("params", ())
         first = given if isinstance(given, torch.Tensor) else next(iter(given), None)
         raise PartitionError(

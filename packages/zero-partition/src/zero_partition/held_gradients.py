@@ -50,7 +50,8 @@ class HeldGradients:
         self._user_gradients.show()
 
     def hide(self) -> None:
-        """Make the parameters' ``.grad`` None again after `show`, as autograd would add to the averages in place."""
+        """Make the parameters' ``.grad`` None again after `show`, as autograd would add to the averages in place; do
+        nothing if none are shown."""
         self._user_gradients.hide()
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None, *, set_to_none: bool = True) -> None:
@@ -69,7 +70,8 @@ class HeldGradients:
             self.awaits_step = False
 
     def forget(self) -> None:
-        """Forget all gradients, and what user code did to them, at the end of a step."""
+        """Forget all gradients, what user code did to them, and that a pass failed, at the end of a step. Does not
+        communicate."""
         self._reducer.clear()
         self._user_gradients.forget()
         self.awaits_step = False

@@ -27,9 +27,7 @@ from .unit import Unit
 
 
 class PassListener(Protocol):
-    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py. Autograd calls the last two
-    methods, in the thread that runs the backward graph.
-    """
+    """The receiver of the hooks' reports; see [Note: the order of events] in passes.py. Autograd calls the last two."""
 
     def enter_module(self, name: str, units: Sequence[Unit], /) -> bool:
         """Gather ``units``, which the module called ``name`` uses; return whether its call is part of a pass.
@@ -137,7 +135,8 @@ class ModuleHooks:
         return ModuleWatch(name, units, self, outermost=outermost)
 
     def keep_for_caller(self, name: str, unit: Unit) -> None:
-        """Keep ``unit`` gathered until the module that calls the one called ``name`` is done.
+        """Keep ``unit`` gathered until the module that calls the one called ``name`` is done, in this pass and in later
+        ones.
 
         The caller is the nearest enclosing module that has a forward; it does not gather the unit itself. It is hooked
         if it was not.
@@ -302,8 +301,7 @@ class Hook:
         self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the hook with the arguments that torch gives it; do nothing, and return None, in the cases of `in_graph`.
-        """
+        """Run the hook with the arguments that torch gives it; in the cases of `in_graph` only return None."""
         if self.in_graph and torch.compiler.is_compiling():
             return None
         return self._call(*args, **kwargs)

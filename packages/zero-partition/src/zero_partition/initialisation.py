@@ -147,7 +147,7 @@ class Init:
 
     def _attached(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
         """Shard the parameters of ``child``, which is being attached to ``parent`` as ``name``: torch's hook on
-        registering a module."""
+        registering a module. Collective."""
         if child is not None:
             owner = type(parent).__name__
             self._shard_all({f"{name}.{inner} of {owner}": p for inner, p in child.named_parameters()})

@@ -43,8 +43,7 @@ class WatchedParameters(Parameters):
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         """Return the parameter after its use was reported, which gathers it in a pass; None, unreported, where None is
-        registered. Inside torch.compile a parameter that is present is not reported.
-        """
+        registered. Inside torch.compile a parameter that is present is not reported."""
         parameter = super().__getitem__(name)
         if parameter is not None and not (torch.compiler.is_compiling() and _is_present(parameter)):
             self._on_read(parameter)

@@ -81,15 +81,13 @@ class Interleaving:
     def before_unscheduled_gather(self) -> None:
         """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they have
         finished the pass or request one themselves. Does nothing in lock step, where it is not needed, or outside a
-        pass.
-        """
+        pass."""
         if self._active and not self._lock_step:
             self._start_within(None)
 
     def start_next(self) -> None:
         """Start the next reduction of the pass with the gradients that are there, and wait for the oldest ones while
-        too many are in flight. Starts nothing if none is left.
-        """
+        too many are in flight. Starts nothing if none is left."""
         self._reductions.start_next()
         self._make_room()
 

@@ -87,7 +87,7 @@ class Observations:
     discards: int = 0
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`."""
+        """Return the fields, in their order, as plain data for `decode`; the reductions encoded, or None."""
         reductions = None if self.reductions is None else self.reductions.encode()
         return [dict(self.gathers), reductions, list(self.changed), self.edits, self.discards]
 
@@ -113,7 +113,7 @@ class LockStep:
     done: bool
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`."""
+        """Return the fields, in their order, as plain data for `decode`."""
         return [self.gather, self.issued, self.started, self.done]
 
     @classmethod
@@ -130,7 +130,7 @@ class PassProgress:
     reductions: int
 
     def encode(self) -> list[int]:
-        """Return plain data, for `decode`."""
+        """Return both numbers, in their order, as plain data for `decode`."""
         return [self.gathers, self.reductions]
 
     @classmethod
@@ -153,7 +153,7 @@ class TrainingPosition:
     samples: int
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`."""
+        """Return the fields, in their order, as plain data for `decode`."""
         return [self.interrupted, self.steps, self.micro_steps, self.samples]
 
     @classmethod
@@ -174,7 +174,7 @@ class WrittenGradients:
     edited: Mapping[int, int] = field(default_factory=dict)
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`; an empty list if nothing was written."""
+        """Return both maps as lists of pairs, plain data for `decode`; an empty list if nothing was written."""
         return [list(self.written.items()), list(self.edited.items())] if self.written or self.edited else []
 
     @classmethod
@@ -211,7 +211,8 @@ class StepReport:
     frozen: int = 0
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`; fields at the end that have their defaults are left out."""
+        """Return the fields, in their order, as plain data for `decode`; those at the end that have their defaults are
+        left out."""
         untouched = list(self.untouched.items())
         told = [list(self.late), self.square, untouched, self.culprit, self.written.encode()]
         rest, defaults = [self.defers, self.earlier, self.added, self.frozen], [False, None, 0, 0]
@@ -251,7 +252,7 @@ class ModelFacts:
     on_meta: str | None
 
     def encode(self) -> list[Any]:
-        """Return plain data, for `decode`."""
+        """Return both fields as plain data for `decode`."""
         return [list(self.tensors), self.on_meta]
 
     @classmethod

@@ -206,11 +206,11 @@ class ShardedOptimizer:
 
             def step(begin: Callable[[], None] | None = None) -> None:
                 """Run the optimizer's step with its hooks, and ``begin``, if given, before its arithmetic; keep a
-                post-hook's exception in ``raised``. Collective where some rank has pre-hooks.
-                """
+                post-hook's exception in ``raised``. Collective where some rank has pre-hooks."""
 
                 def written() -> None:
-                    """Begin the part of the step that writes weights, once all ranks' pre-hooks have run."""
+                    """Begin the part of the step that writes weights: meet the other ranks if any has pre-hooks
+                    (collective), so that all have run, mark the writing, and call ``begin``."""
                     if agreed.hooked:
                         runtime.agree("step hooks", "", None)
                     writing.enter_context(runtime.writing("the step"))
@@ -245,8 +245,7 @@ class ShardedOptimizer:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the reduced gradients, and those that ``.grad`` shows, by ``factor``, the same on every rank, for
-        clipping outside the step; unreduced gradients are left alone. Sends nothing.
-        """
+        clipping outside the step; unreduced gradients are left alone. Sends nothing."""
         for gradients in self._partition.runtime.gradients.values():
             if gradients.is_reduced:
                 with gradients.averaged(dirty=True) as averaged:
@@ -272,8 +271,7 @@ class ShardedOptimizer:
 
     def _refuse_direct_step(self, *_: Any) -> None:
         """Raise `PartitionError` for a step that the engine did not start: a step pre-hook of the wrapped optimizer.
-        Also raises after the engine was destroyed, as the fragments are not the model's any more.
-        """
+        Also raises after the engine was destroyed, as the fragments are not the model's any more."""
         if self._stepping:
             return
         tensors = (owned.tensor for owned in self.fragments)
@@ -295,8 +293,7 @@ class ShardedOptimizer:
 
         def has_gradient(name: str) -> bool:
             """Return whether parameter ``name`` has a gradient for this step, reduced or not; False if its unit is not
-            trained.
-            """
+            trained."""
             if (place := self._places.get(name)) is None:
                 return False
             index, number = place

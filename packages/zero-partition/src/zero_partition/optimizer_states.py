@@ -41,7 +41,7 @@ class ListedParameter:
 
     @property
     def held_shape(self) -> torch.Size:
-        """Shape of this rank's fragment; (0,) without one."""
+        """Return the shape of this rank's fragment; (0,) without one."""
         return torch.Size([0]) if self.owned is None else self.owned.shape
 
 

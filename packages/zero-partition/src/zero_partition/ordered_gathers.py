@@ -255,7 +255,7 @@ class OrderedGathers:
         self._schedule = None
 
     def abandon(self) -> None:
-        """End the running pass, which has failed; nothing is learned from it."""
+        """End the running pass, which has failed; nothing is learned from it. Gathers in flight are left alone."""
         self._schedule = None
         self._used = {}
         self._fresh.clear()

@@ -107,8 +107,7 @@ class OrderedReductions:
 
     def begin(self, units: Iterable[int]) -> None:
         """Begin a reducing pass over ``units`` (by index), the same set on every rank; units that are not trained are
-        left out. Starts no reduction.
-        """
+        left out. Starts no reduction."""
         chosen = set(units)
         self._queue = deque(index for index in self._order if index in chosen)
         self._completions = {}
@@ -131,8 +130,7 @@ class OrderedReductions:
     def start(self, index: int) -> None:
         """Start the reduction of the unit ``index`` with the gradients that have arrived (zeros for the others), in a
         pass or outside, and count it in `started`. Does not wait; every rank starts the same reductions in the same
-        order.
-        """
+        order."""
         gradients = self._by_unit[index]
         work = gradients.start_reduce_scatter(self._step.value, self._device)
         first = self._gathers_first.get(index, 0)

@@ -205,8 +205,8 @@ class Partition:
             self.runtime.gradient_watch.accessed(parameter, cancels=access == "cancelled")
 
     def lend_data(self, parameter: nn.Parameter, data: torch.Tensor) -> torch.Tensor:
-        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are found;
-        for a parameter of this partition."""
+        """Return an alias of ``data`` for user code that reads ``parameter.data``, so that writes through it are found,
+        until the parameter is released; for a parameter of this partition."""
         unit, number = self._by_parameter[id(parameter)]
         return unit.edits.lend(number, data)
 
@@ -374,8 +374,7 @@ class Partition:
 
     def _accumulate_dtype(self, plan: UnitPlan) -> torch.dtype:
         """Return the dtype in which the gradients of the unit of ``plan`` are accumulated: the policy's, or the unit's
-        own if that is wider.
-        """
+        own if that is wider."""
         return torch.promote_types(plan.dtype, self.options.policy.accumulate_dtype)
 
     def _make_gradients(self, unit: Unit) -> UnitGradients:

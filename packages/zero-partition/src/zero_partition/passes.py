@@ -267,8 +267,7 @@ class Passes:
     def _agree_backward(self, *, reduces: bool) -> _BackwardTerms:
         """Meet the other ranks before a backward pass, and return what follows for all of them: the union of their
         pending and late units, and whether all have kept the same unit. ``reduces``: this rank's pass reduces
-        gradients. Collective.
-        """
+        gradients. Collective."""
         mine = [self._reducer.pending(), self._reducer.late()] if reduces else [[], []]
         everyones = distinct(self._agreement.agree(BACKWARD, "", [*mine, self._gathers.kept]))
         pending, late = ({unit for one in everyones for unit in one[n]} for n in (0, 1))
@@ -327,8 +326,7 @@ class Passes:
     def _begin_plain_backward(self) -> None:
         """Begin a pass for the user's ``loss.backward()``, inside autograd's run, and queue a callback of autograd that
         ends the pass with the run, or recovers if the run raises. Collective as `begin_backward` is. Raises
-        `PartitionError` if the training loop allows no such call now.
-        """
+        `PartitionError` if the training loop allows no such call now."""
         refusal = self._loop.refuse_plain_backward()
         if refusal is not None:
             raise PartitionError(refusal)

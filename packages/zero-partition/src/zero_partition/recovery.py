@@ -87,8 +87,7 @@ class Recovery:
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
         """Return every rank's ``payload`` (plain data) in rank order if all ranks fail in ``call`` within `PATIENCE`
-        seconds, else None. Waits that long at most; ranks that are elsewhere get ``failure`` as their error.
-        """
+        seconds, else None. Waits that long at most; ranks that are elsewhere get ``failure`` as their error."""
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 

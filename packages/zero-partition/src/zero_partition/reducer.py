@@ -177,14 +177,12 @@ class Reducer:
 
     def reduce_scatter_now(self, units: Iterable[int]) -> None:
         """Reduce-scatter the (late) gradients of ``units`` (indices) outside a pass, and wait. Collective: the same set
-        on every rank.
-        """
+        on every rank."""
         self._starts.reduce_scatter_now(units)
 
     def clear(self) -> None:
         """Forget the gradients of all units, which modules ran, and that a pass failed; what was learned of expected
-        gradients stays.
-        """
+        gradients stays."""
         self.torn = None
         self._ran.clear()
         self._late = []

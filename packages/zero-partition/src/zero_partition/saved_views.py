@@ -37,8 +37,7 @@ class SavedViews:
 
     def open(self) -> None:
         """Install the hooks in this thread until `close`, around the saved-tensor hooks that are active there now,
-        which other tensors still go through. Raises `PartitionError` where torch has saved-tensor hooks disabled.
-        """
+        which other tensors still go through. Raises `PartitionError` where torch has saved-tensor hooks disabled."""
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if why is not None:
             raise PartitionError(
@@ -75,8 +74,7 @@ class SavedViews:
 
         def pack(tensor: torch.Tensor) -> Any:
             """Return what autograd keeps of ``tensor`` until backward, for `_unpack`: a `_SavedView` of a unit, or a
-            `_SavedTensor`, or a `_SavedOuter` where the outer hooks take the tensor.
-            """
+            `_SavedTensor`, or a `_SavedOuter` where the outer hooks take the tensor."""
             unit = find(address_of(tensor))
             if outer is not None:
                 if unit is None:

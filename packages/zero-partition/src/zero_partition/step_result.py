@@ -24,8 +24,7 @@ class StepResult:
     @property
     def norm(self) -> float:
         """The global norm of the unscaled gradients before clipping; inf or NaN if it was not finite. Waits for the
-        device while only that knows it.
-        """
+        device while only that knows it."""
         return norm_of(self._value, self.scale)
 
     @property

@@ -132,8 +132,9 @@ class TierState(MutableMapping[str, Any]):
         self._tier.restart([self.name])
 
     def replace(self, state: Any) -> None:
-        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped, but
-        ``step`` becomes 1. Raises `PartitionError`, changing nothing, for values that the tier cannot keep."""
+        """Replace the whole state by the kinds and values of the mapping ``state``; kinds not in it are dropped, but a
+        missing ``step`` becomes 1. An empty mapping leaves the state empty. Raises `PartitionError`, changing nothing,
+        for values that the tier cannot keep."""
         given = dict(state.items()) if isinstance(state, MutableMapping) else dict(state)
         packed = self._packed(given)
         self.clear()

@@ -71,8 +71,7 @@ class TiledLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output (..., out_features) for ``x`` (..., in_features), computed tile by tile, one row of
-        tiles after the other.
-        """
+        tiles after the other."""
         inputs = torch.split(x, self.in_sizes, dim=-1)
         outputs = []
         for row in range(len(self.out_sizes)):

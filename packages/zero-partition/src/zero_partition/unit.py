@@ -420,7 +420,8 @@ class Unit:
         return (self.flat.untyped_storage().data_ptr() or storage_address(self.flat)) == address
 
     def _own_slice(self) -> torch.Tensor:
-        """Copy this rank's shard into its slice of the flat buffer, unless it is that slice, and return the slice."""
+        """Copy this rank's shard into its slice of the flat buffer, unless it is that slice, and return the slice.
+        Waits until the store has the shard on the device."""
         start, end = self.layout.shard_range(self.route.rank)
         mine = self.flat[start:end]
         shard = self.acquire_shard()

@@ -193,8 +193,7 @@ class UnitEdits:
     @without_torch_function
     def mark_clean(self) -> None:
         """Drop pending and refused edits and checksums, and treat the present state of the parameters as unchanged;
-        aliases that `lend` has returned stay valid.
-        """
+        aliases that `lend` has returned stay valid."""
         self.pending.clear()
         self.refused.clear()
         self._checksums = self._compared = None

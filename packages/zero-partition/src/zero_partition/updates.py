@@ -200,8 +200,7 @@ class ParameterUpdate:
     def _gather_owned(self, unit: Unit, touched: Sequence[bool]) -> None:
         """Gather a unit's masters and gradients, and give the tensors of this rank's ``touched`` parameters in it their
         values and gradients. ``touched``: by parameter number. Collective; does nothing, on any rank, for a unit
-        without reduced gradients.
-        """
+        without reduced gradients."""
         group, tag = self._partition.groups.gather, Tag("gather", unit.name, self._partition.runtime.step)
         reduced, master = self._partition.runtime.gradients[unit.index].reduced, unit.master
         if reduced is None or master is None:

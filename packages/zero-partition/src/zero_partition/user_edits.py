@@ -297,8 +297,7 @@ class UserEdits:
 
     def _look_at_staying(self, unit: Unit, kind: str) -> None:
         """Have ``unit``, which stays gathered, keep its edits; at a step (``kind``) undo casts that forward has made.
-        Does nothing while the unit is hidden (`Unit.hidden`), as its parameters read NaN then.
-        """
+        Does nothing while the unit is hidden (`Unit.hidden`), as its parameters read NaN then."""
         if unit.hidden:
             return
         for number in unit.edits.find_changed(unit.views):

@@ -65,8 +65,7 @@ def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGr
 
     def discard_for(module: nn.Module) -> Discard:
         """Return the function that discards the gradients of ``module``, to which it refers weakly, by a call of the
-        outer ``discard``.
-        """
+        outer ``discard``."""
         reference = weakref.ref(module)
 
         def discard_of_module(*, set_to_none: bool) -> None:

@@ -162,7 +162,9 @@ class DynamicLossScale:
             self._scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and its counters as plain data for a checkpoint."""
+        """Return ``kind``, ``scale`` and the counters ``calls``, ``last_overflow`` and ``hysteresis_left``, as plain
+        data for a checkpoint.
+        """
         return {
             "kind": "dynamic",
             "scale": self._scale,

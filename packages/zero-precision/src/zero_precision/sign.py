@@ -43,8 +43,7 @@ class SignCodec:
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return payload (uint8, `payload_nbytes`) and scales (float32, `scales_numel`) of the 1-D floating `x`, as new
-        tensors on its device. Raises `PrecisionError` for another `x`.
-        """
+        tensors on its device. Raises `PrecisionError` for another `x`."""
         if x.dim() != 1 or not x.is_floating_point():
             raise PrecisionError(f"SignCodec.encode: expected a 1-D floating tensor, got {tuple(x.shape)} {x.dtype}")
         rows = torch.nn.functional.pad(x.detach().float(), (0, -x.numel() % self.block)).view(-1, self.block)

@@ -110,8 +110,7 @@ class UlyssesAttention:
     ) -> None:
         """Raise `SequenceError`, naming the attention by ``place``, for what cannot be computed head by head over a
         sequence that is sharded: caches, cross-attention, dropout unless the options allow it, attention weights as
-        output, sinks, and further tensors in ``named``, the arguments by name.
-        """
+        output, sinks, and further tensors in ``named``, the arguments by name."""
         if key.shape[2] != query.shape[2]:
             raise SequenceError(
                 f"{place}: expected keys for as many places as queries, got {key.shape[2]} and {query.shape[2]}: "
@@ -157,8 +156,7 @@ class _LocalModule:
 
     def __getattr__(self, name: str) -> Any:
         """Return the module's attribute, but for ``num_key_value_groups``, which is this rank's, and ``config``, which
-        names the core attention.
-        """
+        names the core attention."""
         found = getattr(self._module, name)
         if name == "num_key_value_groups":
             return self._groups
@@ -179,8 +177,7 @@ class _LocalConfiguration:
 
 def _for_ranks(plan: HeadPlan, tensor: torch.Tensor) -> torch.Tensor:
     """Return the heads of keys or values (batch, heads, S/N, size) in the order in which ranks need them, some more
-    than once; gradients of copies add up.
-    """
+    than once; gradients of copies add up."""
     if plan.copies == 1:
         return tensor
     if plan.copies:

@@ -55,8 +55,7 @@ def split_batch(
 
 def _is_sequence(key: str, value: Any, tokens: torch.Tensor) -> bool:
     """Return whether the entry ``key`` of a batch is a tensor with a value for every token, to be sharded along
-    dimension 1: one row, or as many as ``tokens`` has. False for bounds and lengths of packed samples.
-    """
+    dimension 1: one row, or as many as ``tokens`` has. False for bounds and lengths of packed samples."""
     if not isinstance(value, torch.Tensor) or value.ndim < 2 or key in _FULL:
         return False
     return value.shape[1] == tokens.shape[1] and value.shape[0] in (1, tokens.shape[0])
@@ -64,8 +63,7 @@ def _is_sequence(key: str, value: Any, tokens: torch.Tensor) -> bool:
 
 def _positions(batch: dict[str, Any], tokens: torch.Tensor) -> torch.Tensor:
     """Return positions (batch, length) that count from 0: in each row, or in every sample that ``cu_seq_lens_q``
-    bounds. Raises `SequenceError` if those bounds do not cover the batch.
-    """
+    bounds. Raises `SequenceError` if those bounds do not cover the batch."""
     rows, length = tokens.shape[:2]
     places = torch.arange(rows * length, device=tokens.device)
     bounds = batch.get("cu_seq_lens_q")

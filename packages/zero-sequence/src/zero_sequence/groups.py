@@ -94,8 +94,7 @@ class SequenceGroups:
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         """Return torch's group of the ranks that share this rank's sequences. Raises ValueError after `close` if these
-        are several.
-        """
+        are several."""
         return self.sequence.torch_group()
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -108,8 +107,7 @@ class SequenceGroups:
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         """Return torch's group of the ranks that hold the same shard of other samples. Raises ValueError after `close`
-        if these are several.
-        """
+        if these are several."""
         return self._data.torch_group()
 
     def get_data_parallel_world_size(self) -> int:
@@ -122,8 +120,7 @@ class SequenceGroups:
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Return torch's group of all ranks, over which states are sharded and gradients averaged; None where
-        torch.distributed is not initialised.
-        """
+        torch.distributed is not initialised."""
         return dist.group.WORLD
 
     def get_sequence_data_parallel_world_size(self) -> int:

@@ -49,8 +49,7 @@ class SequenceInputs:
 
     def gather(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the full sequence (batch, S) of which every rank holds a ``shard`` (batch, S/N). Collective over the
-        sequence group; waits.
-        """
+        sequence group; waits."""
         ranks = self._group.world_size
         full = shard.new_empty(ranks, *shard.shape)
         self._group.all_gather(full.view(-1), shard.contiguous().view(-1), _TAG).wait()
@@ -58,8 +57,7 @@ class SequenceInputs:
 
     def full_positions(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the positions (batch, S) of the full sequence of which ``shard`` (batch, S/N) is this rank's.
-        Collective for a tensor that was not seen since `begin`.
-        """
+        Collective for a tensor that was not seen since `begin`."""
         if shard not in self._full_positions:
             self._full_positions[shard] = self.gather(shard)
         found: torch.Tensor = self._full_positions[shard]
@@ -67,8 +65,7 @@ class SequenceInputs:
 
     def count_positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Return this rank's shard (1, ``length``) of positions that count from 0, as a new tensor that
-        `full_positions` knows. Sends nothing.
-        """
+        `full_positions` knows. Sends nothing."""
         full = torch.arange(length * self._group.world_size, device=device)[None]
         shard = full[:, length * self._group.rank :][:, :length].clone()
         self._full_positions[shard] = full

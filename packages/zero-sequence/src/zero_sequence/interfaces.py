@@ -59,8 +59,7 @@ def core_attention(name: str) -> Attention | None:
 
 def core_mask(name: str) -> Callable[..., Any] | None:
     """Return the function registered with Transformers that makes the masks of the attention ``name``; None if there is
-    none.
-    """
+    none."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     found: Callable[..., Any] | None = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
@@ -84,8 +83,7 @@ def eager_attention(module: nn.Module) -> Attention:
 
 def register(core: str, attention: Attention, mask: Callable[..., Any] | None) -> str:
     """Register ``attention``, and ``mask`` if there is one, with Transformers under a new name, in which the name
-    ``core`` can be read, and return that name. It stays registered.
-    """
+    ``core`` can be read, and return that name. It stays registered."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

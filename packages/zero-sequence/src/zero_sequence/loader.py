@@ -56,8 +56,7 @@ class SequenceLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield this rank's shards, by name of the entry, on ``device``. With "each" every batch is collective over the
-        sequence group, so all its ranks iterate to the end; with "same" nothing is sent.
-        """
+        sequence group, so all its ranks iterate to the end; with "same" nothing is sent."""
         batches = iter(self.loader)
         while True:
             batch = next(batches, None)
@@ -69,8 +68,7 @@ class SequenceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Pass ``epoch`` to the first of the loader, its sampler and its dataset that has `set_epoch`; do nothing if
-        none has.
-        """
+        none has."""
         for target in (self.loader, getattr(self.loader, "sampler", None), getattr(self.loader, "dataset", None)):
             take = getattr(target, "set_epoch", None)
             if take is not None:
@@ -86,8 +84,7 @@ class SequenceLoader:
 
     def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:
         """Return this rank's shard, in a list, of a batch that all ranks of the group have; None without a batch. Sends
-        nothing.
-        """
+        nothing."""
         return None if batch is None else [self._split(batch)[self._groups.rank]]
 
     def _draw_each(self, batch: Any) -> list[dict[str, Any]] | None:
@@ -160,8 +157,7 @@ def _write(row: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 def _read(row: torch.Tensor, header: dict[str, Any]) -> dict[str, Any]:
     """Return the shard that ``header`` (from `_header`) describes, from the bytes in ``row`` (1-D, uint8); its tensors
-    are copies.
-    """
+    are copies."""
     found, start = dict(header["plain"]), 0
     for entry in header["tensors"]:
         name, dtype, shape = entry

@@ -26,8 +26,7 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the sum of all ranks' gradients without sending any: they are equal, as all ranks differentiate the
-        same loss.
-        """
+        same loss."""
         return gradients[0] * ctx.ranks, None
 
 

@@ -57,8 +57,7 @@ class FullMask:
 
 def check_mask(mask: Any, full_length: int, place: str) -> None:
     """Raise `SequenceError` unless ``mask``, of the attention called ``place``, is over the full sequence of
-    ``full_length`` tokens: (batch, length), or (batch, 1, length, length). None passes.
-    """
+    ``full_length`` tokens: (batch, length), or (batch, 1, length, length). None passes."""
     shape = tuple(getattr(mask, "shape", ()))
     fits = shape[-1:] == (full_length,) and (len(shape) == 2 or (len(shape) == 4 and shape[-2] == full_length))
     if mask is not None and (not fits or (len(shape) == 4 and shape[1] != 1)):
@@ -70,8 +69,7 @@ def check_mask(mask: Any, full_length: int, place: str) -> None:
 
 def _packed_samples(current: ForwardInputs) -> torch.Tensor | None:
     """Return the number of the sample of every token (batch, full length); None if there is one sample in a row, and
-    where a mask, or no positions, were given.
-    """
+    where a mask, or no positions, were given."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     if current.positions is None or current.padding is not None:

@@ -75,8 +75,7 @@ class TiledCausalLoss:
 
     def _keep_one_position(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Ask for the logits of the last position alone where a loss is asked for: the model's forward pre-hook.
-        Returns the changed arguments, or None to leave them.
-        """
+        Returns the changed arguments, or None to leave them."""
         self._hidden = None
         self._wanted = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         return (args, {**kwargs, "logits_to_keep": 1}) if self._wanted else None

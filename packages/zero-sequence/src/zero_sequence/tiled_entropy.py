@@ -22,8 +22,7 @@ class EntropyTerms:
 
     def counts(self, labels: torch.Tensor) -> torch.Tensor:
         """Return what each of ``labels`` counts in a mean: its class's weight, or 1 (as booleans) without weights; 0
-        for ignored labels.
-        """
+        for ignored labels."""
         valid = labels != self.ignore_index
         if self.weight is None:
             return valid
@@ -71,8 +70,7 @@ def gradient_of_losses(
     logits: torch.Tensor, labels: torch.Tensor, terms: EntropyTerms, gradient: torch.Tensor
 ) -> torch.Tensor:
     """Return the gradient of the logits (tokens, classes), in the `loss_dtype`, where ``gradient`` (tokens) is that of
-    each token's loss, as `losses_of` computes it. A new tensor; ``logits`` are not changed.
-    """
+    each token's loss, as `losses_of` computes it. A new tensor; ``logits`` are not changed."""
     valid = labels != terms.ignore_index
     target = labels.where(valid, 0)
     found = _exponentials(logits, target, terms)
@@ -92,8 +90,7 @@ def gradient_of_losses(
 
 def _exponentials(logits: torch.Tensor, target: torch.Tensor, terms: EntropyTerms) -> _Exponentials:
     """Return the exponentials of the logits and the sums that the loss needs, with ``target``, each token's class. They
-    are the one new buffer of the logits' size.
-    """
+    are the one new buffer of the logits' size."""
     values = logits.detach().to(loss_dtype(logits), copy=True)
     picked = values.gather(1, target[:, None]).squeeze(1)
     smoothed = None

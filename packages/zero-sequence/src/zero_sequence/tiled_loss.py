@@ -76,8 +76,7 @@ def _check(
     num_items: int | float | torch.Tensor | None,
 ) -> None:
     """Raise `SequenceError`, saying what was expected, for arguments of `tiled_cross_entropy` whose shapes, dtypes,
-    values or combination do not fit. Nothing is computed.
-    """
+    values or combination do not fit. Nothing is computed."""
     if hidden.shape[:-1] != labels.shape or hidden.dim() < 1:
         raise SequenceError(
             "tiled_cross_entropy: expected labels in the shape of the hidden states without their last dimension, got "
@@ -112,8 +111,7 @@ class _EntropyWork:
 
     def compute(self, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the head's logits (tokens, classes) for a tile of hidden states. Raises `SequenceError` if they have
-        another shape.
-        """
+        another shape."""
         logits = call_on(self._head, tiles)
         if logits.dim() != 2 or logits.size(0) != tiles[0].size(0):
             raise SequenceError(

@@ -129,8 +129,7 @@ class _LeafTotals:
 
     def add(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add the gradient of ``leaf`` from one more tile: in float32 at least where there are several tiles, into
-        memory of its own; a single tile's is kept as it is.
-        """
+        memory of its own; a single tile's is kept as it is."""
         total = self._totals.get(id(leaf))
         if total is not None:
             total.add_(gradient)
@@ -187,8 +186,7 @@ def _differentiate(
 def _gradients(edge: GradientEdge, edges: list[GradientEdge], seed: torch.Tensor) -> Sequence[torch.Tensor | None]:
     """Return the gradients at ``edges`` of the output at ``edge``, whose own gradient is ``seed``, None for an edge
     that the output does not reach; nothing for no edges. Frees the graph. Raises `SequenceError` for a graph that
-    reaches back to before the tile, which every tile would differentiate again.
-    """
+    reaches back to before the tile, which every tile would differentiate again."""
     if not edges:
         return ()
     try:

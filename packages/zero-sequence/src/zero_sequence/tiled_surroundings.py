@@ -73,8 +73,7 @@ class TileSurroundings:
     @contextmanager
     def restored(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Put these surroundings back for the block, and the generators' present states after it; ``tensors``: those of
-        `of`.
-        """
+        `of`."""
         before = RandomState.of(tensors)
         with ExitStack() as stack:
             for state in self.autocast:

@@ -66,7 +66,7 @@ class Ulysses:
             self._hooks.append(each.register_forward_hook(self._after, always_call=True))
 
     def detach(self) -> None:
-        """Give the model its own attention back. May be called again."""
+        """Give the models their own attention back, and remove the hooks. May be called again."""
         for hook in self._hooks:
             hook.remove()
         for model, core in zip(self._models, self._cores, strict=True):
@@ -76,8 +76,7 @@ class Ulysses:
 
     def _register(self, core: str) -> str:
         """Register attention and masks over ``core``, the name of the model's own attention, with Transformers, and
-        return their name.
-        """
+        return their name."""
         mask = core_mask(core)
         attention = UlyssesAttention(core, core_attention(core), self._groups.sequence, self._inputs, self._options)
         return register(core, attention, None if mask is None else FullMask(mask, self._inputs))
@@ -111,8 +110,7 @@ class Ulysses:
 
     def _agree(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
         """Return what the ranks hold together: the inputs of the full sequence behind the ``named`` inputs of their
-        shards. Collective. Raises `SequenceError` on every rank if their shards do not fit.
-        """
+        shards. Collective. Raises `SequenceError` on every rank if their shards do not fit."""
         try:
             said: Any = _facts(model, named)
         except SequenceError as error:
@@ -131,9 +129,8 @@ class Ulysses:
 
     def _gather(self, named: dict[str, Any], facts: list[Any]) -> ForwardInputs:
         """Return the inputs of the full sequence, from the ``named`` ones of this rank's shard; ``facts``: see
-        `_facts`. Gathers a mask and positions where they are sharded. Collective. Raises `SequenceError` for a mask
-        of another length.
-        """
+        `_facts`. Gathers a mask and positions where they are sharded. Collective. Raises `SequenceError` for a mask of
+        another length."""
         _, length, mask_length, has_positions = facts
         full_length = length * self._groups.size
         padding = positions = None
@@ -215,6 +212,5 @@ def _facts(model: nn.Module, named: dict[str, Any]) -> list[Any]:
 
 def _derives_positions(model: nn.Module) -> bool:
     """Return whether a module of the model computes positions from token ids (RoBERTa's embeddings), which takes those
-    of the full sequence.
-    """
+    of the full sequence."""
     return any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules())

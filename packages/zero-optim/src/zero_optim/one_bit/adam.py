@@ -54,8 +54,7 @@ class OneBitOptimizer(ClosureOptimizer):
 
     def synchronise(self) -> bool:
         """Return False, without communication: the ranks' weights are equal after every step. A subclass overrides it
-        if its are not.
-        """
+        if its are not."""
         return False
 
     def rank_state(self) -> dict[str, torch.Tensor]:
@@ -99,8 +98,7 @@ class OneBitOptimizer(ClosureOptimizer):
     @abstractmethod
     def _take_step(self, number: int, own: bool) -> None:
         """Update moments and parameters in step ``number`` (from 1); ``own``: the gradients are this rank's own.
-        Collective where the ranks average.
-        """
+        Collective where the ranks average."""
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state of ``p`` before its first step: both moments, zero, like ``p``. Subclasses add to it."""
@@ -187,8 +185,7 @@ class OneBitAdam(OneBitOptimizer):
 
     def _take_step(self, number: int, own: bool) -> None:
         """Take a step of Adam; with own gradients (``own``) leave the variance as it is, and average the momenta over
-        the ranks, which is collective.
-        """
+        the ranks, which is collective."""
         for group, p in self._parameters():
             if own or p.grad is not None:
                 self._advance_moments(group, p, variance=not own)

@@ -49,8 +49,7 @@ class ZeroOneAdam(OneBitOptimizer):
 
     def variance_steps(self, number: int) -> int:
         """Return how many of the steps 1 to ``number`` update the variance, by the schedule of the class; steps after
-        ``var_freeze_step`` never do.
-        """
+        ``var_freeze_step`` never do."""
         number, count, last, interval = min(number, self.var_freeze_step), 0, 0, 1
         while True:
             first = last - last % interval + interval
@@ -84,8 +83,7 @@ class ZeroOneAdam(OneBitOptimizer):
     def _take_step(self, number: int, own: bool) -> None:
         """Take a step of Adam; with own gradients (``own``) leave the variance as it is and average the momenta: at
         once or, where intervals are longer than a step, at the end of the interval. Collective in steps that
-        average.
-        """
+        average."""
         interval = self.interval(number)
         if own and interval > 1 and not self._local_steps:
             self._local_steps = [_LocalSteps(p) for _, p in self._parameters()]

@@ -68,8 +68,7 @@ class Schedule(ABC):
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance to the next iteration, or to `batch_iteration`, and write its rates into the optimizer's param
-        groups. Raises ValueError if their number has changed.
-        """
+        groups. Raises ValueError if their number has changed."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         self._last_lr = self._write(self.get_lr())
 
