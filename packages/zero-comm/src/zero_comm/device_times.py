@@ -30,8 +30,10 @@ class DeviceTime(NamedTuple):
 
 class DeviceMarks:
     """Marks one collective of tensors on ``device`` by events, since its `wait` only orders streams. Make it where the
-    collective is launched. ``timed``: the events have times, and there are three; else only `complete`, if it is asked
-    for.
+    collective is launched.
+
+    ``timed``: three events with times are recorded: at the launch, at `begin_wait` and at `complete`. Without it there
+    is `complete` alone, if it is asked for.
     """
 
     def __init__(self, device: torch.device, *, timed: bool) -> None:
@@ -46,8 +48,8 @@ class DeviceMarks:
 
     @cached_property
     def complete(self) -> torch.Event:
-        """The event that completes with the result, in the stream that was current when it was first asked for, after
-        the wait.
+        """The event that completes with the result, recorded in the current stream when it is first asked for: ask
+        after the wait.
         """
         return self._mark()
 

@@ -201,7 +201,8 @@ class EngineGroups:
         self.reduce.drop_unfinished()
 
     def issued(self) -> list[int]:
-        """Return the number of collectives that this rank has started on each of its data groups, in a fixed order."""
+        """Return the number of collectives that this rank has started on each of its data groups since they were
+        opened, in a fixed order, so that ranks can be compared."""
         return [group.issued for group, _ in self._data]
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Process:
 
 
 def own_process() -> Process | None:
-    """Return this process; None where the system has no /proc."""
+    """Return the identity of this process for others on its host; None where the system has no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[_STARTED])

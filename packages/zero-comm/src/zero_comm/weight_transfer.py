@@ -306,8 +306,8 @@ class WeightReceiver:
 
 
 def _wanted(infos: Sequence[WeightInfo], needs: Needs | None) -> list[WeightInfo]:
-    """Return what a rank with ``needs`` gets of a bucket of ``infos``. Raises ValueError for a slice that a weight does
-    not have."""
+    """Return descriptions of what a rank with ``needs`` gets of a bucket of ``infos``, in their order: full weights or
+    slices. Raises ValueError for a slice that a weight does not have."""
     if needs is None:
         return list(infos)
     slices = [(info, needs[info.name]) for info in infos if info.name in needs]

@@ -25,8 +25,8 @@ class Lion(ClosureOptimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     def update(self) -> None:
-        """Update every parameter that has a gradient in place, with torch's foreach operations per param group; its
-        first update gives it a moment of zeros."""
+        """Update every parameter that has a gradient in place, with torch's foreach operations per param group. A
+        parameter's moment is made, as zeros, at its first update."""
         for group, trained in self.groups_with_gradients():
             gradients = [p.grad for p in trained if p.grad is not None]
             for p in trained:

@@ -144,7 +144,7 @@ class SequenceGroups:
         return 0
 
     def close(self) -> None:
-        """Destroy this rank's groups, those that it gave out as torch's too; peers that still wait in one get an error.
-        May be called again."""
+        """Destroy this rank's groups, those that it gave out as torch's too, without waiting; peers that still wait in
+        one get an error. May be called again."""
         for group in (self.sequence, self.batches, self.control, self._data, self._alone):
             group.close()

@@ -50,7 +50,8 @@ class SequenceLoader:
         self._device = device
 
     def __len__(self) -> int:
-        """Return the number of batches, in all ranks' loaders for "each". TypeError for a loader without a length."""
+        """Return the number of batches of this rank's loader, times the ranks of the sequence group for "each", whose
+        loaders are taken to be as long. Raises TypeError for a loader without a length."""
         own = len(self.loader)  # type: ignore[arg-type]
         return own * self._groups.size if self._source == "each" else own
 
@@ -77,7 +78,7 @@ class SequenceLoader:
 
     def _split(self, batch: Any) -> list[dict[str, Any]]:
         """Return the shards of ``batch``, one for each rank of the sequence group. Raises `SequenceError` if it is no
-        mapping."""
+        mapping, or as `split_batch` does."""
         if not isinstance(batch, Mapping):
             raise SequenceError(f"expected batches that are mappings of tensors by name, got {type(batch).__name__}")
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)

@@ -31,9 +31,12 @@ class EntropyTerms:
 
 @dataclass
 class _Exponentials:
-    """``values``: exp(logits - the row's maximum), (tokens, classes). Per token: their ``sums``, the ``log_sums`` of
+    """The exponentials of a tile's logits, and the sums over classes that the loss needs.
+
+    ``values``: exp(logits - the row's maximum), (tokens, classes). Per token: their ``sums``, the ``log_sums`` of
     exp(logits), and the terms of the loss that are linear in the logits, ``picked``: the label's logit, and
-    ``smoothed``: the classes' weighted sum."""
+    ``smoothed``: the classes' weighted sum, None without label smoothing.
+    """
 
     values: torch.Tensor
     sums: torch.Tensor

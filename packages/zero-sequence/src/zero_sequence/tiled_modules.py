@@ -133,7 +133,7 @@ class _StackedWork:
         return call_on(self._module, tiles)
 
     def collect(self, span: TileSpan, output: torch.Tensor) -> None:
-        """Keep the output."""
+        """Keep the ``output`` of a tile, of any shape, for the stack; tiles come in order."""
         self._outputs.append(output)
 
     def take_result(self) -> torch.Tensor:

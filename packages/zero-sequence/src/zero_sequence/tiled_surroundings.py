@@ -12,7 +12,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Autocast as it is for one type of device."""
+    """The state of autocast for one type of device: whether it is on, its dtype, and whether casts are cached."""
 
     device_type: str
     enabled: bool

@@ -77,9 +77,8 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the iteration in `state_dict`; ValueError if it has none, and nothing changes then. Rates are
-        written at the next `step`.
-        """
+        """Continue after the iteration in `state_dict`; rates are written at the next `step`. Raises ValueError if it
+        has no iteration; nothing changes then."""
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int):
             raise ValueError(
