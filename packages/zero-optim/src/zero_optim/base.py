@@ -56,8 +56,7 @@ def adam_defaults(
     weight_decay: float = 0.0,
     bias_correction: bool = True,
 ) -> dict[str, Any]:
-    """Return the arguments by name, as the ``defaults`` of an optimizer like Adam that `torch.optim.Optimizer` takes.
-    """
+    """Return the arguments by name, as the ``defaults`` that `torch.optim.Optimizer` takes."""
     return {
         "lr": lr,
         "betas": tuple(betas),
