@@ -61,9 +61,9 @@ class GradientAgreement:
     """Exchanges, in one message, the facts that each rank knows of the reduced gradients.
 
     ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact. ``tensors``:
-    the optimizer's, which know whether user code has registered step pre-hooks. ``places``: of the parameters in its
-    param groups, by name, the unit's index and the position in it. ``parts``: the relation of this rank's model to the
-    full one under tensor parallelism.
+    the optimizer's, which know whether user code has registered step pre-hooks. ``places``: for each parameter in its
+    param groups, by name, the index of its unit and its position there. ``parts``: the relation of this rank's model to
+    the full one under tensor parallelism.
 
     [Note: norms on accelerators] There the sum of squares is added up and reduced over the ranks on the device. Where
     the optimizer can skip a step by itself (`DeviceGuard`) and a norm that is not finite is an error, the host does not

@@ -83,8 +83,8 @@ class Liveness:
             self._writes.pop()
 
     def note_meeting(self) -> None:
-        """Forget an earlier interrupted write, as all ranks have exchanged messages since, so it has not ended the
-        engine; do nothing inside `writing`."""
+        """Forget an earlier interrupted write: all ranks have exchanged messages since, so it has not ended the engine.
+        Do nothing inside `writing`."""
         if not self._writes:
             self._left = None
 

@@ -40,7 +40,8 @@ class EndOfBackward:
             raise
 
     def __del__(self) -> None:
-        """Have ``failed`` called, if autograd drops this callback before its run was over."""
+        """Have ``failed`` called, if autograd drops this callback before its run was over: with the exception when that
+        reaches Python, at once with None if this thread has not called autograd."""
         if self._is_over:
             return
         frame = _caller_of_autograd()

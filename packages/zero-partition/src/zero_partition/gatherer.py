@@ -95,9 +95,9 @@ class Gatherer:
         self._gather_absent(unit)
 
     def release(self, unit: Unit) -> None:
-        """Release ``unit``, whose modules have run in this pass, if it is releasable. A pinned unit stays; so does,
-        until the end of the pass, one that had to be requested in a pass of this key, as the order lacked it, and so
-        does the memory of a unit that is kept for this pass and not gathered in it yet."""
+        """Release ``unit``, whose modules have run in this pass. Do nothing if it is pinned, never released, or
+        released already; memory that is kept of it for this pass stays then. A unit that had to be requested in a pass
+        of this key, as the order lacked it, stays until the end of the pass."""
         if unit.state is UnitState.RELEASED:
             return
         if unit.releasable and unit.index not in self._requested.get(self._gathers.key, ()):

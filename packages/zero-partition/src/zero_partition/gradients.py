@@ -36,7 +36,7 @@ class UnitGradients:
 
     Attributes:
         norm: returns the sum of squares of an averaged shard; used by `square`.
-        is_norm_plain: whether the device may add the squares of a shard on its way to a tier in place of ``norm``.
+        is_norm_plain: the device may add the squares of a shard on its way to a tier, in place of ``norm``.
         reduced: the averaged gradient, accumulate dtype: this rank's shard, or with ``full_group`` the flat buffer;
             None before the first reduction since `clear`, and always where ``states`` keeps it.
         touched: for each parameter, whether this rank has had a gradient since `clear`.

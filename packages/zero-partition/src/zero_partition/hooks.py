@@ -384,9 +384,8 @@ def _uses_unit(name: str, module: nn.Module, unit: Unit) -> bool:
 
 
 def surroundings(units: Sequence[Unit]) -> str:
-    """Return, in words, what runs around the caller and makes its new tensors differ from parameters of ``units`` in
-    that they have no memory: a transform of torch.func, a trace by torch.jit, or a fake mode (`torch.export`) around a
-    model that is not fake itself; "" if nothing does."""
+    """Return, in words, what runs around the caller and rules out gathering ``units`` there: a transform of torch.func,
+    a trace by torch.jit, or a fake mode (`torch.export`) around a model that is not fake itself; "" if nothing does."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "torch.jit.trace"
     try:

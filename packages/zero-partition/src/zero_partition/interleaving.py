@@ -131,10 +131,10 @@ class Interleaving:
             self._reductions.finish_oldest()
 
     def _before_reduction(self, number: int, gathers_first: int) -> None:
-        """Issue the gathers that other ranks may wait for before they start the pass's reduction ``number``, for which
-        this rank is about to wait: the first ``gathers_first`` of the order.
+        """Issue the gathers that other ranks may wait for before they start the pass's reduction ``number``: the first
+        ``gathers_first`` of the order. Called before this rank waits for that reduction.
 
-        In lock step, meet until every rank has started it. Nothing outside a pass.
+        In lock step, meet the other ranks instead until every one has started it. Does nothing outside a pass.
         """
         if not self._reductions.active:
             return

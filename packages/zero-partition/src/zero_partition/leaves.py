@@ -30,8 +30,8 @@ class LeafTree:
         return self._added
 
     def neighbour(self) -> torch.Tensor | None:
-        """Return the node, of one micro-batch, to which the reduction of the next may be added in place, which saves
-        `add` the sum; None if the next one has no neighbour yet."""
+        """Return the node of the last micro-batch, if the next one is its neighbour in the tree, else None. The next
+        reduction may be added to it in place, which saves `add` the sum."""
         return self._nodes[-1][1] if self._nodes and self._nodes[-1][0] == 1 else None
 
     def add(self, node: torch.Tensor) -> torch.Tensor | None:

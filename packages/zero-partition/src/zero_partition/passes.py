@@ -275,7 +275,8 @@ class Passes:
 
     def before_backward(self, units: Sequence[Unit]) -> None:
         """Gather the releasable ones of ``units``, whose parameters autograd is about to read, and release frozen units
-        that it has finished; begin a backward pass if none is running. A new graph (create_graph) keeps the memory."""
+        that it has finished; begin a backward pass if none is running. Under ``create_graph`` the new graph keeps the
+        units' memory."""
         if not self._calls.in_backward:
             self._begin_plain_backward()
         for unit in units:

@@ -35,7 +35,7 @@ class Placeholders:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The placeholder of each parameter, in order."""
+        """Return the placeholder of each parameter, in order: the tensors that `install` puts into the parameters."""
         return self._views
 
     def install(self) -> None:

@@ -42,7 +42,7 @@ class Residency(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of shards and buffers that the store holds in memory now."""
+        """Return the bytes of shards and buffers that the store holds in memory now."""
 
     def close(self) -> None:
         """Free all shards. May be called twice."""

@@ -68,8 +68,8 @@ class UserEdits:
         self._record_before_step()
 
     def owned(self) -> None:
-        """Start refusing swapped parameters: each now has a reference to its owner, which moves to another parameter in
-        a swap."""
+        """Start refusing swapped parameters (`torch.utils.swap_tensors`): remember each one's reference to its owner,
+        which a swap moves to another parameter. Called when every parameter has an owner."""
         self._references = owner_references(self._all)
 
     def forward_begins(self, key: str) -> None:
