@@ -167,8 +167,8 @@ class Track:
 
 
 class Ticket:
-    """One entry of the flight recorder: a context manager around the wait for it, which
-    records the wait and its outcome."""
+    """The entry ``number`` of the flight recorder: a context manager around the wait for it, which records the wait
+    and its outcome."""
 
     __slots__ = ("_complete", "_number", "_recorder")
 

@@ -43,7 +43,7 @@ def keep_where_forked() -> weakref.WeakSet[dist.ProcessGroup]:
     destroyed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def keep() -> None:
-        """Give each group one reference that nobody gives back."""
+        """Add to each group a reference that nothing removes; called in the child right after a fork."""
         for group in {*destroyed, *dist.distributed_c10d._world.pg_map}:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -23,8 +23,9 @@ SENDER = 0
 class TransferGroup:
     """Sends tensors from one sender to the ranks of a server, beside either program's default process group.
 
-    gloo carries tensors on the CPU, NCCL those on CUDA devices. Every tensor is contiguous. Made by `serve` on the
-    sender and by `join` on the others, together; both wait for all ranks.
+    gloo carries tensors on the CPU, NCCL those on CUDA devices, where a transfer's wait only makes the current stream
+    wait. Every tensor is contiguous and on ``device``. Made by `serve` on the sender and by `join` on the others,
+    together; both wait for all ranks, at most for ``timeout``. ``store``: through it they meet and tell small facts.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
@@ -114,8 +115,8 @@ class TransferGroup:
         self._group = None
 
     def _wait(self, start: Any) -> None:
-        """Start one transfer and wait for it: on a CUDA device the current stream waits. Raises `PeerError` when it
-        fails."""
+        """Call ``start``, which starts one transfer, and wait for it: on a CUDA device the current stream waits. Raises
+        `PeerError` when it fails, and `CommError` after `close`."""
         if self._group is None:
             raise CommError("this transfer group is closed; connect again")
         try:

@@ -34,7 +34,7 @@ def _function_for(kind: type[nn.Module]) -> Callable[..., Any]:
     """Return the call of modules of class ``kind`` as a function with its own code object, for torch before 2.12."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as `nn.Module.__call__` does; a code object of its own for each class."""
+        """Call the module as `nn.Module.__call__` does without a compiled call."""
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__code__ = call.__code__.replace(co_name=f"call_of_{kind.__name__}")

@@ -45,8 +45,9 @@ class ReleasedUse:
         """Gather the unit of ``parameter``, which ``call`` (a torch function's name) is about to use; ``writes``: to
         write.
 
-        Nothing for a parameter that is never released or that the user has gathered. Raises `ReleasedParameterError`,
-        naming it, for writes outside passes and where it cannot be gathered (see [Note: when a use gathers]).
+        Does nothing for a parameter that is never released or that the user has gathered. Raises
+        `ReleasedParameterError`, naming it, for writes outside passes and where it cannot be gathered (see [Note: when
+        a use gathers]).
         """
         unit = self._unannounced.unit_of(parameter)
         if unit is None:

@@ -292,7 +292,7 @@ class Runtime:
         return self._liveness.failed
 
     def check_alive(self) -> None:
-        """Raise `CommError`, with what to do, if an earlier failure has ended this runtime; else do nothing."""
+        """Raise `CommError`, which says what to do, if an earlier failure has ended this runtime; else do nothing."""
         self._liveness.check()
 
     def reopen(self, call: str) -> None:

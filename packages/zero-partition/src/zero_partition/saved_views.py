@@ -149,7 +149,7 @@ class _SavedTensor(tuple[torch.Tensor, int]):
 
 
 class _SavedOuter:
-    """A tensor that was packed by hooks around the engine, with their unpack hook.
+    """A tensor that hooks around the engine have packed, with their unpack hook; made by packing ``tensor``.
 
     Attributes:
         stays: those hooks have left the tensor as it is.

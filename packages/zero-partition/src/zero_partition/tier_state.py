@@ -28,7 +28,7 @@ def _publishes_refusal(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def wrapped(self: TierState, *args: Any) -> Any:
-        """Call the method; publish a `PartitionError` that it raises, and raise it."""
+        """Call the method and return its result; tell the other ranks of a `PartitionError`, and raise it."""
         try:
             return method(self, *args)
         except PartitionError as refusal:
@@ -150,8 +150,8 @@ class TierState(MutableMapping[str, Any]):
     __copy__ = copy
 
     def shown(self, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the values ``kept`` (by kind), which were just read from the tier, as windows on it that no guard
-        checks."""
+        """Return the values ``kept`` (by kind), which were just read from the tier, as `TierValue`s whose uses
+        no guard checks."""
         return {kind: self._shown(kind, kept.__getitem__, is_guarded=False) for kind in kept}
 
     def detach(self) -> None:

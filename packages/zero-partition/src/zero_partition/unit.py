@@ -367,7 +367,8 @@ class Unit:
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:
-        """Update masters on a tier now if their weights were changed and no step has done so; else do nothing."""
+        """Update masters on a tier now, from this rank's shard, where weights were changed and no step has updated
+        them since; else do nothing. Does not communicate."""
         if self._tier_masters is None or not self._tier_masters.stale:
             return
         self.readers.wait()

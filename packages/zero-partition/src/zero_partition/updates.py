@@ -240,7 +240,8 @@ class TierUpdate:
     """The `Update` that has the tier of the shards do the arithmetic, with the hyperparameters of the optimizer's
     groups.
 
-    The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks.
+    The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks. ``states``: the
+    tier.
     """
 
     def __init__(self, partition: Partition, states: StateTier) -> None:

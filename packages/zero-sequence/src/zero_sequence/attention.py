@@ -146,8 +146,8 @@ class UlyssesAttention:
 
 
 class _LocalModule:
-    """An attention module as ``core`` sees it: with this rank's number of query heads per key head, and a configuration
-    that names ``core`` (FlashAttention loads its kernels by that name)."""
+    """An attention module as the core attention sees it: with this rank's number of query heads per key head,
+    ``groups``, and a configuration that names ``core`` (FlashAttention loads its kernels by that name)."""
 
     def __init__(self, module: nn.Module, groups: int, core: str) -> None:
         self._module = module
@@ -164,7 +164,7 @@ class _LocalModule:
 
 
 class _LocalConfiguration:
-    """A model's configuration, but for the name of its attention."""
+    """A model's configuration ``config``, but for the name of its attention, which is ``core``."""
 
     def __init__(self, config: Any, core: str) -> None:
         self._config = config

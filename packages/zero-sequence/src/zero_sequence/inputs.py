@@ -30,6 +30,8 @@ class ForwardInputs:
 class SequenceInputs:
     """The inputs of the forward pass that runs, and the full positions behind every shard of positions.
 
+    ``group``: the ranks that share the sequence.
+
     Attributes:
         current: of the forward pass that runs; None outside.
         attention_calls: number of attentions computed over sequence shards since the pass began.

@@ -97,7 +97,7 @@ def _check(
 class _EntropyWork:
     """The `TileWork` that sums the losses of tokens. Inputs: the hidden states (tokens, width).
 
-    ``head``: returns the logits. ``labels``: of all tokens, 1-D. ``terms``: of the loss.
+    ``head``: returns the logits. ``labels``: of all tokens, 1-D. ``terms``: of the loss. ``spans``: the tiles.
     """
 
     dim = 0

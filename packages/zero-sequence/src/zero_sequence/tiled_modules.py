@@ -53,7 +53,8 @@ def tiled(
 
 
 def _size_along(tensor: object, number: int, dim: int) -> int:
-    """Return the size along ``dim`` of input ``number``. Raises `SequenceError` if it has no such dimension."""
+    """Return the size along ``dim`` of input ``number``. Raises `SequenceError` if it is no tensor or
+    has no such dimension."""
     if not isinstance(tensor, torch.Tensor):
         raise SequenceError(f"tiled: expected input {number} to be a tensor, got {type(tensor).__name__}")
     if not -tensor.dim() <= dim < tensor.dim():
@@ -80,7 +81,10 @@ def call_on(module: Computes, tiles: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _JoinedWork:
-    """The `TileWork` that puts the outputs of tiles one behind the other along ``output_dim``."""
+    """The `TileWork` that puts the outputs of tiles one behind the other along ``output_dim``.
+
+    ``module``: computes the output of a tile. ``spans``: the tiles, along dimension ``dim`` of every input.
+    """
 
     def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int, output_dim: int) -> None:
         self.dim = dim
@@ -120,7 +124,10 @@ class _JoinedWork:
 
 
 class _StackedWork:
-    """The `TileWork` that stacks the outputs of tiles, of any shape, along a new dimension 0."""
+    """The `TileWork` that stacks the outputs of tiles, of any shape, along a new dimension 0.
+
+    The arguments are those of `_JoinedWork`.
+    """
 
     def __init__(self, module: Computes, spans: Sequence[TileSpan], dim: int) -> None:
         self.dim = dim
