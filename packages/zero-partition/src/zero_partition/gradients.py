@@ -356,7 +356,7 @@ class UnitGradients:
         """Copy elements that user code changed in the tensors of `full_gradients` to `reduced`; other elements keep all
         digits of the average.
 
-        Nothing where these are views of `reduced`.
+        Does nothing where these are views of `reduced`.
         """
         reduced = cast(torch.Tensor, self.reduced)
         if reduced.dtype != self.unit.plan.dtype:

@@ -318,7 +318,7 @@ class Init:
     def _agree_on_generators(self) -> None:
         """Set every rank's default CPU random generator to rank 0's state if they differ, with a warning. Collective.
 
-        Also lets records be numbered from the same number on every rank.
+        Also has the records (`ShardedParameter`) made from now on numbered alike on every rank.
         """
         state = torch.get_rng_state()
         digest = hashlib.sha256(bytes(state.numpy())).hexdigest()

@@ -190,7 +190,8 @@ class Reducer:
             gradients.clear()
 
     def _start_due(self) -> None:
-        """Start reductions in the agreed order up to the first unit that is not due (see `_due`)."""
+        """Start reductions in the agreed order until one is not due yet (see `_due`); this finishes older ones to make
+        room."""
         while (index := self._reductions.next_unit) is not None and self._due(index):
             self._starts.start_next()
 

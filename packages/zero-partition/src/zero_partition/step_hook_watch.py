@@ -75,7 +75,7 @@ class StepHookWatch:
         """Raise `PartitionError` if ``call`` (a torch function's name) would read old weights of ``parameter``, or
         write weights that would be overwritten (``writes``).
 
-        Nothing for a frozen parameter, nor after the arithmetic where forward reads the optimizer's own memory.
+        Does nothing for a frozen parameter, nor after the arithmetic where forward reads the optimizer's own memory.
         """
         unit, _ = self._places[id(parameter)]
         if not unit.plan.trainable or (self._updated and unit.master is unit.flat):

@@ -91,7 +91,7 @@ class TierState(MutableMapping[str, Any]):
     def __setitem__(self, kind: str, value: Any) -> None:
         """Copy ``value`` to the tier as the new value of ``kind``; windows on the former value keep that.
 
-        Nothing if ``value`` is the window itself. The first value also gives the state a ``step`` of 1.
+        Does nothing if ``value`` is the window itself. The first value also gives the state a ``step`` of 1.
         """
         window = self._windows.get(kind)
         if window is not None and window.is_shown_by(value):  # `state[k] = state[k].to(…)` of what is there already

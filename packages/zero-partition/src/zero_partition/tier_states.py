@@ -64,7 +64,7 @@ class TierStates(MutableMapping[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         """Replace the state of a tensor on the tier by a copy of ``value``; keep any other key as in a dict.
 
-        Nothing for a parameter that other ranks update. Raises `PartitionError` for another tensor's state itself.
+        Does nothing for a parameter that other ranks update. Raises `PartitionError` for another tensor's state itself.
         """
         if self._on_tier(key):
             state = self._states[key]

@@ -12,7 +12,7 @@ class EntropyTerms:
     """The terms of the loss of a token; see `losses_of`.
 
     ``smoothing``: between 0 and 1. ``z``: factor of the squared logarithm of the sum of exponentials. ``weight``: of
-    each class, or None.
+    each class, 1-D; None: all alike. Labels of ``ignore_index`` count nothing.
     """
 
     ignore_index: int = -100

@@ -65,7 +65,7 @@ def _size_along(tensor: object, number: int, dim: int) -> int:
 
 
 def name_of(module: object) -> str:
-    """Return what an error calls a module or a function."""
+    """Return the word for a module or function in an error: its ``__name__``, else that of its class."""
     return getattr(module, "__name__", type(module).__name__)
 
 
