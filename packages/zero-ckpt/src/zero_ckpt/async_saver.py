@@ -98,18 +98,18 @@ class AsyncSaver:
     ) -> None:
         """Copy `intervals` and start a save with the options of `save_sharded`; waits while `max_pending` saves run.
 
-        `memory` is copied in one piece before the call returns. `later_intervals` is called with these copies on the
-        copying thread, and returns further intervals: parts of the copies, or memory that nobody writes until `copied`
-        returns. `meanwhile` is called while `memory` is being copied, and returns further options. `first` is called on
-        the background thread before anything is written, to sync the files of extents, say. An exception of
-        `later_intervals` or `first` is a failure of this save. In a dry run (see `zero_ckpt.dry_run`) the save is made
-        before the call returns.
+        Every rank calls it, in the same order; the ranks talk on the background thread only. `memory` is copied in one
+        piece before the call returns. `later_intervals` is called with these copies on the copying thread, and returns
+        further intervals: parts of the copies, or memory that nobody writes until `copied` returns. `meanwhile` is
+        called while `memory` is being copied, and returns further options. `first` is called on the background thread
+        before anything is written, to sync the files of extents, say. An exception of `later_intervals` or `first` is a
+        failure of this save. In a dry run (see `zero_ckpt.dry_run`) the save is made before the call returns.
 
         When the call returns, the tensors may change, except those of intervals with a `version` or from
         `later_intervals`: these may change once `copied` returns. Client state that is not plain data, or other input
         that cannot be copied, raises here; the other ranks learn of it as of any failure. The failure of an earlier
         save is raised after this one was started, so that ranks that learn of it at different times stay in step.
-        Raises ValueError after `close`.
+        Raises ValueError after `close`, and CheckpointError in a forked process.
         """
         if self._closed:
             raise ValueError("this AsyncSaver is closed")

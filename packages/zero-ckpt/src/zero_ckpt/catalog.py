@@ -31,7 +31,8 @@ def load_manifest(folder: Folder) -> Manifest:
     """Return the manifest of a checkpoint directory. Raises DamagedError unless every data file has the size that the
     manifest gives.
 
-    With `per_node` files may be absent. The files' bytes are not read. Raises CheckpointError for an unknown version.
+    Where the manifest says `per_node`, files may be absent. The files' bytes are not read. Raises CheckpointError for
+    an unknown version, and ReplacedError when the directory lost its name meanwhile.
     """
     raw = folder.read(MANIFEST_NAME, MAX_MANIFEST_BYTES)
     manifest = decode_manifest(raw, str(folder.path / MANIFEST_NAME))

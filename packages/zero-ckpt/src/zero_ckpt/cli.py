@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_convert_parser(commands: Any) -> None:
-    """Add the subcommand `convert` to argparse's subparsers, `commands`."""
+    """Add the subcommand `convert` and its options to argparse's subparsers, `commands`."""
     command = commands.add_parser("convert", help="write another format, or another dtype")
     command.add_argument("source", help="a checkpoint of this package, safetensors, DeepSpeed, or torch DCP")
     command.add_argument("target", help="a .safetensors or .bin file, or a directory")

@@ -143,7 +143,8 @@ def sweep(root: Path, *, dry_run: bool = False) -> list[Path]:
 
     A checkpoint that was moved aside gets its name back; unfinished and half-removed ones are removed. What a running
     save holds is left. Failures are logged, as is every path. With `dry_run` nothing is changed, and the paths are only
-    returned. Empty for a root that does not exist.
+    returned. Empty for a root that does not exist. Holds the root's lock meanwhile: raises CheckpointError when it
+    cannot be had within ten minutes.
     """
     if not root.is_dir():
         return []

@@ -53,6 +53,6 @@ def write_contribution(
 
 
 def _split_slice(piece: PlannedSlice, itemsize: int) -> list[PlannedSlice]:
-    """Return a slice in slices of at most `MAX_SLICE_BYTES`; `itemsize` is the bytes per element."""
+    """Return `piece` as consecutive slices of at most `MAX_SLICE_BYTES`; `itemsize` is the bytes per element."""
     step, end = MAX_SLICE_BYTES // itemsize, piece.offset + piece.length
     return [PlannedSlice(piece.index, at, min(step, end - at)) for at in range(piece.offset, end, step)]

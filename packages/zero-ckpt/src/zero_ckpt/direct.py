@@ -94,20 +94,25 @@ class DirectSink:
 
     def write(self, data: memoryview) -> None:
         """Take the next bytes of the file; they are submitted in batches of 32 MiB, and this waits while more than 256
-        MiB are in flight."""
+        MiB are in flight.
+
+        `data` must stay as it is until `drain` or `finish` returns. Raises OSError of this or an earlier transfer.
+        """
         self._batch.append(data)
         self._batched += data.nbytes
         if self._batched >= _BATCH_BYTES:
             self._submit()
 
     def drain(self) -> None:
-        """Wait until the memory of everything written so far may be reused."""
+        """Wait until the memory of everything written so far may be reused. Raises OSError of a transfer."""
         self._submit()
         while self._requests:
             self._wait_one()
 
     def finish(self) -> None:
-        """Wait until the whole file is on disk, and close it."""
+        """Wait until the whole file is on disk, and close it. Raises OSError of a transfer; the file is closed then,
+        too.
+        """
         try:
             self.drain()
             self._engine.sync(self._file)
@@ -121,8 +126,9 @@ class DirectSink:
         self._engine.close()
 
     def _submit(self) -> None:
-        """Start writing the bytes taken so far, and wait while more than 256 MiB are in flight. Raises OSError of a
-        transfer."""
+        """Start writing the bytes taken so far, if there are any, and wait while more than 256 MiB are in flight.
+        Raises OSError of a transfer.
+        """
         if not self._batched:
             return
         request = self._engine.write(self._file, self._batch, self._position)

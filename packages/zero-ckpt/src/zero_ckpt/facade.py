@@ -27,9 +27,10 @@ def save(
     coordinator: Coordinator | None = None,
     saver: AsyncSaver | None = None,
 ) -> Path:
-    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`: `zero_ckpt.torch.save`, documented there.
+    """Save modules, optimizers and plain data as checkpoint `<root>/<tag>`, and return that path.
 
-    Raises CheckpointError when torch is not installed.
+    It is `zero_ckpt.torch.save`, where the arguments are documented; collective. Raises CheckpointError when torch is
+    not installed.
     """
     path: Path = _adapter().save(
         root,
@@ -55,9 +56,10 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Load a checkpoint into modules, optimizers and plain data, in place: `zero_ckpt.torch.load`, documented there.
+    """Load a checkpoint into modules, optimizers and plain data, in place, and return which names it filled.
 
-    Raises CheckpointError when torch is not installed.
+    It is `zero_ckpt.torch.load`, where the arguments are documented; collective. Raises CheckpointError when torch is
+    not installed.
     """
     report: LoadReport = _adapter().load(root, state, tag=tag, strict=strict, rename=rename, coordinator=coordinator)
     return report

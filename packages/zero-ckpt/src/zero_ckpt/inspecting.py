@@ -101,7 +101,9 @@ def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _tree(tensors: Sequence[TensorEntry], aliases: Mapping[str, str]) -> Iterator[str]:
-    """Yield a tree of names in natural order, tied names, and bytes by kind."""
+    """Yield the lines of a tree of tensor names in natural order, then tied names, then a line with the bytes of each
+    kind.
+    """
     by_name: dict[str, list[TensorEntry]] = {}
     for tensor in sorted(tensors, key=lambda tensor: natural_key(tensor.name)):
         by_name.setdefault(tensor.name, []).append(tensor)

@@ -162,12 +162,13 @@ def _require_checksum(file_slice: FileSlice, found: str) -> None:
 
 
 class Copying:
-    """Intervals that read slices which cannot be linked; their data functions are to be called in order.
+    """Intervals that read slices which cannot be linked; their data functions are to be called in order, each once.
 
-    Each part is read while the one before is written, past the page cache where the `nvme` extra is installed; two
-    buffers of 16 MiB are all the memory it takes. A function raises DamagedError when its bytes cannot be read, or the
-    extent that it completes has another checksum than `FileExtent` says. `indices` are the positions, in the rank's
-    list, of the intervals that `intervals` came from. Close it.
+    Each part is read while the one before is written, past the page cache where the `nvme` extra is installed. The
+    bytes that a function returns are valid until the next one is called: two buffers of 16 MiB are all the memory it
+    takes. A function raises DamagedError when its bytes cannot be read, or the extent that it completes has another
+    checksum than `FileExtent` says. `indices` are the positions, in the rank's list, of the intervals that `intervals`
+    came from. Close it.
     """
 
     def __init__(self, file_slices: Iterable[FileSlice]) -> None:

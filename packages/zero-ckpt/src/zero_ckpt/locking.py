@@ -91,7 +91,8 @@ def unlock_and_close(fd: int) -> None:
 def root_lock(root: Path) -> Iterator[None]:
     """Hold the lock of a root, for short steps only. Raises CheckpointError after waiting for it for ten minutes.
 
-    A root is a directory that holds checkpoints. Where its file system has no locks, nothing is held.
+    A root is a directory that holds checkpoints. Where its file system has no locks, nothing is held. Do not nest it: a
+    second lock of the same root in this process waits for the first.
     """
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

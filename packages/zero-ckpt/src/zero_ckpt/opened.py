@@ -143,7 +143,7 @@ class Folder:
             self._close_inner(folder)
 
     def _close_inner(self, folder: int) -> None:
-        """Close a descriptor, unless it is the one that this object holds."""
+        """Close the descriptor `folder`, unless it is that of this directory itself, which stays open."""
         if folder != self._fd:
             os.close(folder)
 

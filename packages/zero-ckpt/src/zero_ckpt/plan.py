@@ -46,7 +46,8 @@ class PlannedSlice:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """`tensors` as (name, kind, shape, dtype), in the order in which ranks first named them; `pieces[rank]` its slices.
+    """The plan of a save: `tensors` as (name, kind, shape, dtype), in the order in which ranks first named them, and
+    `pieces`, by rank the slices that it writes.
 
     The slices of a rank are in order of interval and offset.
     """
@@ -57,7 +58,7 @@ class SavePlan:
 
 @dataclass
 class _Run:
-    """Elements `begin` to `end` of a tensor, which all `holders` hold."""
+    """Elements `begin` to `end` (exclusive) of a flattened tensor, which all `holders` hold."""
 
     begin: int
     end: int
@@ -96,8 +97,9 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
 
 
 def _holders_by_node(run: _Run, nodes: Sequence[str] | None) -> Collection[Sequence[Holding]]:
-    """Return the holders of a run in groups, one holder of each of which writes it: one group per node, one of all
-    without `nodes`."""
+    """Return the holders of a run in groups, each of which writes the run once: by node, or all in one group without
+    `nodes`.
+    """
     if nodes is None:
         return [run.holders]
     groups: dict[str, list[Holding]] = {}
@@ -161,7 +163,7 @@ def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
 
 
 def _cut(run: _Run) -> list[_Run]:
-    """Return a run in runs of at most `MAX_SLICE_BYTES`, with the same holders."""
+    """Return a run as consecutive runs of at most `MAX_SLICE_BYTES`, with the same holders."""
     step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
     return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
 

@@ -242,10 +242,11 @@ class Checkpoint:
         return jobs
 
     def _copy_from_slice(self, jobs: Sequence[SliceCopy], verify: bool) -> None:
-        """Do jobs that all read from the same slice; with `verify` it is read once, in full, and compared.
+        """Fill the views of `jobs`, which all want bytes of the same slice; with `verify` that is read once, in full,
+        and compared.
 
         A slice of more than `MAX_SLICE_BYTES` of which parts are wanted is verified once per checkpoint object. Raises
-        DamagedError, or ReplacedError.
+        DamagedError, or ReplacedError. Threads call it at the same time for different slices.
         """
         first = jobs[0]
         begin, where = self._begin(first), self._where(first)
@@ -276,7 +277,9 @@ class Checkpoint:
                 self._large.add(place)
 
     def _opened(self, job: SliceCopy) -> AbstractContextManager[int]:
-        """Open the file that holds a job's slice, for a `with` statement that gets the descriptor."""
+        """Return a `with` statement's context that opens the file of a job's slice and yields its descriptor. It raises
+        DamagedError or ReplacedError.
+        """
         return self._folder.opened(self._manifest.files[job.piece.file].path, self._where(job))
 
     def _require_checksum(self, job: SliceCopy, found: str) -> None:

@@ -161,7 +161,8 @@ class _Save:
 
     def stage(self) -> None:
         """Sweep the root and make the directory into which the ranks write; does nothing but on the first rank of each
-        file system."""
+        file system. Raises CheckpointError when the tag, or `latest`, is taken by something that must not be replaced.
+        """
         if self._leads:
             sweep(self.root)
             require_replaceable(self.root)
@@ -219,7 +220,7 @@ class _Save:
         return {rank for rank, node in enumerate(nodes) if node == nodes[self._group.rank]}
 
     def discard(self) -> None:
-        """Remove the directory of this save unless it was committed."""
+        """Remove the directory of this save unless it was committed; does nothing on ranks that made none."""
         if self._staging is not None:
             self._staging.discard()
 

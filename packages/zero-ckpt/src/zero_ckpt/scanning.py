@@ -38,7 +38,11 @@ def scan_fd(
     whole: Checksummer | None = None,
 ) -> str:
     """Return the checksum of `nbytes` bytes of an open file from byte `begin` on, as `scan` does; `whole` is updated
-    with the same bytes. `progress` is called with the number of bytes read."""
+    with the same bytes.
+
+    `progress` is called with the number of bytes of each read. Raises DamagedError, beginning with `where`, when they
+    cannot be read.
+    """
     total, scratch = Checksummer(), memoryview(bytearray(min(SCAN_BYTES, nbytes)))
     for position in range(begin, begin + nbytes, SCAN_BYTES):
         part = scratch[: min(SCAN_BYTES, begin + nbytes - position)]

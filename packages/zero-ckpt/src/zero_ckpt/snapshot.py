@@ -59,7 +59,7 @@ class Arena:
         self._kept, self._now, self._later = _Memory(allow), _Memory(allow), _Memory(allow)
 
     def start(self, memory: Sequence[Buffer]) -> CopyUnderWay:
-        """Start copying `memory`, and return the copy under way for `begin`.
+        """Start copying `memory` into this arena on threads of the pool, and return the copy under way for `begin`.
 
         The memory must not change until `begin` has returned or `CopyUnderWay.end` was called.
         """
@@ -94,14 +94,15 @@ class Arena:
         )
 
     def close(self) -> None:
-        """End the threads, after the copies that they have begun."""
+        """End the threads, after the copies that they have begun. The memory stays until nothing refers to this arena.
+        """
         self._pool.shutdown()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
         """Return intervals that a `LaterIntervals` returned, with their data in this arena, and the copies that have to
         be made for them.
 
-        Parts of the copies of `start` lie in the arena already and need none.
+        Parts of the copies of `start` lie in the arena already and need none. Nothing is copied yet.
         """
         given = list(intervals)
         sizes = [0 if self._kept.has(interval.data) else _nbytes(interval) for interval in given]
@@ -275,8 +276,9 @@ class _Copy:
 
 
 def _copies_of(intervals: Sequence[Interval], places: Sequence[memoryview]) -> list[_Copy | None]:
-    """Return the copy of each interval to its place, noting its version now; None for extents of files, which are
-    linked instead."""
+    """Return for each interval its copy to the place of the same index, still to be run, noting its version now; None
+    for extents of files, which are linked instead.
+    """
     return [
         None if isinstance(interval.data, FileExtent) else _Copy(interval, place, _version(interval))
         for interval, place in zip(intervals, places, strict=False)

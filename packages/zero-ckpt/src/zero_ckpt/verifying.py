@@ -189,7 +189,8 @@ def _verify_safetensors(file: _OpenDataFile, contents: list[tuple[TensorEntry, S
 
 def _verify_raw(file: _OpenDataFile, contents: list[tuple[TensorEntry, Slice]]) -> list[Damage]:
     """Compare every extent of a linked file, and return the damage; an extent that is no slice lies between the
-    tensors."""
+    tensors. Raises DamagedError for a read that fails.
+    """
     slices = {piece.begin: (tensor, piece) for tensor, piece in contents}
     problems: list[Damage] = []
     for begin, (nbytes, expected) in file.entry.extents_by_begin().items():
@@ -217,7 +218,8 @@ def _verify_slices(
     """Read the file behind its header, front to back, and return the damage of slices that differ or are not in the
     header.
 
-    `stored` are the header's entries by key; `total` is updated with every byte read.
+    `stored` are the header's entries by key; `total` is updated with every byte read. Raises DamagedError for a read
+    that fails.
     """
     problems, placed = [], []
     for tensor, piece in contents:

@@ -34,8 +34,11 @@ class DistCoordinator:
         self.world_size = dist.get_world_size(group)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the `obj` of every rank, in rank order; waits for all of them. Raises NotPlainDataError for what is
-        not plain data."""
+        """Return the `obj` of every rank, in rank order; collective, waits for all of them.
+
+        Raises NotPlainDataError for what is not plain data; that is before this rank sends anything, so the others go
+        on waiting for it.
+        """
         own = torch.frombuffer(bytearray(pack(obj)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)

@@ -14,7 +14,9 @@ _STAGING_BYTES = 64 << 20
 
 
 class Filler:
-    """Collects tensors to fill from `checkpoint`, then reads them all at once with several reads in flight."""
+    """Collects tensors to fill from `checkpoint`, then reads them all at once with several reads in flight;
+    communicates nothing.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -22,10 +24,11 @@ class Filler:
         self._staged: list[tuple[TensorEntry, torch.Tensor, list[ContiguousRun]]] = []
 
     def add(self, entry: TensorEntry, tensor: torch.Tensor, name: str) -> bool:
-        """Request the values of `tensor` from `entry`, to be read by `run`. Returns whether their dtype will be
-        converted.
+        """Request the values of `tensor` from `entry`, to be written into its memory by `run`. Returns whether their
+        dtype will be converted.
 
-        Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ.
+        Of a DTensor the local part is filled. `name` is for errors. Raises MismatchError when the shapes differ, and
+        CheckpointError for a placement that cannot be loaded.
         """
         if tuple(tensor.shape) != entry.shape:
             raise MismatchError(
@@ -44,14 +47,19 @@ class Filler:
         return not same
 
     def run(self) -> None:
-        """Read the values of all tensors that were added. Raises DamagedError, after which some may be filled."""
+        """Read the values of all tensors that were added; call it once. Raises DamagedError or ReplacedError, after
+        which some may be filled.
+        """
         self._checkpoint.read_many(self._direct)
         for entry, local, runs in self._staged:
             self._fill_staged(entry, local, runs)
 
     def _fill_staged(self, entry: TensorEntry, local: torch.Tensor, runs: list[ContiguousRun]) -> None:
-        """Fill a tensor, of which `runs` are the places in the full one, through CPU memory of up to 64 MiB at a time,
-        converting the dtype."""
+        """Fill a tensor through CPU memory of up to 64 MiB at a time, converting the dtype. Raises DamagedError or
+        ReplacedError.
+
+        `local` is this rank's part, on any device and with any strides; `runs` are its places in the full tensor.
+        """
         flat = local.view(-1) if local.is_contiguous() else torch.empty(local.shape, dtype=local.dtype).view(-1)
         dtype = torch_dtype(entry.dtype)
         step = _STAGING_BYTES // dtype.itemsize
@@ -74,7 +82,7 @@ class Filler:
 def read_tensor(checkpoint: Checkpoint, name: str, kind: str) -> torch.Tensor:
     """Return a full tensor in new CPU memory, in the dtype in which it is stored; `name` may be an alias.
 
-    Raises NotFoundError and DamagedError.
+    Raises NotFoundError, DamagedError and ReplacedError.
     """
     entry = checkpoint.entry(name, kind)
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))

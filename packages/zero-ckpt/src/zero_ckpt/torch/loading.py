@@ -41,7 +41,8 @@ def load(
     `coordinator` the ranks are those of the default process group.
 
     Raises MismatchError on every rank when shapes differ, or, unless `strict=False`, when anything was defaulted or
-    ignored; then no module or optimizer has changed. Raises NotFoundError and DamagedError as `restore` does.
+    ignored. Modules and optimizers that do not fit are found before any of them changes; other values, such as plain
+    data, are looked at after those were filled. Raises NotFoundError and DamagedError as `restore` does.
     """
     group = coordinator or default_coordinator()
 

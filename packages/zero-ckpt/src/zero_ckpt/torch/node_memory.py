@@ -117,7 +117,8 @@ class NodeMemory:
     def find(self, wanted: Callable[[Manifest], bool] = lambda manifest: True) -> Found | None:
         """Return the newest checkpoint of which every file is on some node; None when there is none. Collective.
 
-        Only checkpoints whose manifest is `wanted` count. Raises CheckpointError when a rank fails.
+        Only checkpoints whose manifest is `wanted` count. Call `wait` first: a save in the background uses the same
+        group. Raises CheckpointError when a rank fails.
         """
         views = run_on_all_ranks(
             self._coordinator, f"looking for checkpoints in {self.directory}", lambda: self._held(wanted)
@@ -138,8 +139,8 @@ class NodeMemory:
         """Copy the manifest of `found`, and those of its files that this node's ranks need, into the node's directory
         where they are missing. Returns the checkpoint's path there.
 
-        `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective. Raises
-        CheckpointError on every rank when any fails.
+        `found` is what `find` returned on every rank; `needs` is called with its manifest. Collective; not while a save
+        runs. Raises CheckpointError on every rank when any fails.
         """
         what = f"fetching {found.tag} into {self.directory}"
         path = self.directory / found.tag
@@ -265,7 +266,10 @@ def _read_manifest(path: Path) -> bytes:
 
 
 def _present(path: Path, manifest: Manifest) -> list[str]:
-    """Return the files of a checkpoint that are in `path`: regular ones of the size that the manifest gives."""
+    """Return the names of a checkpoint's files that are in the directory `path` with the size that the manifest gives.
+
+    Raises DamagedError when the directory cannot be opened, OSError for what is no regular file.
+    """
     folder = Folder(path, follow=False)
     found = []
     for entry in manifest.files:
