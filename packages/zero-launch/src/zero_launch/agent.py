@@ -95,7 +95,9 @@ class Agent(LocalElasticAgent):
         """The processes that ranks left behind and that did not end when they were asked to."""
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Give the ranks of the next attempt their numbers; how many there are may have changed (``ranks_now``)."""
+        """Wait for the next round, in which the ranks get their numbers; first set how many there are on this host,
+        which may have changed (``ranks_now``).
+        """
         if self._ranks_now is not None:
             worker_group.spec.local_world_size = self._ranks_now()
         super()._rendezvous(worker_group)
@@ -232,8 +234,8 @@ class Agent(LocalElasticAgent):
     def ask_to_end(self, why: str = "") -> None:
         """Request that the ranks save and leave after their current step, in later attempts too; ``why`` is printed.
 
-        Safe in a signal handler: it only records the request, which the monitor loop carries out, because a handler may
-        interrupt a write or an import that it would then run again and break.
+        Safe in a signal handler and on any thread: it only records the request, which the monitor loop carries out,
+        because a handler may interrupt a write or an import that it would then run again and break.
         """
         self._why_asked = why
         self.asked_to_end = True
@@ -328,8 +330,9 @@ class Agent(LocalElasticAgent):
         return False
 
     def _end(self, signum: signal.Signals) -> None:
-        """End the ranks by ``signum``, then by SIGKILL, with everything that they started; add what had to be killed to
-        ``notes``."""
+        """End the ranks by ``signum``, then by SIGKILL after the grace period, with everything that they started; add
+        what else had to be killed to ``notes``. Blocks until they are gone.
+        """
         self._note_ends()
         pids = {record.pid for record in self._records}
         if self._files.takes_requests:
@@ -360,8 +363,8 @@ class Agent(LocalElasticAgent):
     def failures(self) -> list[RankFailure]:
         """Return the ranks of this host that failed by themselves in the last attempt, in the order of their failures.
 
-        A rank that died without a traceback counts from when it was last seen alive: the collectives of the others fail
-        a moment after its death.
+        Empty before the first failure was noted. A rank that died without a traceback counts from when it was last seen
+        alive: the collectives of the others fail a moment after its death.
         """
         found = (failure_of(r, self._host, self._started_at, self._watcher.step_of) for r in self._records)
         return [failure for _, failure in sorted(filter(None, found), key=lambda pair: pair[0])]

@@ -53,8 +53,10 @@ class Channel:
             thread.start()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Queue a message of ``kind`` with the fields of ``content`` (see messages.py); never blocks.
-        A message to a broken connection is lost."""
+        """Queue a message of ``kind`` with the fields of ``content`` (see messages.py), from any thread; never blocks.
+
+        A message to a broken or closed connection is lost.
+        """
         self._outbox.put({"kind": kind, **content})
 
     def wait_for_room(self) -> None:
@@ -68,8 +70,9 @@ class Channel:
         return time.monotonic() - self.heard_at
 
     def close(self, seconds: float = 1.0) -> None:
-        """Send the queued messages, waiting up to ``seconds``, and close the writing end; the other end may still
-        send."""
+        """Send the queued messages, waiting up to ``seconds``, and close the writing end; the other end may still send,
+        and what it sends still reaches the inbox.
+        """
         self._outbox.put(None)
         self._threads[1].join(seconds)
 

@@ -162,7 +162,9 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _lead(self) -> None:
-        """Handle messages and lost hosts until the job is to stop or is over."""
+        """Handle messages and lost hosts until the job is to stop or is over; called once, after the hosts were
+        greeted.
+        """
 
     def _end_all(self) -> None:
         """Tell present hosts to end their processes; handle messages until none is present, up to a time limit."""

@@ -157,7 +157,9 @@ class ClusterAgent(Agent):
         return {str(rank): record.to_json() for rank, record in self._watcher.records.items()}
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Report the last attempt to the launcher, wait for its next round, and count restarts as the launcher does."""
+        """Report the last attempt to the launcher, wait for its next round, without a time limit, and count restarts as
+        the launcher does.
+        """
         self._store = worker_group.store = None  # the last attempt's store gives its port back
         if self._records:
             self.rendezvous.report = self._report()

@@ -31,9 +31,12 @@ def threads_per_rank(nproc: int) -> int:
 
 
 def warn_of_one_thread(threads: int, nproc: int, logger: logging.Logger) -> None:
-    """Warn in ``logger`` where a rank's computations have one of ``threads``, as OMP_NUM_THREADS says, though each of
-    the ``nproc`` ranks of its host may have several cores. The first rank of a host (LOCAL_RANK 0, or none) alone
-    warns."""
+    """Warn in ``logger`` where a rank computes with one OpenMP thread, only because OMP_NUM_THREADS says so, though it
+    may have several cores.
+
+    ``threads``: that the rank has; ``nproc``: ranks of its host. Only the first rank of a host (LOCAL_RANK 0, or none)
+    warns.
+    """
     share = threads_per_rank(nproc)
     if threads > 1 or share == 1 or os.environ.get("OMP_NUM_THREADS") != "1" or int(os.environ.get("LOCAL_RANK", "0")):
         return

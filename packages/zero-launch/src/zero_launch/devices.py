@@ -12,7 +12,10 @@ _SECONDS = 120
 
 def devices() -> int:
     """Return the number of accelerators of this machine, counted by a new process: torch caches the number in one that
-    has counted before. Raises RuntimeError when the count fails."""
+    has counted before.
+
+    Raises RuntimeError when the count fails, and `subprocess.TimeoutExpired` when it takes more than two minutes.
+    """
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_SECONDS)
     if done.returncode:
         raise RuntimeError(f"the accelerators could not be counted: {done.stderr.strip()}")
@@ -29,9 +32,12 @@ def ranks_within(elastic: tuple[int, int], count: int) -> int:
 
 
 def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
-    """Return a function to call before each attempt for its number of ranks: ``first`` for the first, then
-    `ranks_within` ``elastic`` by a new count of the accelerators, raising as that and `devices` do. On a machine that
-    has no accelerators now it always returns ``first``."""
+    """Return a function to call before each attempt for its number of ranks.
+
+    It returns ``first`` for the first attempt, then `ranks_within` ``elastic`` by a new count of the accelerators,
+    raising as that and `devices` do. On a machine that has no accelerators when `counter` is called it always returns
+    ``first``.
+    """
     import torch
 
     uses_devices = torch.accelerator.is_available()

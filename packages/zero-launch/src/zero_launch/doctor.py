@@ -137,8 +137,11 @@ def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
 def _take(
     peer: Peer, message: Mapping[str, Any], transport: Transport, mark: Path | None, reports: dict[str, HostReport]
 ) -> None:
-    """Handle a message of a host: ask it for its facts, or put its report into ``reports`` (by host); a host that has
-    one is left alone. ``mark``: the file that it looks for, None to leave that open."""
+    """Handle one message of a host: answer its hello by asking for its facts, or put its report into ``reports`` (by
+    host) when the facts, or the end of the connection, come.
+
+    A host that has a report is left alone. ``mark``: the file that it looks for, None to leave that open.
+    """
     if peer.name in reports:
         return
     if message["kind"] == "hello":

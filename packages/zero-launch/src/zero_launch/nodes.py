@@ -29,7 +29,8 @@ def discover_node(environ: Mapping[str, str]) -> Node | None:
     variables in a pod (PET_*).
 
     MASTER_ADDR and MASTER_PORT override where node 0 of a Slurm job listens. None when there is only one node, a range
-    of nodes, or nothing is said. Raises RuntimeError when Slurm's node list cannot be read.
+    of nodes, or nothing is said. Raises RuntimeError when Slurm's node list cannot be read, FileNotFoundError when
+    `scontrol` is needed for it and not installed, and ValueError for a number that is none.
     """
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if "SLURM_STEP_ID" in environ and nodes > 1 and environ.get("SLURM_STEP_NUM_TASKS", "") == str(nodes):

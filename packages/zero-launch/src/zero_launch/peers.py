@@ -233,7 +233,7 @@ class Listener:
             self._open_peers[peer.name] = peer
 
     def close(self) -> None:
-        """Stop accepting connections; those that were accepted stay."""
+        """Stop accepting connections; those that were accepted stay open, and their channels go on."""
         self._server.close()
 
     def _accept(self) -> None:

@@ -23,7 +23,9 @@ _SAME_SECONDS = 5.0
 
 
 def hold() -> None:
-    """Block `SIGNALS` in this thread until `release`; those that come meanwhile stay pending."""
+    """Block `SIGNALS` in this thread until `release`; those that come meanwhile stay pending. Call it on the main
+    thread.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

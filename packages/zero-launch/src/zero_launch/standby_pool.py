@@ -150,7 +150,7 @@ class Standby:
         return -signal.SIGKILL if self._is_over and pid not in self._statuses else self._statuses.get(pid)
 
     def dismiss(self) -> None:
-        """Kill the process, and with it the ranks that it has forked."""
+        """Kill the process, and with it the ranks that it has forked; wait up to 2 s for its end."""
         self._is_over = True
         self._line.close()
         self.proc.kill()

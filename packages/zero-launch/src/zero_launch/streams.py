@@ -96,7 +96,7 @@ class Streamer:
         self._tails += [_Tail(path, prefix(rank, colour=colour), sink) for rank, path in files.items()]
 
     def start(self) -> None:
-        """Begin to copy."""
+        """Begin to copy, on the thread; call it once."""
         self._thread.start()
 
     def stop(self) -> None:

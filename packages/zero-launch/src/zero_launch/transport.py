@@ -27,8 +27,8 @@ class Transport:
 
     ``launcher``: `ssh`; `pdsh`, which adds its own configuration of hosts on top of ssh; `local` for this machine.
     ``arguments``: extra arguments of ssh or pdsh. ``port``: of the sshd; None for the default. ``connect_seconds``: how
-    long ssh tries to connect. Secrets never pass through the command line: what the job needs goes through standard
-    input.
+    long ssh tries to connect. What the job needs goes through standard input, never through the command line; pdsh,
+    which does not carry input, gets a token on the command line with which its host may connect back once.
     """
 
     launcher: Launcher = "ssh"
