@@ -39,7 +39,7 @@ class AsyncIo:
         self._handle = extension.aio_handle(block_bytes, queue_depth, False, True, 1)
 
     def pinned(self) -> Any:
-        """Return a tensor for the whole file that DeepSpeed allocated and locked; for this handle only."""
+        """Return a uint8 tensor for the whole file that DeepSpeed allocated and locked; for this handle only."""
         return self._handle.new_cpu_locked_tensor(self._nbytes, self._torch.empty(0, dtype=self._torch.uint8))
 
     def unpinned(self, memory: memoryview) -> Any:

@@ -32,7 +32,9 @@ def describe_all(buffers: Any, writable: bool) -> list[Item]:
 
 def describe(buffer: Any, writable: bool) -> Item:
     """Return the memory of one C-contiguous host buffer (bytes-like, NumPy, torch or DLPack), without a copy.
-    InvalidBufferError says why it cannot be used; with `writable` that includes read-only memory.
+
+    The description keeps the buffer alive; it does not keep a tensor's storage from being resized (see `Lent`).
+    InvalidBufferError says why memory cannot be used; with `writable` that includes read-only memory.
     """
     if is_tensor(buffer):
         return _from_tensor(buffer)
@@ -210,7 +212,7 @@ def _from_dlpack(buffer: Any, writable: bool) -> Item:
 
 
 def copy_into(item: Item, source: memoryview) -> None:
-    """Copy the bytes of `source` into a described buffer of the same size."""
+    """Copy the bytes of `source` into a described buffer of the same size, which must be writable."""
     if isinstance(item, tuple):
         import ctypes
 

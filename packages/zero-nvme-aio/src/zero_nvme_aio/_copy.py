@@ -84,8 +84,8 @@ def copy_ranges(
     once all are written. Nothing is synced.
 
     A chunk ends at a multiple of ``chunk_bytes`` in the source; `progress` is called with its bytes when it is written.
-    Raises the errors of the engine, EndOfFileError if a
-    source is shorter than its range.
+    Takes memory for four chunks meanwhile. Raises the errors of the engine, EndOfFileError if a source is shorter than
+    its range; parts of the target are then written.
     """
     chunks = deque(chunk for copied in ranges for chunk in _chunks(copied, chunk_bytes))
     largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)

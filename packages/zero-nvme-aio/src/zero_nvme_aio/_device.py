@@ -164,8 +164,8 @@ class _CopyStream:
 
 
 class _StagingRing:
-    """Four pinned host buffers of 8 MiB for one device; one thread, that of `executor`, copies through them, one
-    request at a time.
+    """Four pinned host buffers of 8 MiB for one device, kept until the engine is dropped; one thread, that of
+    `executor`, copies through them, one request at a time.
     """
 
     def __init__(self, device: Any) -> None:

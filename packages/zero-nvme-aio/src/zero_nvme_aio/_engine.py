@@ -200,8 +200,11 @@ class Engine:
             raise device_failure
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes moved so far by direction and by route (zero copy, staged, buffered), and the memory held,
-        in bytes; the keys name each.
+        """Return what this engine has done so far, as counts by name; of a closed engine the last ones.
+
+        Bytes moved: `bytes_read`, `bytes_written`; the same by route: `zero_copy_bytes`, `staged_bytes`,
+        `buffered_bytes`. Transfers: `blocks`, and those `continued` after a short one. Memory held now, in bytes:
+        `staging_bytes`, of which `registered_bytes` are registered with the kernel.
         """
         return self._native.counters()
 

@@ -22,8 +22,8 @@ class AlignedBuffer(_native.Mapping):
 
     Lies in huge pages where whole ones fit (`huge_pages`), is resident from the start, and is optionally locked
     (`lock`). It costs `charged_bytes`: `nbytes` rounded up to whole 4 KiB pages. `numpy.frombuffer` and
-    `torch.frombuffer` take it and keep it alive. Raises AioError with ENOMEM when there is no memory, or none that may
-    be locked.
+    `torch.frombuffer` take it and keep it alive; the memory is freed when neither it nor a view of it is referenced.
+    Raises ValueError for a size below 0, AioError with ENOMEM when there is no memory, or none that may be locked.
     """
 
     def __init__(self, nbytes: int, *, huge_pages: bool = True, lock: bool = False) -> None:
@@ -47,7 +47,8 @@ class AlignedBuffer(_native.Mapping):
 
 class BufferPool:
     """A fixed number (`count`) of AlignedBuffers of `nbytes` each, allocated once and reused; safe for several threads.
-    `huge_pages`, `lock` and AioError as in `AlignedBuffer`.
+
+    `huge_pages`, `lock` and AioError as in `AlignedBuffer`; ValueError for a count below 1.
 
     `take` blocks until one is free, `give_back` makes it free again; `with pool.borrow() as buffer` does both.
     """

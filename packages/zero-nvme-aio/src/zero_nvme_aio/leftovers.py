@@ -98,8 +98,8 @@ def _unsealed(paths: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _locked(path: str) -> Iterator[bool]:
-    """Try to lock a store by its lock file and yield whether that succeeded; if so, no process can open the store
-    inside the context.
+    """Try, without waiting, to lock a store by its lock file and yield whether that succeeded; if so, no process can
+    open the store inside the context. OSError if the lock file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

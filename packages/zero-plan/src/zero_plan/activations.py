@@ -73,7 +73,7 @@ def working_bytes(units: int | tuple[int, ...] | list[int], setup: Setup, *, ahe
     largest unit and ``ahead`` prefetched units of its size are gathered while the largest unit's gradients are full; at
     stage 2 only the full gradients count; below stage 2 the result is 0. This bounds the device memory from below when
     everything else is offloaded (Rajbhandari et al. 2021, ZeRO-Infinity, arXiv 2104.07857, section 3, model state
-    working memory).
+    working memory). Raises `PlanError` for no units, or one without elements.
     """
     largest = max(unit_sizes(units))
     if setup.stage < 2:

@@ -37,8 +37,9 @@ def plan(
     checkpoint that ``saved_by`` ranks saved (by default ``world_size``). A load also runs those of its savers dry whose
     files it reads. Needs `pip install zero-plan[dry-run]`.
 
-    The compute device is the CPU; offload of activations is refused. Raises `PlanError` for a run that cannot be
-    planned, naming the line if code reads a tensor's values, and the errors of `zero_core.initialize`.
+    The compute device is the CPU; offload of activations is refused. One process calls it, alone, before
+    torch.distributed is initialised. Raises `PlanError` for a run that cannot be planned, naming the line if code reads
+    a tensor's values, and the errors of `zero_core.initialize`.
     """
     chosen = chosen_ranks(world_size, ranks)
     savers = world_size if saved_by is None else saved_by

@@ -20,9 +20,8 @@ class Bound(NamedTuple):
     """The least time per step that one resource takes: ``amount`` / ``rate``.
 
     ``amount``: bytes, floating-point operations or (of what a device computes in all) seconds in a step, of all ranks
-    that share the resource. ``rate``: per
-    second; None if the machine does not give it. ``key``: the machine's key of ``rate``. ``is_sum``: the amount is that
-    of other rows together, which share the resource.
+    that share the resource. ``rate``: per second; None if the machine does not give it. ``key``: the machine's key of
+    ``rate``. ``is_sum``: the amount is that of other rows together, which share the resource.
     """
 
     resource: str

@@ -73,7 +73,8 @@ def run_rank(given: ScriptRank) -> dict[str, Any]:
     """Run the script as one rank in a new process; return its answer as plain data: "plan" and "lines" of a
     `ScriptPlan` or, with a manifest, "loaded".
 
-    Raises `PlanError` for an error that the process answers, or if it ends without an answer.
+    Waits until that process ends, without a time limit; its output is shown only in the error. Raises `PlanError` for
+    an error that the process answers, or if it ends without an answer.
     """
     with TemporaryDirectory(prefix="zero-plan-") as folder:
         asked, answered, printed = (Path(folder) / name for name in ("asked", "answered", "printed"))

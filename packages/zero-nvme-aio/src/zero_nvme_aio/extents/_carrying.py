@@ -64,9 +64,10 @@ class Carrying:
 
     def run(self, live: Live) -> list[WrittenRange]:
         """Carry the data over; return the ranges of the target that replace those of older generations, after all have
-        arrived. `live`: the coverage of every name, which is not changed.
+        arrived. Nothing is synced.
 
-        Errors of the engine; ChecksumError if a partly overwritten extent was changed on disk.
+        `live`: the coverage of every name, which is not changed. Raises errors of the engine, and ChecksumError if a
+        partly overwritten extent was changed on disk; the state is then as before.
         """
         chosen = list(_ranges_to_carry(live, self._generations, self._target.generation, self._shares_blocks))
         pieces = [

@@ -27,7 +27,9 @@ class StoreRequest:
         self.nbytes = nbytes
 
     def done(self) -> bool:
-        """Return whether all of it has ended, successfully or not; never blocks."""
+        """Return whether all transfers have ended, successfully or not; never blocks. The bytes of a verified read may
+        be used only after `wait`, which checks them and may copy some of them into place.
+        """
         return all(request.done() for request in self._requests)
 
     def wait(self, timeout: float | None = None) -> int:

@@ -30,7 +30,7 @@ PathLike = str | os.PathLike[str]
 
 
 class ExtentStore:
-    """Named byte extents in preallocated files under one folder per device, in generations.
+    """Named byte extents in preallocated files under one folder per device, in generations; safe for several threads.
 
     `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins
     every file name. `checksums`: record an xxh3_64 per write during the transfer (else at `seal`). `verify`: check
@@ -232,6 +232,9 @@ class ExtentStore:
     def close(self, *, remove: bool) -> None:
         """Wait for requests under way and close. With `remove` every file is deleted; otherwise the sealed generations
         stay for `resume`, and unsealed data is deleted. Hard links elsewhere are untouched. May be called twice.
+
+        Without `remove` it syncs a generation that was sealed without `durable`; if that fails it raises the error, and
+        the store stays open.
         """
         with self._lock:
             if self._closed:
@@ -249,8 +252,8 @@ class ExtentStore:
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:
-        """Return the allocator and the files of the open generation. On first use they are made, with room for a header
-        if names were declared.
+        """Return the allocator and the files of the open generation; the caller holds the lock. On first use they are
+        made, with room for a header if names were declared.
         """
         if self._placement is None:
             stripes = len(self._folders.paths)

@@ -73,7 +73,9 @@ class LiveMemory:
             self._assigned = None
 
     def track(self, tensor: torch.Tensor) -> None:
-        """Track a tensor's storage from now on, or update the size of one that is tracked already."""
+        """Track a tensor's storage from now until it is freed, without keeping it alive, or update the size of one that
+        is tracked already; a new highest total of its tier becomes the peak.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self.held.get(key)

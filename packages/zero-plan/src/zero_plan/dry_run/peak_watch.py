@@ -23,7 +23,8 @@ _RESIZED = "gathered parameters"  # buffers that the engine resizes as it gather
 
 
 class PeakWatch:
-    """Tracks the live memory of an engine and its model, and finds the peak of each tier; used as a context manager.
+    """Tracks the live memory of an engine and its model, and finds the peak of each tier; used as a context manager,
+    inside which it has hooks on every torch module of the process.
 
     ``kind``: the type of the computing device. It is also the engine's `UnitWatch`, whose calls tell it which units
     hold new memory.

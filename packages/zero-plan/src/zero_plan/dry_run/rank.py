@@ -167,8 +167,8 @@ def without_values(value: Any) -> Any:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for (rehearsed
-    kernels use none), and its log of operations that fail, which a `PlanError` tells of.
+    """Inside the block, silence torch's warning about addresses of fake tensors, which kernels ask for (the dry run's
+    kernels read nothing there), and its log of operations that fail, which a `PlanError` tells of.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True

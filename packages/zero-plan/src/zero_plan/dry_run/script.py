@@ -108,7 +108,9 @@ class ScriptSupervisor(DryRunSupervisor):
         self._recorder.begin_step(engine)
 
     def close(self) -> None:
-        """Destroy the engine, if the script made one, so that it leaves its process groups."""
+        """Destroy the engine that was measured, so that it leaves its process groups; do nothing if the script made
+        none that trains.
+        """
         if self._followed is not None:
             self._followed.destroy(unshard=False)
 
