@@ -26,23 +26,39 @@ class Request(Protocol):
     `checksum` is None until then, or if none was requested. Named as what satisfies it."""
 
     @property
-    def checksum(self) -> str | None: ...
+    def checksum(self) -> str | None:
+        """The checksum of the bytes moved; None until the transfer has ended, or if none was requested."""
+        ...
 
-    def wait(self) -> int: ...
+    def wait(self) -> int:
+        """Block until the transfer has ended, and return the bytes moved. Raises OSError if it failed."""
+        ...
 
 
 class IoEngine(Protocol):
     """The methods of `zero_nvme_aio.Engine` that are used here, documented there."""
 
-    def open(self, path: str, mode: str) -> Any: ...
+    def open(self, path: str, mode: str) -> Any:
+        """Open a file to read ("r") or to write anew ("w"), and return it for the other methods; the caller closes it.
+        """
+        ...
 
-    def write(self, file: Any, data: list[memoryview], offset: int) -> Request: ...
+    def write(self, file: Any, data: list[memoryview], offset: int) -> Request:
+        """Start writing ``data``, one after the other, from byte ``offset`` on; it must not change until the request
+        has ended."""
+        ...
 
-    def read(self, file: Any, out: memoryview, offset: int, *, checksum: bool) -> Request: ...
+    def read(self, file: Any, out: memoryview, offset: int, *, checksum: bool) -> Request:
+        """Start filling ``out`` from byte ``offset`` on; the bytes are there when the request has ended."""
+        ...
 
-    def sync(self, file: Any) -> None: ...
+    def sync(self, file: Any) -> None:
+        """Block until all writes to the file that were started are on disk."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Finish what was started, and end the threads."""
+        ...
 
 
 def default_sink() -> OpenSink:

@@ -26,8 +26,8 @@ def live(
 ) -> None:
     """Show a run in the terminal until it has ended (see `Run.over`); read its record again every ``seconds`` seconds.
 
-    Waits for a record that does not exist yet. ``rounds``: how many times to read it at most; None for no limit.
-    ``console``: where to show it, by default standard output.
+    Waits for a record that does not exist yet, without a limit. ``rounds``: how many times to read it at most; None for
+    no limit. ``console``: where to show it, by default standard output.
     """
     shown = console or Console()
     with Live(console=shown, refresh_per_second=4) as display:

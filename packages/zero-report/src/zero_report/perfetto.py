@@ -18,7 +18,7 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
     """Write a trace of the last attempt to ``path``, replacing the file, and return the number of its spans.
 
     It has the steps whose spans all ranks kept, one process per rank. A span that was partly waited in is two events.
-    Raises `RecordError` if there is no record.
+    Raises `RecordError` if there is no record, OSError if the file cannot be written.
     """
     run = read_run(Path(record))
     count = 0

@@ -123,7 +123,9 @@ def no_keys() -> FrozenMap:
 
 
 class Section(BaseModel):
-    """One JSON object of the configuration. It is immutable, and unknown keys are refused."""
+    """One JSON object of the configuration: its fields are the keys, with type, default and description. It is
+    immutable, and unknown keys are refused.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
@@ -183,7 +185,9 @@ def _section_in(annotation: Any) -> type[Section] | None:
 
 
 def plain_kind(annotation: Any) -> type | None:
-    """Return bool, int, float, or tuple for tuples of strings, if a type annotation allows nothing else but None."""
+    """Return bool, int, float, or tuple for tuples of strings, if a type annotation allows nothing else but None; None
+    if it allows more, or another type.
+    """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return plain_kind(arguments[0])

@@ -135,10 +135,18 @@ class OptimizerSection(ClassByName):
 
 
 class ScheduleParams(Params):
+    """Arguments that all schedules share: `last_batch_iteration` is the iteration after which it continues, -1 for a
+    new one.
+    """
+
     last_batch_iteration: Int = -1
 
 
 class LRRangeTestParams(ScheduleParams):
+    """Arguments of `LRRangeTest`: in every `lr_range_test_step_size` iterations the learning rate rises by
+    `lr_range_test_step_rate` of its minimum.
+    """
+
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
     lr_range_test_step_rate: Float = 1.0
@@ -146,6 +154,10 @@ class LRRangeTestParams(ScheduleParams):
 
 
 class OneCycleParams(ScheduleParams):
+    """Arguments of `OneCycle`: learning rate and momentum cycle once between their bounds, then decay. Step sizes are
+    in iterations; `cycle_min_lr` and `cycle_max_lr` have to be written.
+    """
+
     cycle_min_lr: PerGroup | None
     cycle_max_lr: PerGroup | None
     decay_lr_rate: Float = 0.0
@@ -161,6 +173,8 @@ class OneCycleParams(ScheduleParams):
 
 
 class WarmupLRParams(ScheduleParams):
+    """Arguments of `WarmupLR`: the learning rate rises for `warmup_num_steps` iterations, then stays."""
+
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = Field(default=None, description="null is the learning rate of each param group.")
     warmup_num_steps: PositiveInt = 1000
@@ -168,11 +182,19 @@ class WarmupLRParams(ScheduleParams):
 
 
 class WarmupDecayLRParams(WarmupLRParams):
+    """Arguments of `WarmupDecayLR`: after the warm-up the learning rate falls until iteration `total_num_steps`, which
+    has to be written.
+    """
+
     total_num_steps: PositiveInt | None
     warmup_max_lr: PerGroup | None = 0.001
 
 
 class WarmupCosineLRParams(ScheduleParams):
+    """Arguments of `WarmupCosineLR`: after the warm-up the learning rate falls as a cosine until iteration
+    `total_num_steps`, which has to be written. Ratios are of the rate that each param group has.
+    """
+
     total_num_steps: PositiveInt | None
     warmup_min_ratio: Float = 0.0
     warmup_num_steps: PositiveInt = 1000

@@ -24,6 +24,8 @@ class Params(Section):
 
 
 class AdamParams(Params):
+    """Arguments of Adam and AdamW; those that are null are left to the optimizer's own defaults."""
+
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)
     eps: NaturalFloat = 1e-8
@@ -41,6 +43,8 @@ class AdamParams(Params):
 
 
 class AdagradParams(Params):
+    """Arguments of Adagrad; those that are null are left to the optimizer's own defaults."""
+
     lr: NaturalFloat = 1e-2
     eps: NaturalFloat = 1e-10
     weight_decay: NaturalFloat = 0.0
@@ -55,6 +59,8 @@ class AdagradParams(Params):
 
 
 class LambParams(Params):
+    """Arguments of LAMB; its trust ratio stays between `min_coeff` and `max_coeff`."""
+
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)
     eps: NaturalFloat = 1e-8
@@ -82,10 +88,16 @@ class OneBitParams(Params):
 
 
 class OneBitAdamParams(OneBitParams):
+    """Arguments of 1-bit Adam, which is AdamW for `freeze_step` steps, then sends one bit per element."""
+
     freeze_step: PositiveInt = 100_000
 
 
 class ZeroOneAdamParams(OneBitParams):
+    """Arguments of 0/1 Adam: the variance is updated until step `var_freeze_step`, then ranks average only now and
+    then.
+    """
+
     var_freeze_step: PositiveInt = 100_000
     var_update_scaler: PositiveInt = 16
     local_step_scaler: PositiveInt = 32_678
@@ -93,6 +105,10 @@ class ZeroOneAdamParams(OneBitParams):
 
 
 class OneBitLambParams(OneBitAdamParams):
+    """Arguments of 1-bit LAMB, which is LAMB for `freeze_step` steps, then sends one bit per element and bounds how
+    frozen trust ratios change.
+    """
+
     max_coeff: NaturalFloat = 10.0
     min_coeff: NaturalFloat = 0.01
     coeff_beta: Beta = 0.9
@@ -102,6 +118,8 @@ class OneBitLambParams(OneBitAdamParams):
 
 
 class LionParams(Params):
+    """Arguments of Lion."""
+
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)
     weight_decay: NaturalFloat = 0.0
@@ -109,6 +127,10 @@ class LionParams(Params):
 
 
 class MuonParams(Params):
+    """Arguments of Muon. `muon_lr` is the learning rate of matrices, `adam_lr` that of the parameters that Adam
+    updates; null: `lr`.
+    """
+
     lr: NaturalFloat = 0.02
     muon_lr: NaturalFloat | None = None
     adam_lr: NaturalFloat | None = None

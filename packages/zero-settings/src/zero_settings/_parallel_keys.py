@@ -21,6 +21,8 @@ class Deterministic(Section):
 
 
 class Compile(Section):
+    """Keys of DeepCompile, which is not available: refused where they switch it on, else without effect."""
+
     auto_keys = ALL_KEYS
 
     deepcompile: Flag = False
@@ -44,6 +46,8 @@ class Compile(Section):
 
 
 class Pipeline(Section):
+    """Keys of pipeline parallelism, which is not available: refused for more than one stage, else without effect."""
+
     stages: Literal["auto"] | PositiveInt = "auto"
     partition: Text = "best"
     seed_layers: Flag = False
@@ -53,6 +57,8 @@ class Pipeline(Section):
 
 
 class HybridEngine(Section):
+    """Keys of DeepSpeed's hybrid engine, which is not available: refused if enabled, else without effect."""
+
     auto_keys = ALL_KEYS
 
     enabled: Flag = False
@@ -65,6 +71,8 @@ class HybridEngine(Section):
 
 
 class TensorParallelSize(Section):
+    """Sizes of tensor parallelism, which is not available: refused if `tp_size` is above 1, else without effect."""
+
     auto_keys = ALL_KEYS
 
     tp_size: PositiveInt = 1
@@ -72,6 +80,8 @@ class TensorParallelSize(Section):
 
 
 class TensorParallel(Section):
+    """Keys of tensor parallelism, which is not available: refused for sizes above 1, else without effect."""
+
     auto_keys = ALL_KEYS
     aliases: ClassVar[dict[str, str]] = {
         "tensor_parallel": "tp",
@@ -92,6 +102,8 @@ class TensorParallel(Section):
 
 
 class ExpertParallel(Section):
+    """Keys of expert parallelism, which is not available: refused if enabled, else without effect."""
+
     enabled: Flag = False
     autoep_size: PositiveInt = 1
     expert_tensor_parallel_size: PositiveInt = 1
@@ -131,6 +143,8 @@ class ExpertParallel(Section):
 
 
 class DataSampling(Section):
+    """Keys of curriculum learning and dynamic batches, a part of `data_efficiency`, which is not available."""
+
     enabled: Flag = False
     num_epochs: PositiveInt = 1000
     num_workers: NaturalInt = 0
@@ -140,11 +154,15 @@ class DataSampling(Section):
 
 
 class DataRouting(Section):
+    """Keys of random layer-token dropping, a part of `data_efficiency`, which is not available."""
+
     enabled: Flag = False
     random_ltd: FreeForm = Field(default_factory=no_keys)
 
 
 class DataEfficiency(Section):
+    """Keys of data efficiency, which is not available: refused if enabled, else without effect."""
+
     enabled: Flag = False
     seed: NaturalInt = 1234
     data_sampling: DataSampling = DataSampling()
@@ -152,6 +170,8 @@ class DataEfficiency(Section):
 
 
 class Autotuning(Section):
+    """Keys of DeepSpeed's autotuner, which is not available: refused if enabled, else without effect."""
+
     enabled: Flag = False
     fast: Flag = True
     results_dir: Text = "autotuning_results"
@@ -176,6 +196,8 @@ class Autotuning(Section):
 
 
 class WeightQuantization(Section):
+    """Keys of quantized weights for inference, which are not available: refused wherever the section is written."""
+
     enabled: Flag = True
     num_bits: PositiveInt = 8
     q_type: Literal["asymmetric", "symmetric"] = "symmetric"

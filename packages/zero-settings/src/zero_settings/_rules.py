@@ -361,7 +361,9 @@ _REDUCED_BY_THEMSELVES = ("lamb", "onebitadam", "onebitlamb", "zerooneadam")
 
 
 def virtual_ranks(config: ConfigFile) -> int:
-    """Return the number of virtual ranks (`deterministic.across_world_sizes`); 0 without them."""
+    """Return the number of virtual ranks (`deterministic.across_world_sizes`); 0 without them, also where
+    `deterministic` is only true.
+    """
     found = config.deterministic
     return found.across_world_sizes if isinstance(found, Deterministic) else 0
 

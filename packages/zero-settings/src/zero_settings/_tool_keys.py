@@ -58,6 +58,8 @@ class CheckpointWriter(Section):
 
 
 class ParallelWrite(Section):
+    """Which ranks write, without effect: all ranks always write in parallel."""
+
     pipeline_stage: Flag = False
 
 

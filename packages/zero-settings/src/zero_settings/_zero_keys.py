@@ -101,7 +101,9 @@ class OffloadOptimizer(Section):
 
 
 class Zenflow(Section):
-    """Importance-aware asynchronous offload."""
+    """Keys of ZenFlow, importance-aware asynchronous offload, which is not available: refused wherever the section is
+    written.
+    """
 
     topk_ratio: Fraction = 0.1
     select_strategy: Literal["auto", "step", "epoch"] = "auto"

@@ -12,8 +12,9 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 def log_level() -> int | None:
-    """Return the level of `logging` that ZERO_LOG names, None where it names none. Raises `ConfigError` for another
-    word."""
+    """Return the level of `logging` that the environment variable ZERO_LOG names, None where it is unset or empty.
+    Raises `ConfigError` for a word that is not in `LEVELS`.
+    """
     word = os.environ.get(VARIABLE)
     if not word:
         return None

@@ -106,7 +106,8 @@ def loss_scale(config: ConfigFile) -> LossScale:
 
 
 def autocast_modules(config: ConfigFile) -> tuple[type[nn.Module], ...] | None:
-    """Return the classes of `torch_autocast.lower_precision_safe_modules`, or None for the default ones.
+    """Return the classes of `torch_autocast.lower_precision_safe_modules`, or None for the default ones. Imports the
+    modules that the names are in.
 
     Raises `ConfigError` for a name that is not a module class.
     """

@@ -33,7 +33,7 @@ __all__ = ["Bitwise", "Difference", "Judge", "Recording", "ScriptRun", "Variant"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on its first use."""
+    """Import a public name on its first use, and return it. Raises AttributeError for any other name."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name], __name__), name)

@@ -82,10 +82,10 @@ class Recorder(Unsupervised):
 
 
 class EngineRecorder:
-    """An `Observer` that writes one checkpoint per step: full gradients and weights, and each rank's losses and digests
-    of the weights that forward read. Its hooks stay on the engine's modules.
+    """An `Observer` that writes one checkpoint per step below ``folder``: full gradients and weights, and each rank's
+    losses and digests of the weights that forward read. Its hooks stay on the engine's modules.
 
-    ``on_step``: called after each step.
+    Every rank has one, as `before_step` and `after_step` are collective. ``on_step``: called after each step.
     """
 
     def __init__(self, engine: Engine, folder: Path, on_step: Callable[[], None]) -> None:
@@ -109,7 +109,9 @@ class EngineRecorder:
         self._losses.append(float(loss.detach()))
 
     def before_step(self) -> None:
-        """Keep the full averaged gradients, divided by the loss scale. Collective."""
+        """Keep the full averaged gradients, divided by the loss scale, in host memory of rank 0 until `after_step`.
+        Collective.
+        """
         self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:

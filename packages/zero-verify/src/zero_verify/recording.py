@@ -90,7 +90,9 @@ class Recording:
         return sum(1 for _ in self._step_folders(engine))
 
     def steps(self, engine: int) -> Iterator[Step]:
-        """Yield the recorded steps of one engine, by its index in `engines`, in order."""
+        """Yield the recorded steps of one engine, by its index in `engines`, in order, up to a gap. Raises
+        `zero_ckpt.CheckpointError` for a step that cannot be opened.
+        """
         for place in self._step_folders(engine):
             yield Step(open_checkpoint(place))
 

@@ -50,7 +50,8 @@ def run_script(plan: ScriptRun) -> None:
     """Run the plan's script as ``__main__`` in this process and record it; return after the requested steps, or when
     the script ends earlier.
 
-    The environment says which rank this is. The script's exceptions propagate.
+    Every rank calls it; the environment says which rank this is. The engines are destroyed then, collectively. The
+    script's exceptions propagate, and leave the engines as they are.
     """
     random.seed(plan.seed)
     torch.manual_seed(plan.seed)

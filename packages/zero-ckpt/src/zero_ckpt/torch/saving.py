@@ -25,9 +25,13 @@ from .tree import encode
 class Stateful(Protocol):
     """An object whose state is a dict of plain data and tensors, which `load_state_dict` takes back."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; its tensors may be the object's own, and are copied or written by the save."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state that `state_dict` returned, with tensors in CPU memory."""
+        ...
 
 
 def save(

@@ -93,7 +93,9 @@ class CauseSums:
         self._losses_added = 0
 
     def add(self, step: int, blocks: Mapping[int, Block]) -> None:
-        """Add the losses of step number ``step``; ``blocks``: the step's spans by rank."""
+        """Add the losses of step number ``step``; ``blocks``: the step's spans by rank, without ranks that did not keep
+        them.
+        """
         self._steps.append(step)
         for rank, block in blocks.items():
             self._total[rank] += block.us / 1e6

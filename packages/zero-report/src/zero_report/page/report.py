@@ -67,7 +67,8 @@ def write_report(
 ) -> Path:
     """Write the page of a record to ``path``, by default `report.html` in the record; return that path.
 
-    ``compare``, ``refresh``: see `make_report`. Raises `RecordError` as it does.
+    ``compare``, ``refresh``: see `make_report`. Raises `RecordError` as it does, and OSError if the page cannot be
+    written.
     """
     target = Path(record) / "report.html" if path is None else Path(path)
     return make_report(record, compare=compare, refresh=refresh).save(target)

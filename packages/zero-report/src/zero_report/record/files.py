@@ -14,7 +14,8 @@ from .schema import COLUMN_NAMES, RECENT_STEPS
 
 class Appended:
     """A file of lines to append to, emptied at the start. Its last line may be provisional: the next call overwrites
-    it."""
+    it. For one thread at a time; methods raise OSError.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,7 +59,7 @@ class Appended:
 class Table:
     """The table of a rank in at most ``max_bytes``: neighbouring rows are merged when the file would grow larger.
 
-    Its first line, the names of the columns, is written at once.
+    Its first line, the names of the columns, is written at once. For one thread at a time.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:

@@ -222,9 +222,11 @@ class RecordWriter:
             self._sums = sent
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write an event of this kind (a warning, a checkpoint, a retry) to the file now, with time and current step.
+        """Write an event of this kind (a warning, a checkpoint, a retry) to the file now, with time and current step;
+        on any thread.
 
-        ``facts``: plain data. Does nothing once the record is closed; a file that is full only counts the event.
+        ``facts``: plain data. Does nothing once the record is closed; a file that is full only counts the event. Raises
+        OSError, as of a full disk.
         """
         with self._file_lock:
             if not self._closed:
@@ -232,7 +234,8 @@ class RecordWriter:
 
     def flush(self) -> None:
         """Write everything that is not in the files yet, including the current step so far; does nothing once the
-        record is closed."""
+        record is closed. Any thread may call it. Raises OSError, as of a full disk.
+        """
         with self._file_lock:
             if not self._closed:
                 self._write_handed_over(self._under_way())
@@ -241,7 +244,7 @@ class RecordWriter:
         """Write the rest, mark the record as closed and close its files. Does nothing the second time or in a forked
         process.
 
-        The current step is written only if it has computed.
+        Waits for the writer's thread to end. The current step is written only if it has computed. Raises OSError.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -257,7 +260,7 @@ class RecordWriter:
         atexit.unregister(self.close)
 
     def _clear_step(self) -> None:
-        """Empty the collected spans, sums and memory, for a new step."""
+        """Replace the collected spans, sums and memory by empty ones, for a new step; the caller holds the lock."""
         self._spans, self._left_out, self._sums, self._memory = [], 0, {}, None
         if self._peaks:
             self._peaks = {}
@@ -265,7 +268,8 @@ class RecordWriter:
     def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
         """Write the ended steps, and the current one with the spans ``running`` under way, if it has any spans.
 
-        When ``closing``, the current one only if it has computed. The caller holds the lock of the files.
+        When ``closing``, the current one only if it has computed. The caller holds the lock of the files, and not the
+        other one, which this takes for a moment. Raises OSError; the steps are then lost.
         """
         with self._lock:
             finished, self._finished = self._finished, []
@@ -284,6 +288,7 @@ class RecordWriter:
             self._table.flush()
 
     def _flush_loop(self) -> None:
-        """Write to the files every half second until `close`; runs on the thread of the writer."""
+        """Write to the files every half second until `close`; runs on the thread of the writer, which an OSError ends.
+        """
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
