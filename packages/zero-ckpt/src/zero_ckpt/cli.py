@@ -213,7 +213,8 @@ def _data_nbytes(checkpoint: Path) -> int:
 
 def _repair(options: argparse.Namespace) -> int:
     """Repair the root in the parsed `options`, or with `--dry-run` only look. Prints what was done and returns the exit
-    status 0."""
+    status 0. Raises as `repair` does.
+    """
     from .repairing import repair
     from .verifying import checkpoints_in
 
@@ -230,7 +231,8 @@ def _repair(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     """Print the differences of the two checkpoints in the parsed `options`, by name. Returns the exit status, 0 when
-    there are none, otherwise 1."""
+    there are none, otherwise 1. Raises NotFoundError or DamagedError when one cannot be opened or read.
+    """
     from .comparing import diff
     from .locating import open_spec
 
@@ -252,7 +254,8 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     """Remove old checkpoints of the root in the parsed `options`, or with `--dry-run` none. Prints their paths and
-    returns the exit status 0."""
+    returns the exit status 0. Raises as `require_root` and `prune` do.
+    """
     from .repairing import require_root
     from .retention import prune
 

@@ -361,5 +361,7 @@ def _is_readable_root(path: Path) -> bool:
 
 
 def list_tags(root: Path) -> list[str]:
-    """Return the tags of the directories in `root` that have a manifest, valid or not, sorted."""
+    """Return the tags of the directories in `root` that have a manifest, valid or not, sorted; raises OSError when
+    `root` cannot be listed.
+    """
     return [path.name for path in checkpoint_directories(root) if has_manifest(path)]

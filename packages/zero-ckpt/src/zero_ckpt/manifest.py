@@ -192,7 +192,7 @@ class _Decoder:
         self._where = where
 
     def manifest(self, value: Any) -> Manifest:
-        """Return the manifest that the map `value` describes. Raises CheckpointError for an unknown version."""
+        """Return the manifest in the map `value`. Raises DamagedError, or CheckpointError for an unknown version."""
         table = _typed(value, dict, "the manifest")
         if table.get("format") != "zero-ckpt":
             raise DamagedError(f"format is {table.get('format')!r}, expected 'zero-ckpt'")

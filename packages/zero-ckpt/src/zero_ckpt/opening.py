@@ -39,8 +39,9 @@ def open_checkpoint(
     All ranks open the same one, the first that is whole on every rank. `root` may also be a checkpoint directory
     itself. `skip` maps tags that are known to be damaged to the reason.
 
-    Raises NotFoundError when there is no checkpoint at all, and DamagedError when there are some but none is whole (or
-    the one requested by tag is not). If a save is replacing a checkpoint, waits half a second for it.
+    Raises NotFoundError when there is no checkpoint at all, DamagedError when there are some but none is whole (or the
+    one requested by tag is not), and CheckpointError on every rank when one cannot read the root. If a save is
+    replacing a checkpoint, waits half a second for it.
     """
     group = coordinator or SoloCoordinator()
     directory = Path(root)

@@ -111,7 +111,7 @@ def _misnamed(root: Path) -> dict[Path, str]:
 def _restore_names(root: Path) -> list[str]:
     """Rename misnamed checkpoints to their tags where those are free. Returns what was done, one sentence each.
 
-    One whose tag is taken keeps its name, and the sentence says so.
+    Holds the root's lock meanwhile. One whose tag is taken keeps its name, and the sentence says so.
     """
     done = []
     with root_lock(root):
@@ -131,8 +131,8 @@ def _restore_names(root: Path) -> list[str]:
 
 
 def _set_aside(root: Path, path: Path) -> list[str]:
-    """Rename a damaged checkpoint to `.damaged-<tag>`. Returns what was done as one sentence in a list, empty if it is
-    whole by now.
+    """Rename a damaged checkpoint to `.damaged-<tag>`, under the root's lock. Returns what was done as one sentence in
+    a list, empty if it is whole by now.
 
     A file that it shares with another checkpoint may have been restored there, or a save may have replaced it. A number
     is added to a name that is taken.

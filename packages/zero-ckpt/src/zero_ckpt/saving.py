@@ -172,7 +172,7 @@ class _Save:
         """Write this rank's files into the staged directory, and wait until they are on disk.
 
         Returns their manifest entries (`files`) and slices (`slices`) as plain data, None if the plan gives this rank
-        nothing. Raises CheckpointError when the rank does not see the directory.
+        nothing. Raises CheckpointError when the rank does not see the directory, and as `write_contribution` does.
         """
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:

@@ -24,7 +24,10 @@ sys.exit(main())
 
 def leave_script(root: Path) -> None:
     """Put an executable `zero_to_fp32.py` into `root` unless there is one; an empty file (left by a power cut) is
-    replaced."""
+    replaced.
+
+    Takes the root's lock only to write it. Raises CheckpointError after ten minutes without the lock, and OSError.
+    """
     path = root / SCRIPT_NAME
     if _is_wanted(path):
         with root_lock(root):  # a sweep would take the file that is being written for one that was left behind

@@ -131,7 +131,9 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _run_hosts(options: argparse.Namespace, hosts: Hostfile) -> None:
-    """Run the job on ``hosts``, or on as many of them as `--nnodes` allows, started through the chosen launcher."""
+    """Run the job on ``hosts``, or on as many of them as `--nnodes` allows, started through the chosen launcher. Raises
+    ValueError for options that cannot be, and as `launch_cluster` does.
+    """
     minimum, maximum = _node_count(options)
     if maximum is not None and maximum < len(hosts.hosts):
         hosts = hosts.first(hosts=maximum)
@@ -295,7 +297,7 @@ def _elastic(options: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    """Return the number of ranks that `--nproc` means, without it as for `auto`."""
+    """Return the number of ranks that `--nproc` means, without it as for `auto`. Raises as `ranks_for` does."""
     return ranks_for(options.nproc or "auto")
 
 

@@ -55,7 +55,7 @@ class ClusterAgent(Agent):
 
         ``spec``: the job with this host's number of ranks. ``folder``: for the ranks' files. ``recorders``: folder for
         their flight recorders. ``guard``: gets the pids of every attempt. ``own_signals``: signals whose handlers stay
-        as they are when the ranks start.
+        as they are when the ranks start. Raises ValueError if the ranks cannot be bound to cores (see `bindings`).
         """
         cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []
         env = job_environment(spec, cores, job_id)

@@ -44,7 +44,7 @@ def counter(elastic: tuple[int, int], first: int) -> Callable[[], int]:
     numbers = iter([first])
 
     def count() -> int:
-        """Return the number of ranks of the next attempt."""
+        """Return the number of ranks of the next attempt; raises as `counter` says."""
         return next(numbers, None) or (ranks_within(elastic, devices()) if uses_devices else first)
 
     return count

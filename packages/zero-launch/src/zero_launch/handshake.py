@@ -141,8 +141,8 @@ def shared_token(environ: Mapping[str, str], home: Path) -> str:
     It is ``ZERO_LAUNCH_TOKEN`` in ``environ`` or, without it, the content of `.zero-launch/token` in ``home``. That
     file is written with a new token if it is missing: nodes with the same home folder share it.
 
-    Raises ValueError for a token of fewer than 16 characters, and PermissionError for a file of another user or one
-    that others may read.
+    Raises ValueError for a token of fewer than 16 characters, PermissionError for a file of another user or one that
+    others may read, and OSError for one that cannot be read or written.
     """
     told = environ.get(TOKEN_VARIABLE)
     if told is None:

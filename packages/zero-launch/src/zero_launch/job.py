@@ -44,10 +44,10 @@ _LEAST_FREE_BYTES = 1 << 16
 def launch(spec: LaunchSpec) -> None:
     """Run the job that ``spec`` describes and return when every rank has ended with status 0.
 
-    Raises FileNotFoundError when the script is not there, and LaunchError when a rank fails: then every process of
-    the job has been ended, and the error names the first cause. A signal (SIGINT, SIGTERM, SIGHUP, SIGQUIT) to this
-    process is passed to the ranks, and takes effect here when they are gone. Call it from the main thread: elsewhere
-    signals do not reach the ranks.
+    Raises FileNotFoundError when the script is not there, and LaunchError when a rank fails: then every process of the
+    job has been ended, and the error names the first cause. Also raises LeftEarly and ValueError as `run_job` does. A
+    signal (SIGINT, SIGTERM, SIGHUP, SIGQUIT) to this process is passed to the ranks, and takes effect here when they
+    are gone. Call it from the main thread: elsewhere signals do not reach the ranks.
     """
     spec.check_target()
     run_job(spec, kind=spec.kind)
@@ -68,8 +68,8 @@ def _about_logs(folder: Path) -> list[str]:
 def run_job(spec: LaunchSpec, *, kind: Literal["script", "module", "program", "call"]) -> None:
     """Run a job as `launch` does, without checking the target; ``kind`` says how a rank runs it (see rank.py).
 
-    Unless the job is quiet, prints what starts. Raises LeftEarly, besides LaunchError, when the ranks of a `--requeue`
-    job have saved and left.
+    Unless the job is quiet, prints what starts. Raises, besides LaunchError, LeftEarly when the ranks of a `--requeue`
+    job have saved and left, and ValueError if ranks cannot be bound to cores (see `bindings`).
     """
     job_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     cores = bindings(spec.nproc, spec.core_list) if spec.bind_cores else []

@@ -34,7 +34,9 @@ class LocalRendezvous(RendezvousHandler):
         return self._job_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open a new store for the attempt, and return the rendezvous of this single agent."""
+        """Open a new store for the attempt, and return the rendezvous of this single agent; the store of the attempt
+        before closes when nothing refers to it. Raises OSError as `open_store` does.
+        """
         self._store = open_store(LOOPBACK, 0)
         info = RendezvousStoreInfo(LOOPBACK, self._store.port)
         return RendezvousInfo(PrefixStore("zero-launch", self._store), 0, 1, info)

@@ -70,7 +70,8 @@ class ChannelBackend(RendezvousBackend):
 
     def _ask(self, state: dict[str, Any] | None, version: int | None) -> Message:
         """Send the request (``state`` None: only ask for the newest), and return the launcher's answer, a message
-        `state`."""
+        `state`. Blocks, and raises, as the class says.
+        """
         with self._lock:
             self._number += 1
             self._channel.send("state", number=self._number, state=state, version=version)

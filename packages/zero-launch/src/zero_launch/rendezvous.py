@@ -89,7 +89,7 @@ class LedRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore("zero-launch", store), order["group_rank"], order["groups"], info)
 
     def _serve(self, address: str, port: int) -> None:
-        """Open the ranks' store here, and send the launcher its port."""
+        """Open the ranks' store here, and send the launcher its port. Raises OSError as `open_store` does."""
         self._server = open_store(address, port)
         self._channel.send("store", port=self._server.port)
 

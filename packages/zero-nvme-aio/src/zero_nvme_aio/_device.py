@@ -141,7 +141,7 @@ class _CopyStream:
         self._stream = None if device.type == "cpu" else self._torch.Stream(device)
 
     def record_callers_event(self) -> Any:
-        """Return an event for the work that is enqueued on the caller's current stream now."""
+        """Return an event for the work that is enqueued on the caller's current stream now; None without a stream."""
         if self._stream is None:
             return None
         return self._torch.accelerator.current_stream(self._device).record_event()

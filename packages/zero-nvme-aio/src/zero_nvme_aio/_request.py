@@ -57,9 +57,9 @@ class Request:
     def wait(self, timeout: float | None = None) -> int:
         """Block until the request has ended and return the bytes moved. May be called again, with the same result.
 
-        `timeout` is in seconds; None waits without end. Raises WaitTimeoutError if it passes first, and the request's
-        own error (EndOfFileError, NoSpaceError, DeviceError, …) if it failed. ClosedError in a forked child,
-        InvalidBufferError if the storage of a tensor was resized or replaced meanwhile.
+        `timeout` is in seconds; None waits without end, a negative one is a ValueError. Raises WaitTimeoutError if it
+        passes first, and the request's own error (EndOfFileError, NoSpaceError, DeviceError, …) if it failed.
+        ClosedError in a forked child, InvalidBufferError if the storage of a tensor was resized or replaced meanwhile.
         """
         if timeout is not None and timeout < 0:
             raise ValueError(f"expected a timeout of 0 or more seconds, got {timeout}")

@@ -196,7 +196,7 @@ def _run_tune(options: argparse.Namespace) -> None:
 
 def _run_copy(options: argparse.Namespace) -> None:
     """Copy the source to the target through an engine, with `--verify` comparing checksums; wait until it is on stable
-    storage without `--no-sync`.
+    storage without `--no-sync`. Raises as `copy_file` does.
     """
     from ._copy import copy_file
     from ._engine import Engine

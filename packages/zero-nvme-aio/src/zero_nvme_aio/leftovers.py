@@ -59,7 +59,7 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
 
 def report(folders: Sequence[str], remove: bool) -> list[str]:
     """Run `find` and return a line of text per store, with its prefix, folder, number of files and bytes. With `remove`
-    the files are deleted.
+    the files are deleted. Raises OSError as `find` does.
     """
     verb = "removed" if remove else "left by a killed process"
     return [

@@ -60,7 +60,8 @@ def loss_bytes(shape: Transformer, micro_batch: int, *, itemsize: int = 2) -> in
 
     The head's output, ``itemsize`` bytes per logit, its float32 copy, the log-probabilities that backward reads and the
     gradient, as eager `torch.nn.functional.cross_entropy` on float32 logits makes them. (Korthikanti et al. 2022,
-    section 4.3, count only the float32 copy.) A fused or chunked loss needs less.
+    section 4.3, count only the float32 copy.) A fused or chunked loss needs less. Raises `PlanError` for a
+    ``micro_batch`` below 1.
     """
     at_least_one(micro_batch=micro_batch)
     return micro_batch * shape.sequence * shape.vocabulary * (itemsize + LOGIT_COPY_BYTES)

@@ -70,7 +70,9 @@ def compare(found: Plan, record: str | Path, machine: Machine | None = None) -> 
 
 
 def _rank_rows(plan: RankPlan, attempt: Attempt, world_size: int, machine: Machine | None) -> Iterator[ComparedRow]:
-    """Yield the rows of one rank; none if the record has no third step of it."""
+    """Yield the rows of one rank; none if the record has no third step of it. Without ``machine`` there is no row of
+    times.
+    """
     record = attempt.ranks.get(plan.rank)
     measured = None if record is None else _Measured(record)
     if measured is None or not measured.seconds:

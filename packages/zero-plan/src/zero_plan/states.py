@@ -52,8 +52,8 @@ def largest_model(memory: float, *, stage: int, world_size: int) -> float:
     """Return the parameters of the largest model whose states fit into ``memory`` bytes per rank (Rajbhandari et al.
     2020, arXiv 1910.02054v3, table 2, left half).
 
-    The inverse of `model_states_per_rank` for Adam in mixed precision. With model parallelism of degree M the model may
-    be M times as large.
+    The inverse of `model_states_per_rank` for Adam in mixed precision, and raises as that does. With model parallelism
+    of degree M the model may be M times as large.
     """
     return memory * 2**40 / model_states_per_rank(2**40, stage=stage, world_size=world_size)
 
@@ -97,7 +97,9 @@ def by_tier(rows: Iterable[StateRow]) -> dict[Tier, int]:
 
 
 def published_table(total_params: int, world_sizes: Iterable[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (stage, world size, bytes per rank) as table 1 of the ZeRO paper has them, stage 0 first."""
+    """Yield (stage, world size, bytes per rank) as table 1 of the ZeRO paper has them, stage 0 first. Raises as
+    `model_states_per_rank` does.
+    """
     world_sizes = tuple(world_sizes)
     for stage in STAGES:
         for ranks in world_sizes:

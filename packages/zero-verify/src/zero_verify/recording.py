@@ -63,12 +63,15 @@ class Step:
         return found
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of the parameters that have a tensor of ``kind``, in the model's order."""
+        """Return the names of the parameters that have a tensor of ``kind`` (`GRADIENT` or `WEIGHT`), in the model's
+        order.
+        """
         return [name for name in self._checkpoint.client_state["names"] if (name, kind) in self._checkpoint.tensors]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """Return the full tensor of ``kind`` of the parameter ``name``, read from the checkpoint to the CPU. Raises
-        `zero_ckpt.CheckpointError` if it has none."""
+        """Return the full tensor of ``kind`` (`GRADIENT` or `WEIGHT`) of the parameter ``name``, read from the
+        checkpoint to the CPU. Raises `zero_ckpt.CheckpointError` if it has none.
+        """
         entry = self._checkpoint.entry(name, kind)
         out = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         self._checkpoint.read_into(name, kind, 0, tensor_buffer(out))

@@ -175,7 +175,8 @@ class _Load:
 
     def _load_remaining(self, key: str) -> None:
         """Load the value of `key` in the state, if it is no optimizer; of a module, only the part of its state that is
-        no tensor."""
+        no tensor. Raises as `_load_value` does.
+        """
         value = self._state[key]
         if isinstance(value, (RngState, torch.Generator)):
             self._load_generator(key, value)
@@ -193,7 +194,7 @@ class _Load:
         """Load a tensor, a stateful object or plain data; one that is not stored is reported as defaulted.
 
         Plain data replaces the value of `key` in the state, the others are filled in place. Raises MismatchError when
-        shapes differ.
+        shapes differ, NotFoundError for a tensor that is not stored, DamagedError and ReplacedError.
         """
         if key not in self._client:
             self._report.defaulted.append(key)
@@ -223,5 +224,7 @@ class _Load:
             self._report.loaded.append(key)
 
     def _read_state(self, name: str) -> torch.Tensor:
-        """Return a tensor of a stateful object's state, by the name under which it is stored, in new CPU memory."""
+        """Return a tensor of a stateful object's state, by the name under which it is stored, in new CPU memory. Raises
+        as `read_tensor` does.
+        """
         return read_tensor(self._checkpoint, name, STATE_KIND)

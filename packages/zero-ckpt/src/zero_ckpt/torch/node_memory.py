@@ -181,7 +181,8 @@ class NodeMemory:
         """Copy every file of the checkpoint at `path` to the partner of the rank that wrote it, then remove the
         checkpoints of other tags from this node.
 
-        Collective; on the saver's thread. With a single node nothing is copied.
+        Collective; on the saver's thread. With a single node nothing is copied. If a rank fails, CheckpointError is
+        raised on every rank and nothing removed.
         """
         held = run_on_all_ranks(self._coordinator, f"copying {path}", lambda: self._own_files(path))
         transfers = [
@@ -197,7 +198,9 @@ class NodeMemory:
                     remove_directory(candidate.path)
 
     def _own_files(self, path: Path) -> dict[str, int]:
-        """Return the files that this rank wrote of the checkpoint at `path`, by name, with their sizes in bytes."""
+        """Return the files that this rank wrote of the checkpoint at `path`, by name, with their sizes in bytes. Raises
+        as `_decode` does.
+        """
         prefix = f"rank-{self._coordinator.rank:05d}"
         return {entry.path: entry.nbytes for entry in _decode(path).files if entry.path.startswith(prefix)}
 

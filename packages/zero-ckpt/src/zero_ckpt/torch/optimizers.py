@@ -40,9 +40,9 @@ def describe_optimizer(
 ) -> tuple[dict[str, Any], list[tuple[str, str, torch.Tensor]]]:
     """Return the plain part of an optimizer's state, and its tensors as (parameter name, kind, tensor).
 
-    `names` and `key` are those of `named_parameters`. The plain part is `{"$optimizer": {"groups": ..., "state":
-    ...}}`: options and parameter names per group, and by parameter name the kinds of tensors and all other values.
-    Raises NotPlainDataError for what is neither tensor nor plain data.
+    The tensors are the optimizer's own, not copies. `names` and `key` are those of `named_parameters`. The plain part
+    is `{"$optimizer": {"groups": ..., "state": ...}}`: options and parameter names per group, and by parameter name the
+    kinds of tensors and all other values. Raises NotPlainDataError for what is neither tensor nor plain data.
     """
     groups, state, tensors = [], {}, []
     for options, members in zip(optimizer.param_groups, named_parameters(optimizer, names, key), strict=True):

@@ -81,7 +81,8 @@ class Carrying:
 
     def _move(self, covered: Covered) -> Iterator[WrittenRange]:
         """Carry one covered range over and yield its new ranges. A range that is current as a whole and gets one place
-        is shared, or noted in the list of copies to be done at the end; any other is verified and copied at once.
+        is shared, or noted in the list of copies to be done at the end; any other is verified and copied at once
+        (ChecksumError if it was changed on disk).
         """
         old = covered.piece
         places = self._place(old.name, covered.begin, covered.end)

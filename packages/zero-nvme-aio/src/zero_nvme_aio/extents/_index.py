@@ -43,7 +43,9 @@ class SealedIndex(NamedTuple):
 
 
 def write_index(path: str, sealed: SealedIndex) -> None:
-    """Write the index to `path` and sync it and its folder; the file is either complete or absent."""
+    """Write the index to `path` and sync it and its folder; the file is either complete or absent. Raises OSError; a
+    `.part` file may then stay beside it.
+    """
     extents: dict[str, list[list[object]]] = {}
     for piece in sealed.pieces:
         key = sealed.keys.get((piece.name, piece.begin), "")

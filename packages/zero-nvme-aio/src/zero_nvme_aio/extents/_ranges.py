@@ -54,6 +54,7 @@ class WrittenRange:
 
     @checksum.setter
     def checksum(self, value: str) -> None:
+        """Record the checksum; an empty one is looked up in the request again."""
         self._checksum = value
 
     def part(self, begin: int, end: int) -> WrittenRange:

@@ -194,9 +194,11 @@ class ExtentStore:
             return generation
 
     def extents(self) -> Mapping[str, tuple[Extent, ...]]:
-        """Return the current state: the extents of every name, over all generations, in order of offset.
+        """Return the current state: the extents of every name, over all generations, in order of offset. It is a copy;
+        later writes do not change it.
 
-        Of a partly overwritten extent only the current range is listed, without a checksum.
+        Of a partly overwritten extent only the current range is listed, without a checksum. Raises ClosedError after
+        `close`.
         """
         with self._lock:
             self._check_open()
@@ -216,7 +218,7 @@ class ExtentStore:
 
     def carried_bytes(self) -> int:
         """Return the bytes that `seal` would copy now from older generations, which needs as much free space; 0 if
-        nothing was written since the last seal.
+        nothing was written since the last seal. Raises ClosedError after `close`.
         """
         with self._lock:
             self._check_open()

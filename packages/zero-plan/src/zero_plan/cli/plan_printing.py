@@ -99,7 +99,7 @@ def _extras_as_dict(found: Plan, machine: Machine | None, compared: Sequence[Com
 
 def _verdict_as_dict(found: Plan, machine: Machine) -> dict[str, Any]:
     """Return whether the plan fits on a machine, the least times of each rank's step, and the wear of drives, as plain
-    data for JSON.
+    data for JSON. Raises `PlanError` for a value that is needed and that the machine does not give.
     """
     times = []
     for rank in found.ranks:

@@ -133,7 +133,9 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of an operation, by the shortest way that knows it."""
+        """Return the results of an operation, by the shortest way that knows it. Raises `DataDependentOutputException`
+        for one that reads the value of a tensor without values.
+        """
         if func is _READ and isinstance(args[0], FakeTensor) and args[0].constant is None:
             raise DataDependentOutputException(func)
         result: Any = self._shortcuts.run_view(func, args, kwargs)
@@ -199,7 +201,9 @@ def _is_in_torch(frame: FrameType) -> bool:
 
 
 def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return the answer of `torch.Tensor.is_set_to`, which has no implementation for fake tensors."""
+    """Return whether two tensors share their storage and have the same offset, shape and strides, as
+    `torch.Tensor.is_set_to` does, which has no implementation for fake tensors.
+    """
     return (
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()

@@ -40,7 +40,7 @@ def plan_ranks(
 
 
 def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
-    """Return what rank ``rank`` of ``world_size`` saves after a step."""
+    """Return what rank ``rank`` of ``world_size`` saves after a step. Raises `PlanError` as `plan_rank` does."""
     _, part = plan_rank(run, rank, world_size, steps=1, checkpoint=True)
     if part is None:
         raise PlanError(f"rank {rank} of {world_size} saved no checkpoint")

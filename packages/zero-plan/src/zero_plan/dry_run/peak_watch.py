@@ -161,7 +161,9 @@ class PeakWatch:
                     self._assign(value, "optimizer states", owned.unit.name)
 
     def _assign_owners(self, units: Iterable[Unit]) -> None:
-        """Assign the engine's memory for ``units`` to these units, but for optimizer states."""
+        """Assign the engine's memory for ``units`` to these units, but for optimizer states. Does nothing before
+        `follow`.
+        """
         if self._engine is None:
             return
         for unit in units:

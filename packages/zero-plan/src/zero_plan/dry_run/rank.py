@@ -67,7 +67,7 @@ def plan_rank(
     """Train for ``steps`` steps as rank ``rank`` of ``world_size`` without memory; return the rank's plan, with the
     traffic and operations of the last step, and what the rank saved (None without ``checkpoint``).
 
-    ``checkpoint``: plan a save after the steps too.
+    ``checkpoint``: plan a save after the steps too. Raises `PlanError` as `new_engine`, `_run_step` and `plan_save`.
     """
     recorder, part = DryRunRecorder(), None
     with new_engine(run, rank, world_size, recorder) as (engine, folder):

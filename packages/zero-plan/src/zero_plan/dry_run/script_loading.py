@@ -35,7 +35,7 @@ def plan_with_checkpoint(ranks: Sequence[ScriptRank], saved_by: int) -> list[dic
 
 def _save(rank: ScriptRank, path: Path) -> tuple[dict[str, Any], SavedPart]:
     """Run a script as a rank that saves a checkpoint; return the answer, and what the rank saved, by way of the file
-    ``path``.
+    ``path``. Waits, and raises, as `run_rank` does.
     """
     answer = run_rank(replace(rank, checkpoint=True, part=str(path)))
     return answer, decode_part(path.read_bytes())

@@ -220,7 +220,7 @@ class Notes:
             self._file.append(line)
 
     def close(self, last: dict[str, Any]) -> None:
-        """Write the last note, even beyond the bound, with the number that was left out, and close the file."""
+        """Write the last note, ``last`` and the number that was left out, even beyond the bound, and close the file."""
         self._file.append(encode({**last, "left_out": self._left_out}))
         self._file.close()
 
