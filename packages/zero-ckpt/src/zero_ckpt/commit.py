@@ -52,7 +52,8 @@ class Staging:
     def create(cls, root: Path, tag: str, token: str) -> Staging:
         """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed; `token` is 12 hexadecimal digits.
 
-        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced.
+        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced, or when
+        the root stays locked for ten minutes; OSError.
         """
         make_directories(root)
         path = staging_path(root, tag, token)
@@ -71,7 +72,7 @@ class Staging:
 
         Every file in the directory must already be on disk; the names are on return. The lock on the directory is
         released. Raises CheckpointError when something that is no checkpoint has that name, or without
-        `replace_existing` anything.
+        `replace_existing` anything, and when the root stays locked for ten minutes.
         """
         target = self.root / self.tag
         replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"

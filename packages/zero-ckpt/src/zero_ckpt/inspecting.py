@@ -27,7 +27,7 @@ def inspect(spec: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what `inspect` returns, for an open checkpoint."""
+    """Return what `inspect` returns, for an open checkpoint: a dict of plain data. It reads no tensor."""
     return {
         "path": str(checkpoint.path),
         "tag": checkpoint.tag,

@@ -107,7 +107,9 @@ def read_latest(root: Path) -> str | None:
 
 
 def write_latest(root: Path, tag: str) -> None:
-    """Point `<root>/latest` at `tag`, atomically and durably. Raises CheckpointError when `latest` is a directory."""
+    """Point `<root>/latest` at `tag`, atomically and durably. Raises CheckpointError when `latest` is a directory or
+    the root stays locked for ten minutes.
+    """
     temporary = root / f".saving-{LATEST_NAME}.{os.urandom(6).hex()}"
     with root_lock(root):
         require_replaceable(root)

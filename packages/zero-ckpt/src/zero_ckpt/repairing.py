@@ -40,7 +40,8 @@ def repair(
     and no directory that was not written as a checkpoint. With `dry_run` nothing is changed: the sentences say what
     would be done, beginning with "would". `progress` is called with the number of bytes read since its last call.
 
-    Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some.
+    Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some, and
+    CheckpointError when the root stays locked for ten minutes.
     """
     directory = Path(root)
     require_root(directory)

@@ -18,8 +18,8 @@ def prune(root: Path, *, keep_last: int, keep: Iterable[str] = (), dry_run: bool
 
     The tags in `keep` and the one that `latest` names always stay. Damaged checkpoints are neither counted nor removed.
     With `dry_run` nothing is removed, and the paths are only returned. Other jobs may save into the root and prune it
-    at the same time. Raises CheckpointError when `keep_last` is less than 1, and DamagedError when `latest` cannot be
-    read.
+    at the same time. Raises CheckpointError when `keep_last` is less than 1 or the root stays locked for ten minutes,
+    and DamagedError when `latest` cannot be read.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last is {keep_last}, expected at least 1")

@@ -71,8 +71,9 @@ class BufferedSink:
         self._thread.start()
 
     def write(self, data: memoryview) -> None:
-        """Queue the next bytes of the file, and wait while four are queued. Raises the exception of an earlier
-        write."""
+        """Queue the next bytes of the file, and wait while four such pieces are queued; `data` must not change until
+        `drain` or `finish` returns. Raises the exception of an earlier write.
+        """
         self._raise_failure()
         self._queue.put(data)
 

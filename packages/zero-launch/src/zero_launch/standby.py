@@ -86,8 +86,9 @@ def record_imports() -> None:
 
 
 def recorded(path: Path) -> str:
-    """Return the recorded imports of a rank as JSON of `Imports`; empty if there are none, as when none can be
-    ahead."""
+    """Return the recorded imports of a rank as JSON of `Imports`; empty if the file is missing: the rank has not come
+    so far, or none of its modules can be imported ahead.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -309,8 +309,9 @@ class StandbyPool:
         return self._folder / f"imports{local_rank}.json"
 
     def _kind(self, local_rank: int) -> StandbyKind | None:
-        """Return what a rank has in common with others; None while it has recorded no imports, or if none can be
-        ahead."""
+        """Return the kind of standby that can fork a rank. None if the rank has recorded no imports: it has not come so
+        far, or none of its modules can be imported ahead.
+        """
         imports = recorded(self._record(local_rank))
         env = {name: value for name, value in self._env(local_rank).items() if name != IMPORTS_VARIABLE}
         kind = StandbyKind(tuple(self.command(local_rank)), tuple(sorted(env.items())), imports)

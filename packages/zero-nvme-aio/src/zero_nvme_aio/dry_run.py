@@ -138,7 +138,7 @@ class _EndedRequest(Request):
         return True
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the bytes at once."""
+        """Return the number of bytes at once; `timeout` does not matter."""
         return self._nbytes
 
     def settle(self) -> None:

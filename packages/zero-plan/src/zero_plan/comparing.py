@@ -85,7 +85,9 @@ def _rank_rows(plan: RankPlan, attempt: Attempt, world_size: int, machine: Machi
 
 
 def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Iterator[ComparedRow]:
-    """Yield the states in memory by owner, and the peak; ``on_host``: the run computed on the CPU."""
+    """Yield the states in memory by owner, and the peak, planned and measured; ``on_host``: the run computed on the
+    CPU. What was not measured has no row.
+    """
     held = dict.fromkeys(_OWNERS.values(), 0)
     for row in plan.held:
         if row.tier != "nvme" and row.kind in _OWNERS:
@@ -101,7 +103,9 @@ def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Itera
 
 
 def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
-    """Yield the bytes that a step sends, by phase and those that leave the node, reads from and writes to drives."""
+    """Yield the bytes that a step sends, by phase and those that leave the node, reads from and writes to drives,
+    planned and measured. What was not measured has no row.
+    """
     sent: dict[str, int] = {}
     for row in plan.sent:
         sent[row.phase] = sent.get(row.phase, 0) + row.sent_bytes
@@ -123,7 +127,8 @@ def _row_if_measured(rank: int, what: str, planned: int, measured: float | None)
 
 
 class _Measured:
-    """The steps of one rank's record after the first two, in which the engine learns.
+    """The steps of one rank's record after the first two, in which the engine learns. It may have none: then `seconds`
+    is empty.
 
     Attributes:
         seconds: of each row of the table, per step.

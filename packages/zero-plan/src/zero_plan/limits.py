@@ -65,8 +65,9 @@ def bounds(
 
 
 def one_after_another(rows: Sequence[Bound]) -> list[Bound]:
-    """Return the bound of a device that computes all of ``rows`` that are its own, in seconds and in a list; empty if
-    fewer than two of them are known."""
+    """Return, in a list, one bound more: for all that ``rows`` bound on the device itself, done one after another (the
+    sum of their seconds). Empty if fewer than two of these are known.
+    """
     known = [row.seconds for row in rows if row.resource.startswith(_ON_DEVICE) and row.seconds is not None]
     return [Bound("device, all it computes", sum(known), 1.0, "device", is_sum=True)] if len(known) > 1 else []
 

@@ -87,7 +87,9 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _overlap_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of an update beside backward, which has states, gradients and weights in memory."""
+    """Return the problems of an update beside backward (`offload_optimizer.overlap` other than "off"), which needs
+    states in host memory, weights in memory and no delayed update.
+    """
     zero = config.zero_optimization
     if zero.offload_optimizer.overlap == "off":
         return []
@@ -141,7 +143,9 @@ def _one_bit_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _sum_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of `gradient_allreduce_op` "sum": what averages by itself cannot sum."""
+    """Return the problems of `gradient_allreduce_op` "sum", which what averages by itself cannot do: quantized
+    gradients, a 1-bit optimizer, `deterministic.across_world_sizes`.
+    """
     if config.gradient_allreduce_op == "mean":
         return []
     one_bit = config.optimizer is not None and isinstance(config.optimizer.params, OneBitParams)
@@ -159,7 +163,9 @@ def _sum_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _dtype_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of dtypes that do not fit together: one at most."""
+    """Return the problem of the first dtype that does not fit to the others: `data_types.param_dtype` with fp16, bf16
+    or autocast, or the policy that `build_policy` refuses. At most one; empty if they fit.
+    """
     declared = config.data_types.param_dtype
     mode = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
     if mode is not None and declared not in (None, mode):

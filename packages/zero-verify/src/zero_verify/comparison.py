@@ -125,7 +125,7 @@ class Bitwise:
         return "" if same else _scalars(expected, got)
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Accept norms that differ by the order of a float64 sum only."""
+        """Accept norms whose relative difference is at most `_NORM_TOLERANCE`, as by another order of a float64 sum."""
         close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
         return "" if close else self.loss(number, expected, got)
 

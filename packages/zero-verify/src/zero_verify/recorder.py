@@ -53,7 +53,9 @@ class Recorder(Unsupervised):
         return variant_config(source, self._variant, world_size)
 
     def limits(self, limits: UnitLimits) -> UnitLimits:
-        """Return ``limits`` with the user's persistence threshold, as norms are summed unit by unit in every run."""
+        """Return ``limits`` with the user's persistence threshold, which `config` has noted before (0 below stage 3).
+        So all variants divide the model into the same units, by which norms are summed.
+        """
         return replace(limits, persistence_threshold=self._threshold)
 
     def observer(self, engine: Engine) -> Observer:
@@ -115,8 +117,9 @@ class EngineRecorder:
         self._gradients = list(self._full_values(GRADIENT, self._gradient))
 
     def after_step(self, result: StepResult) -> None:
-        """Write the step's checkpoint, forget its values, and call ``on_step``, which may end the script.
-        Collective."""
+        """Write the step's checkpoint, forget its values, and call ``on_step``, which may end the script. Collective:
+        gathers every weight, and waits for all ranks. Raises `zero_ckpt.CheckpointError` if it cannot be written.
+        """
         weights = list(self._full_values(WEIGHT, self._engine.full_param))
         group = self._engine.partition.groups.control.process_group
         save_sharded(

@@ -205,7 +205,9 @@ class ExtentStore:
             return {name: tuple(map(self._history.extent, covered)) for name, covered in self._live.items()}
 
     def flush(self) -> None:
-        """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again."""
+        """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again.
+        ClosedError after `close`.
+        """
         with self._lock:
             self._check_open()
             for name in list(self._busy):

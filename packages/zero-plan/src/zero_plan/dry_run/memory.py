@@ -131,7 +131,9 @@ class LiveMemory:
         return "pinned host" if tensor.is_pinned() else "pageable host"
 
     def _update(self, held: LiveStorage, nbytes: int) -> None:
-        """Set a storage's size; record the peak if its tier's total is a new one."""
+        """Set a storage's size to ``nbytes``. If its tier's total is a new peak, record it and its place, and forget
+        which storages changed since the peak before.
+        """
         tier = held.tier
         self._change(held, nbytes)
         if self.now[tier] > self.peak.get(tier, 0):

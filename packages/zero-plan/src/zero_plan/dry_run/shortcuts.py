@@ -65,7 +65,9 @@ class Shortcuts:
         self._known: dict[Any, Results] = {}
 
     def run_view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the results of a view, or the argument that an operation writes; None for other operations."""
+        """Return the results of a view, or the argument that an operation writes; None for other operations, and for a
+        first argument that `_is_plain` refuses.
+        """
         is_view = func in _VIEWS
         if not (is_view or func in _WRITES) or not self._is_plain(args[0]):
             return None

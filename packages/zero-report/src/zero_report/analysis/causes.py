@@ -81,7 +81,7 @@ def chosen_steps(attempt: Attempt, most: int = 64) -> list[int]:
 
 
 class CauseSums:
-    """Adds up the time that ranks lost by each cause, step by step."""
+    """Adds up the time that ranks lost by each cause, step by step: call `add` for every step, then `result`."""
 
     def __init__(self) -> None:
         self._steps: list[int] = []
@@ -111,7 +111,7 @@ class CauseSums:
                 heapq.heapreplace(self._longest, (loss.us, -self._losses_added, loss))
 
     def result(self) -> Causes:
-        """Return the time lost in all steps so far, by cause."""
+        """Return the time lost in all steps so far, by cause, the largest first."""
         by_rank = [_share(*key, by, self._total, self._names[key]) for key, by in self._lost.items()]
         return Causes(
             self._steps,

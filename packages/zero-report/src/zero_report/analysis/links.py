@@ -46,7 +46,9 @@ class Link:
 
 
 class LinkSums:
-    """Sums up the transfers of each link, step by step."""
+    """Sums up the transfers of each link (between ranks, to the host, to drives), step by step: call `add` for every
+    step, then `result`.
+    """
 
     def __init__(self) -> None:
         self._links: dict[str, Link] = {}

@@ -47,7 +47,7 @@ def subject_of(span: Span) -> str:
 
 
 class AllUnits:
-    """Sums up the spans of each unit, parameter or message, step by step."""
+    """Sums up the spans of each unit, parameter or message, step by step: call `add` for every step, then `result`."""
 
     def __init__(self) -> None:
         self._found: dict[str, UnitSums] = {}

@@ -67,7 +67,9 @@ def page_data(run: Run, analysis: Analysis, other: tuple[Run, Analysis] | None =
 
 
 def _exact_data(value: Any) -> Any:
-    """Return ``value`` as plain data for JSON, with exact numbers; None for NaN and infinities."""
+    """Return ``value`` as plain data for JSON: tuples as lists, keys as text, whole floats as integers, NaN and
+    infinities as None.
+    """
     if isinstance(value, dict):
         return {str(key): _exact_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
