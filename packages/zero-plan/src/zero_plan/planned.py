@@ -34,7 +34,7 @@ class SentRow(NamedTuple):
 
 
 class FileRow(NamedTuple):
-    """The length of one file on NVMe."""
+    """One file on NVMe: its name and its length in bytes."""
 
     name: str
     nbytes: int

@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class EstimatedChoice:
-    """A choice and its estimate."""
+    """A choice of the search, and the estimate of its step."""
 
     choice: Choice
     estimate: StepEstimate

@@ -118,7 +118,7 @@ class OneBitLambParams(OneBitAdamParams):
 
 
 class LionParams(Params):
-    """Arguments of Lion."""
+    """Arguments of the optimizer Lion; those that are not given have the defaults here."""
 
     lr: NaturalFloat = 1e-3
     betas: Betas = (0.9, 0.999)

@@ -36,7 +36,7 @@ NarrowDtypeName = Annotated[Literal["fp16", "bf16"], BeforeValidator(_half_dtype
 
 
 class Fp16(Section):
-    """float16 parameters with a loss scale."""
+    """Options of training in float16: parameters in float16, and a loss scale."""
 
     auto_keys = ALL_KEYS
 
@@ -60,7 +60,9 @@ class Fp16(Section):
 
 
 class Bf16(Section):
-    """bfloat16 parameters with float32 accumulation, masters and states."""
+    """Options of training in bfloat16: parameters in bfloat16, and float32 accumulation, masters and states unless keys
+    say otherwise.
+    """
 
     auto_keys = ALL_KEYS
 
@@ -77,7 +79,7 @@ class Bf16(Section):
 
 
 class TorchAutocast(Section):
-    """float32 parameters under torch.autocast."""
+    """Options of training under torch.autocast: parameters stay float32, and torch casts per operation."""
 
     auto_keys = ALL_KEYS
 
@@ -89,7 +91,7 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """Dtypes that differ from what fp16 / bf16 imply."""
+    """Dtypes of parameters, gradients and buffers, where they are to differ from what fp16 or bf16 implies."""
 
     auto_keys: ClassVar[frozenset[str]] = frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype"})
 

@@ -31,7 +31,9 @@ def _upper(value: Any) -> Any:
 
 
 class ActivationCheckpointing(Section):
-    """How segments of `zero_core.checkpointing.checkpoint` store their inputs until backward."""
+    """Options of activation checkpointing: where and how segments of `zero_core.checkpointing.checkpoint` store their
+    inputs until backward.
+    """
 
     partition_activations: Flag = Field(default=False, description="Each model-parallel rank keeps a part.")
     number_checkpoints: PositiveInt | None = Field(
@@ -44,7 +46,7 @@ class ActivationCheckpointing(Section):
 
 
 class CheckpointWriter(Section):
-    """How files of checkpoints are written."""
+    """Options of writing a checkpoint's files, such as writing in the background (`decoupled`)."""
 
     type: Annotated[Literal["FAST", "PYTHON", "MOCK"], BeforeValidator(_upper)] = "FAST"
     io_buffer_size: PositiveInt = Field(default=64 * 1024 * 1024, description="Bytes.")
@@ -58,7 +60,7 @@ class CheckpointWriter(Section):
 
 
 class ParallelWrite(Section):
-    """Which ranks write, without effect: all ranks always write in parallel."""
+    """Keys that choose the ranks that write a checkpoint, without effect: all ranks always write in parallel."""
 
     pipeline_stage: Flag = False
 
@@ -75,7 +77,7 @@ class InMemorySection(Section):
 
 
 class CheckpointSection(Section):
-    """How checkpoints are written and read."""
+    """Options of saving and loading checkpoints: when `engine.step` writes one, where, and how many stay."""
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     load_universal: Flag = False
@@ -114,7 +116,7 @@ class Elastic(Section):
 
 
 class CommsLogger(Section):
-    """A table of collectives and their bytes, every `steps_per_print` steps."""
+    """Prints a table of collectives and their bytes, every `steps_per_print` steps."""
 
     auto_keys = ALL_KEYS
 
@@ -126,7 +128,7 @@ class CommsLogger(Section):
 
 
 class FlopsProfiler(Section):
-    """Floating-point operations of one micro-batch."""
+    """Counts the floating-point operations of one micro-batch, in one step, and prints them by module."""
 
     enabled: Flag = Field(default=False, description="Count by torch.utils.flop_counter.")
     recompute_fwd_factor: NaturalFloat = 0.0
@@ -138,7 +140,7 @@ class FlopsProfiler(Section):
 
 
 class Tensorboard(Section):
-    """Metrics as TensorBoard's event files."""
+    """Writes metrics as TensorBoard's event files."""
 
     auto_keys = ALL_KEYS
 
@@ -148,7 +150,7 @@ class Tensorboard(Section):
 
 
 class Wandb(Section):
-    """Metrics to Weights & Biases."""
+    """Sends metrics to Weights & Biases."""
 
     auto_keys = ALL_KEYS
 
@@ -159,7 +161,7 @@ class Wandb(Section):
 
 
 class CsvMonitorSection(Section):
-    """Metrics as CSV files."""
+    """Writes metrics as CSV files, one per name."""
 
     auto_keys = ALL_KEYS
 
@@ -169,7 +171,7 @@ class CsvMonitorSection(Section):
 
 
 class Comet(Section):
-    """Metrics to Comet; null leaves a value to the client."""
+    """Sends metrics to Comet; null leaves a value to the client."""
 
     auto_keys = ALL_KEYS
 
@@ -189,7 +191,7 @@ class Comet(Section):
 
 
 class RunRecordSection(Section):
-    """The record of a run, for `zero-report`."""
+    """Writes the record of a run, for `zero-report`, if `path` is given."""
 
     auto_keys = ALL_KEYS
 
@@ -202,7 +204,7 @@ class RunRecordSection(Section):
 
 
 class ThroughputTimer(Section):
-    """Samples per second in progress lines."""
+    """Prints samples per second in progress lines."""
 
     auto_keys = ALL_KEYS
 
@@ -211,6 +213,6 @@ class ThroughputTimer(Section):
 
 
 class TimersSection(Section):
-    """The timers that are on."""
+    """Switches timers on and off; there is one, of the throughput."""
 
     throughput: ThroughputTimer = ThroughputTimer()

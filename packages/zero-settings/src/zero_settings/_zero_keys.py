@@ -58,7 +58,7 @@ Paths = Annotated[
 
 
 class OffloadParam(Section):
-    """The tier of parameter shards (stage 3)."""
+    """Offload of parameter shards (stage 3): their tier, and buffers of host memory for it."""
 
     auto_keys = ALL_KEYS
 
@@ -71,7 +71,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """The tier of optimizer shards (stages 1 to 3)."""
+    """Offload of optimizer shards, masters and states (stages 1 to 3): their tier, and options of the update there."""
 
     auto_keys = ALL_KEYS
 
@@ -258,7 +258,7 @@ class Aio(Section):
 
 
 class OffloadActivations(Section):
-    """The tier of tensors that autograd saves in forward for backward."""
+    """Offload of tensors that autograd saves in forward for backward: their tier, and options of the transfers."""
 
     device: Device = Field(default="none", description="Where they wait; none: where they are made.")
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
