@@ -186,7 +186,7 @@ def decode_manifest(raw: bytes, where: str) -> Manifest:
 
 
 class _Decoder:
-    """Turns the decoded msgpack map into dataclasses. Raises DamagedError that names `at`, the place in the map."""
+    """Turns the msgpack map of file `where` into dataclasses. DamagedError names `at`, the place in the map."""
 
     def __init__(self, where: str) -> None:
         self._where = where

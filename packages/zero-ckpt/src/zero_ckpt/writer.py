@@ -223,8 +223,8 @@ def _with_path(error: OSError, path: Path) -> OSError:
 
 
 class _IntervalBytes:
-    """Reads planned slices, those of one interval after another, so that an interval whose data is a function calls it
-    once.
+    """Reads planned slices of `intervals`, those of one interval after another, so that an interval whose data is a
+    function calls it once.
 
     `sink` is where the bytes go: it is drained before the next function is called.
     """

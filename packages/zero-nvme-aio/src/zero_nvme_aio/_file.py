@@ -114,7 +114,7 @@ class _DeviceTransfers:
         self._failure: BaseException | None = None
 
     def add(self, future: Future[int], write: bool) -> None:
-        """Follow a transfer, with ``write`` a write, until it ends."""
+        """Follow a transfer until it ends; ``write``: it writes to the file."""
         with self._changed:
             self._under_way[future] = write
         future.add_done_callback(self._end)

@@ -90,7 +90,9 @@ class LiveMemory:
             self._update(held, nbytes)
 
     def expect_resizing(self, tensor: torch.Tensor) -> None:
-        """Expect that the storage of a tensor, which must be tracked, is resized without a use of a tensor over it."""
+        """Have the size of a tensor's storage, which must be tracked, read again before each peak: something resizes it
+        out of the sight of operations.
+        """
         key = tensor.untyped_storage()._cdata
         self._resizing[key] = self.held[key]
 
