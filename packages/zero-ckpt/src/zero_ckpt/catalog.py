@@ -75,7 +75,9 @@ def examine(tag: str, path: Path, *, in_root: bool = True) -> Candidate:
 
 
 def find_candidates(root: Path) -> list[Candidate]:
-    """Return all checkpoints in `root`: complete ones, newest step first, then the others by tag. None is held open."""
+    """Return all checkpoints in `root`: complete ones, newest step first, then the others by tag. None is held open.
+    Raises OSError when `root` cannot be listed.
+    """
     places = [(tag, root / tag) for tag in list_tags(root)]
     places += [(replaced_tag(path), path) for path in replaced_directories(root)]
     found = [replace(examine(tag, path), folder=None) for tag, path in places]

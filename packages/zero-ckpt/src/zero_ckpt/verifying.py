@@ -115,7 +115,8 @@ def _verify(directory: Path, in_root: bool, threads: int, progress: Callable[[in
 def checkpoints_in(root: Path) -> list[Path]:
     """Return every directory in `root` that was written as a checkpoint, whole or not, sorted by tag.
 
-    One that a save moved aside counts under its tag, unless that is taken again.
+    One that a save moved aside counts under its tag, unless that is taken again. Raises OSError when `root` cannot be
+    listed.
     """
     found = {replaced_tag(path): path for path in replaced_directories(root)}
     found.update({path.name: path for path in checkpoint_directories(root)})
