@@ -39,7 +39,7 @@ class IoEngine(Protocol):
     """The methods of `zero_nvme_aio.Engine` that are used here, documented there."""
 
     def open(self, path: str, mode: str) -> Any:
-        """Open a file to read ("r") or to write anew ("w"), and return it for the other methods; the caller closes it."""
+        """Open a file to read ("r") or write anew ("w"), and return it for the other methods; the caller closes it."""
         ...
 
     def write(self, file: Any, data: list[memoryview], offset: int) -> Request:

@@ -94,7 +94,7 @@ class Arena:
         )
 
     def close(self) -> None:
-        """End the threads, after the copies that they have begun. The memory stays until nothing refers to this arena."""
+        """End the threads, after the copies that they have begun. The memory stays while this arena is referred to."""
         self._pool.shutdown()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:

@@ -288,6 +288,6 @@ class RecordWriter:
             self._table.flush()
 
     def _flush_loop(self) -> None:
-        """Write to the files every half second until `close`; runs on the thread of the writer, which an OSError ends."""
+        """Write to the files every half second until `close`; runs on the writer's thread, which an OSError ends."""
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
