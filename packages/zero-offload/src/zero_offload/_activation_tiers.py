@@ -90,7 +90,7 @@ class ActivationTier(Protocol):
         """
 
     def start(self, place: Any, form: TensorForm) -> Any:
-        """Start bringing a saved tensor back to its device; return a handle for `finish`."""
+        """Start bringing a saved tensor back to its device, in new memory; return a handle for one `finish`."""
 
     def finish(self, started: Any) -> torch.Tensor:
         """Return the tensor whose way back was started, ready for use on the current stream; ``started`` is what
@@ -156,7 +156,7 @@ class HostActivations:
         self._free.setdefault(place.nbytes, []).append(place)
 
     def flush(self) -> None:
-        """Wait for all copies to and from the host."""
+        """Block until all copies to and from the host have ended."""
         self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
@@ -258,7 +258,7 @@ class FiledActivations:
         self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
 
     def flush(self) -> None:
-        """Wait for all writes to files."""
+        """Block until all writes to files have ended, or one has failed, whose ShardError is raised."""
         while self._writing:
             self._finish_oldest_write()
 

@@ -188,16 +188,16 @@ class BufferRing:
             slot.pack = None
 
     def discard(self, pack: Pack) -> None:
-        """End all holds on a pack and throw away its buffered content unwritten; do nothing if it is in no buffer.
-        Memory that `acquire` returned is not used any more.
+        """End all holds on a pack and throw away its buffered content unwritten; do nothing if it is in no buffer. The
+        buffer gets new memory, so what `acquire` returned is no longer part of the ring.
         """
         slot = self._find(pack)
         if slot is not None:
             self._abandon(slot)
 
     def forget(self) -> None:
-        """Empty every buffer, after waiting for its transfers and ignoring their failures; all holds end. Changes that
-        were not written are lost: all data will be written again.
+        """Empty every buffer, after waiting for its transfers and ignoring their failures; all holds end. Changes whose
+        writing had not begun are lost, so the caller must write all data again.
         """
         for slot in self._slots:
             with suppress(ShardError):
@@ -335,7 +335,7 @@ class BufferRing:
         return aligned_buffer(page_rounded(nbytes), HostUse(f"buffers of {self._hop}", pin=self._pin))
 
     def _memory_of(self, slot: _Slot, part: BufferedExtent) -> torch.Tensor:
-        """Return the bytes of a buffer that hold one extent's part."""
+        """Return the bytes (uint8) of a buffer that hold one extent's part, as a view of its memory."""
         return slot.memory[part.buffer_offset : part.buffer_offset + part.nbytes]
 
     def _mark_prefetched(self, slot: _Slot) -> None:

@@ -92,7 +92,9 @@ class DeviceCopies:
         return event
 
     def get(self, name: str) -> torch.Tensor:
-        """Return the device copy of a fetched shard, valid for work queued on the current stream from now on."""
+        """Return the device copy of a fetched shard, valid until `drop` or `forget` for work that is queued on the
+        current stream from now on; the host does not wait.
+        """
         copy, event = self._on_device[name]
         self.stream.join(event)
         return copy
@@ -102,8 +104,8 @@ class DeviceCopies:
         self._leaving[name] = self.stream.copy(host, self._on_device[name][0])
 
     def drop(self, name: str) -> None:
-        """Free the device's copy, if there is one; work queued on it may still run. ``host`` may be read until the
-        event of `fetch`.
+        """Free the device's copy, if there is one; the host does not wait. Work queued on it may still run, and a copy
+        that is under way may read ``host`` until the event of `fetch`.
         """
         self._on_device.pop(name, None)
 

@@ -103,7 +103,8 @@ def flat_gradient(member: Member) -> torch.Tensor | None:
 
 class GradientHooks:
     """Passes the gradient of each of ``members``' parameters to ``take(name, gradient)``, 1-D, as soon as autograd has
-    finished it, then sets ``p.grad`` to None. Parameters without elements have no hook.
+    finished it, then sets ``p.grad`` to None, until `close`. ``take`` runs inside backward, for an accelerator's
+    gradients on a thread of autograd's. Parameters without elements have no hook.
     """
 
     def __init__(self, members: Sequence[Member], take: Callable[[str, torch.Tensor], object]) -> None:
@@ -115,13 +116,13 @@ class GradientHooks:
         ]
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks; gradients stay in ``p.grad`` from then on."""
         for handle in self._handles:
             handle.remove()
 
     def _hand_over(self, member: Member, param: torch.Tensor) -> None:
-        """Check and pass on the gradient of ``param``, the member's, and set it to None; TypeError or ValueError if the
-        kernels cannot read it.
+        """Pass on the gradient of ``param``, the member's, if it has one, and set it to None; TypeError or ValueError,
+        which backward raises, if the kernels cannot read it.
         """
         check_gradient(member)
         grad = flat_gradient(member)

@@ -214,7 +214,7 @@ class offload_activations:
         return tensor
 
     def _start(self, saved: _Saved) -> None:
-        """Start bringing a saved tensor back, unless it is on its way."""
+        """Start bringing a saved tensor back, unless it is on its way already."""
         if saved.started is None:
             saved.started = self._tier.start(saved.place, saved.form)
 

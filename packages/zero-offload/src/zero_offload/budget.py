@@ -156,7 +156,7 @@ class HostBudget:
 
     def _totals(self) -> list[tuple[str, str, int, Limit]]:
         """Return (title, advice, bytes needed, tightest limit) of each resource that is needed, one per file system for
-        ``disk``; reads the limits.
+        ``disk``; reads the current limits. The advice says what to do if the limit is too low.
         """
         groups: dict[str, list[Demand]] = {}
         for need in self._needs:

@@ -86,7 +86,7 @@ def _mem_available(root: Path) -> int | None:
 
 
 def _read_fields(path: Path) -> dict[str, str]:
-    """Return the ``key: value`` lines of a file; empty if there is no such file."""
+    """Return the ``key: value`` lines of a file as a dict; an empty one if there is no such file."""
     if not path.exists():
         return {}
     lines = (line.partition(":") for line in path.read_text().splitlines())

@@ -63,6 +63,8 @@ def allocated_bytes() -> int | None:
 
 
 class _MallocState(ctypes.Structure):
+    """The C library's ``struct mallinfo2``: what `allocated_bytes` reads; sizes are in bytes."""
+
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()

@@ -304,14 +304,16 @@ class NvmeStore:
         return name not in self._packs and self._host.resident_bytes + nbytes_of(shard) <= self._host_bytes
 
     def _start_copy_to_device(self, copies: DeviceCopies, name: str) -> None:
-        """Start copying a shard from its buffer to the device; the buffer stays held until the copy has ended."""
+        """Start copying a shard to the device, once it is in a buffer; the buffer stays held until `_release_arrived`
+        finds that the copy has ended.
+        """
         pack, dtype = self._packs[name]
         event = copies.fetch(name, _typed(self._acquire_buffer(pack), pack, dtype))
         self._copying.append((event, pack))
 
     def _acquire_buffer(self, pack: Pack, *, fresh: bool = False) -> torch.Tensor:
-        """Return the bytes of ``pack``, read into a buffer unless ``fresh``, until they are released; while copies to
-        the device hold every buffer, wait for the oldest copy first.
+        """Return the bytes (uint8) of ``pack`` in a buffer, valid until the ring's `release`; they are read unless
+        ``fresh``. While copies to the device hold every buffer, wait for the oldest copy first.
         """
         self._release_arrived()
         if len(self._copying) == self._buffer_count:
@@ -327,14 +329,16 @@ class NvmeStore:
             self._ring.release(self._copying.popleft()[1], dirty=False)
 
     def _filed_shard(self, name: str) -> tuple[Pack, torch.dtype]:
-        """Return the buffer content and dtype of a shard in files; ShardError if there is none of this name."""
+        """Return the pack (what a buffer holds of it) and dtype of a shard in files; ShardError if there is none of
+        this name.
+        """
         if name not in self._packs:
             raise ShardError(f"no shard '{name}' was put into this store", tensor=name)
         return self._packs[name]
 
 
 def _typed(buffer: torch.Tensor, pack: Pack, dtype: torch.dtype) -> torch.Tensor:
-    """Return the bytes of a buffer that belong to the shard, as ``dtype``."""
+    """Return the bytes of a ``buffer`` (uint8) that belong to the one shard in ``pack``, as a 1-D view of ``dtype``."""
     return buffer[: pack.parts[0].nbytes].view(dtype)
 
 

@@ -188,8 +188,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Without ``delayed`` do nothing. With it wait for the running step, raising its error, write its weights to
-        the parameters, and raise the parameters' version counters; do nothing if no step is running.
+        """With ``delayed``, wait for the running step, raising its error, write its weights to the parameters, and
+        raise their version counters. Do nothing if no step is running. OffloadError after `close`.
         """
         self._check_open()
         if isinstance(self._update, DelayedUpdate):
@@ -215,7 +215,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update.clear_gradients()
 
     def _kept_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the flat gradients that autograd left in ``p.grad``, by parameter name."""
+        """Return the gradients that autograd left in ``p.grad``, 1-D, by parameter name; parameters without one are
+        missing. They are copies only where ``p.grad`` is not contiguous.
+        """
         found = {member.name: flat_gradient(member) for member in self._members}
         return {name: grad for name, grad in found.items() if grad is not None}
 
@@ -224,7 +226,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._update.has_gradient(member.name) if kept is None else member.name in kept
 
     def _norm_squared(self) -> float:
-        """Return the sum of squares of all gradients."""
+        """Return the sum of squares of all gradients; those in files are read, one parameter at a time."""
         if self._hooks is None:
             return norm_squared(list(self._kept_gradients().values()))
         squared = 0.0
@@ -392,7 +394,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _groups_of(optimizer: weakref.ref[OffloadedOptimizer]) -> list[dict[str, Any]]:
-    """Return the current parameter groups of an optimizer; none if it was garbage-collected."""
+    """Return the current parameter groups of an optimizer; an empty list if it was garbage-collected."""
     alive = optimizer()
     return [] if alive is None else alive.param_groups
 

@@ -76,7 +76,7 @@ class Sealed:
             generation.make_durable()
 
     def needed(self, generations: Sequence[Generation]) -> list[Generation]:
-        """Return those of ``generations`` of which a file is among ``files``."""
+        """Return those of ``generations`` of which a file is among ``files``; the others need not be kept any more."""
         return [g for g in generations if not set(g.files).isdisjoint(self.files)]
 
     def release(self) -> None:
@@ -85,7 +85,9 @@ class Sealed:
 
 
 def _copy(source: str, target: str) -> None:
-    """Write a read-only copy and sync it; FileExistsError if ``target`` exists."""
+    """Copy a file to ``target``, read-only and synced; FileExistsError if that exists. After any other error there is
+    no ``target``.
+    """
     try:
         with open(source, "rb") as old, open(target, "xb") as new:
             position = 0
@@ -101,7 +103,7 @@ def _copy(source: str, target: str) -> None:
 
 
 def _sync(folder: str | os.PathLike[str]) -> None:
-    """Sync a folder, so that new names in it survive a crash."""
+    """Sync a folder, so that new names in it survive a crash; the content of the files is not synced."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

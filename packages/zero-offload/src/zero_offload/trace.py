@@ -213,7 +213,7 @@ class Trace:
                 watcher.join()
 
     def _add(self, event: _Event) -> None:
-        """Keep an event unless recording was stopped, and pass it to the sink."""
+        """Keep an event unless recording was stopped; call the sink with it, on this thread, and raise its error."""
         with self._lock:
             if self._recording:
                 self._events.append(event)

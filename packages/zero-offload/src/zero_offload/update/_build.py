@@ -213,7 +213,8 @@ def _make_tier(
     trace: Trace | None,
 ) -> Tier:
     """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded); a `SplitTier`
-    if they are in two of these places. What an accelerator updates is visited first: the host updates beside it.
+    if they are in two of these places. It allocates memory and opens files. What an accelerator updates is visited
+    first: the host updates beside it.
     """
     if in_files:
         files = NvmeTier(in_files, options, trace)
@@ -236,8 +237,8 @@ def _make_gradients(
     pin: bool,
     trace: Trace | None,
 ) -> Gradients:
-    """Return the object that holds the gradients ``where`` says: with the caller, in host memory (but for those of the
-    slices ``kept`` on an accelerator), or in files.
+    """Return the object that keeps the gradients where ``where`` says: with the caller, in host memory (but for those
+    of the slices ``kept`` on an accelerator), or in files. It allocates memory and opens files.
     """
     if where == "caller":
         return CallerGradients(shards, slices)

@@ -74,8 +74,8 @@ class DeviceSteps:
                     parameter.data = parameter.new_empty(0)
 
     def _optimizer(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Return the optimizer for parameter group ``number``, made on first use, with the options that ``group`` has
-        now.
+        """Return torch's optimizer for parameter group ``number``, made on first use, with the options that ``group``
+        has now. Its parameters are those of the last `run`.
         """
         optimizer = self._optimizers.get(number)
         if optimizer is None:
@@ -88,8 +88,8 @@ class DeviceSteps:
         return optimizer
 
     def _parameter(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that the optimizer knows a span by, the same object at every step: its master, or a copy of
-        its weights on the device.
+        """Return the tensor that the optimizer knows a span by, the same object at every step: its master, or else an
+        object that holds a copy of its weights on the device, made anew at every step.
         """
         fragment, key = staged_span.span.fragment, (staged_span.span.fragment, staged_span.span.begin)
         if fragment.keeps_master:
@@ -126,7 +126,9 @@ class DeviceSteps:
         parameter: torch.Tensor,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind)."""
+        """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind); states that
+        it updated in place need no copy.
+        """
         for kind in fragment.moments:
             own = optimizer.state[parameter][kind.name]
             if own is not tensors[kind.name]:

@@ -207,7 +207,9 @@ class NvmeGradients:
             self._present.clear()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of the buffers as ``gradients``, and of all gradients in files as ``nvme``."""
+        """Return the bytes of the buffers as ``gradients``, and as ``nvme`` those of all shards' gradients in files,
+        written or not; ``device`` is 0.
+        """
         return {"gradients": self._ring.resident_bytes, "nvme": self._stored_bytes, "device": 0}
 
     def bytes_written(self) -> int:
@@ -222,7 +224,7 @@ class NvmeGradients:
         self._ring.flush()
 
     def close(self) -> None:
-        """Remove the files; the buffers are freed with this object."""
+        """Remove the files, with gradients not used yet; the buffers are freed with this object."""
         self._store.close(remove=True)
 
     def _shards_of(self, index: int) -> dict[str, None]:

@@ -29,7 +29,9 @@ class Mirror:
         return sum(shard.numel * shard.dtype.itemsize for shard in shards)
 
     def allocate(self, shards: Sequence[ShardPlan], *, pin: bool) -> None:
-        """Allocate one block of host memory for the weights of all shards, pinned with ``pin``; its content is zero."""
+        """Allocate one block of host memory for the weights of all shards, pinned if ``pin``; its content is zero. Call
+        it once, before the first `borrow`.
+        """
         self.nbytes = self.bytes_of(shards)
         parts = tuple((shard.name, self.bytes_of([shard])) for shard in shards)
         block = HostBlock(self.nbytes, HostUse("weights that wait for their step", pin=pin, parts=parts))

@@ -73,7 +73,7 @@ def _grad_sign(group: Group) -> float:
 
 
 def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
-    """Return the keyword arguments that all kernels take, with the group's ``maximize`` folded into ``grad_scale``."""
+    """Return the keyword arguments that all kernels take; with ``maximize`` in the group ``grad_scale`` is negated."""
     return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group)}
 
 

@@ -73,7 +73,9 @@ class SplitGradients:
         return self._lent[shard], again
 
     def give_back(self, shard: str, *, dirty: bool) -> None:
-        """End one `borrow`; with ``dirty`` the content is the shard's gradient from now on, and copied to its parts."""
+        """End one `borrow`; with ``dirty`` the content is the shard's gradient from now on, copied to its part in host
+        memory and its part on the device.
+        """
         lent = self._lent.pop(shard, None)
         if lent is not None and dirty:
             count = self._counts[shard]

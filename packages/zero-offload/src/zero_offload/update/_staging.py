@@ -109,8 +109,9 @@ class StagedSlices:
         return tensor.device.type != "cpu"
 
     def begin(self, order: Sequence[int], *, absent: Collection[str], rewritten: Collection[str]) -> None:
-        """Begin a step over the slices whose indices ``order`` lists. Fragments named in ``absent`` are left out;
-        shards named in ``rewritten`` will be written completely and are not read.
+        """Begin a step over the slices whose indices ``order`` lists; a position, in the other calls, is a place in
+        ``order``. Fragments named in ``absent`` are left out; shards named in ``rewritten`` will be written completely
+        and are not read.
         """
         self._order = order
         self._absent = absent
@@ -209,8 +210,8 @@ class StagedSlices:
                 self._weights.give_back(shard, dirty=True)
 
     def _staging_place(self, side: int, offset: int, piece: FlatSpan) -> FlatSpan:
-        """Return a span of a staging buffer (``side`` 0 or 1), ``offset`` bytes from its begin, with the length and
-        dtype of ``piece``.
+        """Return a span of a staging buffer (``side`` 0 or 1), ``offset`` bytes from its start, with the length and
+        dtype of ``piece``. Its content is not set.
         """
         return FlatSpan(self._blocks[side].view(offset, piece.length, piece.base.dtype), 0, piece.length)
 

@@ -32,7 +32,7 @@ def sealed_state(
     fragments: Sequence[KeptFragment], in_memory: Sequence[Slice], tier: Tier, generations: Sequence[Generation]
 ) -> Sealed:
     """Return the current state of a tier that was just sealed: the extents of the kinds that it holds of ``fragments``,
-    in the files of ``generations``. Fragments in ``in_memory`` are listed as resident.
+    in the files of ``generations``. Fragments with a span in the slices ``in_memory`` are listed as resident.
     """
     begun = {f"{f.name}/{kind.name}" for f in fragments for kind in f.kinds if f.keeps(kind)}
     return Sealed.of(

@@ -384,7 +384,7 @@ class SplitTier:
         return rest + first if self._rest_first else first + rest
 
     def visit(self, indices: Sequence[int], *, dirty: bool) -> Iterator[LoadedSlice]:
-        """Yield the slices with these indices in turn; those of one tier that follow each other in one visit of it."""
+        """Yield the slices with these indices in turn, as `Tier.visit`; each run of one tier's indices is one visit."""
         for on_first, run in groupby(indices, lambda index: index < self._count):
             if on_first:
                 yield from self._first.visit(list(run), dirty=dirty)
@@ -393,8 +393,8 @@ class SplitTier:
                 yield LoadedSlice(visit.number + self._count, visit.tensors)
 
     def in_memory(self, index: int) -> tuple[HostTier, int] | None:
-        """Return the tier in memory that keeps the slice ``index``, and the slice's index there; None if it is in
-        files.
+        """Return the tier that keeps the slice ``index`` in host or device memory, and the slice's index there; None if
+        it is in files.
         """
         part, inside = (self._first, index) if index < self._count else (self._rest, index - self._count)
         return (part, inside) if isinstance(part, HostTier) else None
@@ -427,7 +427,7 @@ class SplitTier:
         return self._first.seal(durable=durable)
 
     def extents(self) -> Mapping[str, Sequence[Extent]]:
-        """Return the extents in files of both tiers, of each ``<fragment>/<kind>``."""
+        """Return the extents in files of each ``<fragment>/<kind>``; nothing for what is in memory."""
         return {**self._first.extents(), **self._rest.extents()}
 
     def close(self) -> None:

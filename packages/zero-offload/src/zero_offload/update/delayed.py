@@ -88,7 +88,7 @@ class DelayedUpdate:
 
     @property
     def writes(self) -> int:
-        """The number of calls of `write`, `restart` and `reset`."""
+        """Return the number of calls of `write`, `restart` and `reset` so far."""
         return self._inner.writes
 
     # Gradients
@@ -192,7 +192,7 @@ class DelayedUpdate:
         """Do nothing: forward reads the weights of the step before (compare `ExactUpdate.await_update`)."""
 
     def is_updating(self, shard: str) -> bool:
-        """Return False, for the same reason."""
+        """Return False: forward never waits for the running step."""
         return False
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
@@ -239,7 +239,7 @@ class DelayedUpdate:
         self._after_step().write(states)
 
     def check_states(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise the errors of `write` for states that do not fit; nothing is changed, nor waited for."""
+        """Raise the errors of `write` for states that do not fit; change nothing, and do not wait for a step."""
         self._inner.check_states(states)
 
     def restart(self, fragments: Collection[str]) -> None:
@@ -292,7 +292,7 @@ class DelayedUpdate:
         return self._with_own_bytes(self._inner.memory())
 
     def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:
-        """Return the inner update's bytes with this object's gradients and copy of the weights added."""
+        """Return ``inner``, the bytes of the inner update, with both sets of gradients and the copy of the weights."""
         gradients = sum(own.memory()["gradients"] for own in self._sets)
         return {**inner, "gradients": gradients, "staging": inner["staging"] + self._mirror.nbytes}
 

@@ -237,7 +237,7 @@ class OffloadedUpdate:
         """Do nothing: no step is running after `step` (compare `ExactUpdate.await_update`)."""
 
     def is_updating(self, shard: str) -> bool:
-        """Return False, for the same reason."""
+        """Return False: no step is running after `step` (compare `ExactUpdate.is_updating`)."""
         return False
 
     def weights_changed(self, shard: str) -> None:
@@ -361,7 +361,7 @@ class OffloadedUpdate:
         return sealed
 
     def _fragment_named(self, fragment: str) -> KeptFragment:
-        """Return a fragment by name; ShardError if there is none."""
+        """Return the fragment of this name; ShardError if there is none."""
         if fragment not in self._fragments:
             raise ShardError(f"no fragment '{fragment}' is updated here", tensor=fragment)
         return self._fragments[fragment]
