@@ -167,8 +167,8 @@ def _refuse_lazy(model: nn.Module) -> None:
 
 
 def _report_start(state: TrainingState) -> None:
-    """Say on rank 0 what begins, if progress is said, and log the start-up report; with ``dump_state`` also print it,
-    the configuration and the memory table."""
+    """On rank 0 say what begins, unless ``steps_per_print`` turns progress off, and log the start-up report; with
+    ``dump_state`` also say the report, the configuration and the memory table."""
     if state.reports:
         if prints_progress(state.config):
             say(start_line(state))

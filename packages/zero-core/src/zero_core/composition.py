@@ -77,7 +77,7 @@ def compose(
     collate_fn: Callable[[list[Any]], Any] | None,
     record: RunRecord | None,
 ) -> EngineParts:
-    """Return the parts of one engine over ``state``; ``record``: the run record to write, or None. Collective."""
+    """Return an engine's parts. ``dialect``: for checkpoints. ``record``: the run record, or None. Collective."""
     config = state.config
     monitor = build_monitor(config, dist.get_rank())
     instruments = instruments_for(state, monitor)

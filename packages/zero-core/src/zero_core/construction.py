@@ -64,6 +64,7 @@ class Init:
         self._inner: PartitionInit | None = None
 
     def __enter__(self) -> Init:
+        """Open process groups and begin to shard what is built, unless the context does nothing. Collective."""
         if self._enabled and self._config is not None:
             init(self._where)
             place = model_parallel(self._mpu)

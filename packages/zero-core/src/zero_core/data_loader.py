@@ -39,6 +39,7 @@ class RankSampler(Sampler[int]):
         return math.ceil(self.size / self.ranks)
 
     def __iter__(self) -> Iterator[int]:
+        """Return an iterator over this rank's sample numbers from the position on; the position does not move."""
         order = self._order()
         rest = order[self._position :]
         rest += islice(cycle(order), -len(rest) % self.ranks)
@@ -64,8 +65,7 @@ class RankSampler(Sampler[int]):
         self._begun = True
 
     def advance(self, per_rank: int, min_left: int) -> None:
-        """Record that every rank has drawn ``per_rank`` more samples; begin the next epoch if fewer than ``min_left``
-        are left for each."""
+        """Count ``per_rank`` more samples of each rank; begin the next epoch if fewer than ``min_left`` each remain."""
         self._position += per_rank * self.ranks
         if math.ceil((self.size - self._position) / self.ranks) < min_left:
             self.set_epoch(self.epoch + 1)
@@ -115,6 +115,7 @@ class StepSampler(RankSampler):
         return steps * (self.virtual_ranks // self.ranks)
 
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]  # torch calls this a batch sampler
+        """Yield the sample numbers of this rank's batches, one by one, from the position on, which does not move."""
         order, count = self._order(), self.virtual_ranks
         rest = order[self._position :]
         rest += islice(cycle(order), -len(rest) % count)
@@ -190,6 +191,7 @@ class RankLoader(Generic[_Batch]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[_Batch]:
+        """Yield the epoch's remaining batches and move the position. Raises `UsageError` once another was loaded."""
         sampler = self.data_sampler
         if not isinstance(sampler, RankSampler):
             yield from self._loader

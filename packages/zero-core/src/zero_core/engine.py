@@ -265,8 +265,7 @@ class Engine(nn.Module):
         The newest copy in the nodes' memory (``checkpoint.in_memory``; a folder for each ``load_dir`` by default) is
         loaded if it is complete and not older than the newest checkpoint in ``load_dir``, else, or if the copy cannot
         be loaded (with a warning), that checkpoint. Collective. Raises `zero_ckpt.CheckpointError` on every rank when
-        there are checkpoints and none can be loaded.
-        """
+        there are checkpoints and none can be loaded."""
         return self._parts.checkpoints.resume(load_dir)
 
     def offload_states(
@@ -402,6 +401,7 @@ class Engine(nn.Module):
         return report_of(self.resolved_config, self.instruments)
 
     def __getattr__(self, name: str) -> Any:
+        """Return the model's attribute ``name``, which the engine does not have."""
         try:
             return super().__getattr__(name)
         except AttributeError:

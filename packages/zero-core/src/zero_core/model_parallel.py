@@ -88,7 +88,7 @@ class ModelPart:
         return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
 
     def folder(self, root: Path, *, make: bool = False) -> Path:
-        """Return `subfolder` of ``root``, where checkpoints are; with ``make``, once every part's exists. Collective.
+        """Return `subfolder` of ``root``, where checkpoints are; with ``make`` first create all parts'. Collective.
         Raises `MismatchError` on every rank when ``root`` holds checkpoints of a model in another number of parts."""
         part, parts = self.subfolder(root), root.glob(_PART.format("*"))
         told = self._tell("folder", {path.name: any(path.glob("*")) for path in parts})
@@ -117,7 +117,7 @@ class ModelPart:
             raise CheckpointError(f"{call} failed in another part of the model: {reason}")
 
     def _tell(self, call: str, payload: Any) -> list[Any]:
-        """Return the ``payload`` of every rank of all parts; only this rank's if there is one part. Collective."""
+        """Return the ``payload`` of every rank of all parts, by rank; only this rank's if there is one. Collective."""
         return [payload] if self._everybody is None else self._everybody.agree(Message(call, "", 0, payload))
 
     def abort(self, failure: BaseException) -> None:

@@ -145,7 +145,8 @@ class Offloading:
     def _make_update(
         self, optimizer: Optimizer, tier_options: TierOptions, shards: Sequence[ShardNeeds], residency: Residency
     ) -> StateTier:
-        """Make, keep as `update` and return the tier for masters and states; ``shards``: one per trained unit."""
+        """Make, keep as `update` and return the tier for masters and states of ``shards``, one per trained unit, whose
+        weights ``residency`` lends. Raises `BudgetError` if they do not fit."""
         self._advise_on_threads()
         groups = _group_of_parameter(optimizer)
         section = self._config.zero_optimization.offload_optimizer

@@ -85,8 +85,8 @@ def _muon(model: nn.Module, parameters: Any, arguments: dict[str, Any]) -> Optim
 
 
 def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu: bool) -> Optimizer:
-    """Return Adam, or AdamW if ``decoupled``: the CPU kernel's if ``on_cpu`` and it can, else torch's. Consumes keys of
-    ``arguments``, the section's values. Raises `UsageError`."""
+    """Return Adam, or AdamW if ``decoupled``: the CPU kernel's if ``on_cpu`` and no option is torch's alone, else
+    torch's. Removes keys from ``arguments``, the section's values. Raises `UsageError` for what neither can do."""
     wants_torch = arguments.pop("torch_adam")
     arguments.pop("adam_w_mode")
     half_states = not arguments.pop("fp32_optimizer_states")
@@ -101,7 +101,7 @@ def _adam(parameters: Any, arguments: dict[str, Any], *, decoupled: bool, on_cpu
 
 
 def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Optimizer:
-    """Return Adagrad: the CPU kernel's if ``on_cpu`` and it can, else torch's. As `_adam` otherwise."""
+    """Return Adagrad: the CPU kernel's if ``on_cpu`` and no option is torch's alone, else torch's; see `_adam`."""
     half_states = not arguments.pop("fp32_optimizer_states")
     if arguments.pop("amsgrad"):
         raise UsageError("optimizer.params.amsgrad: Adagrad has no such variant; remove it")
@@ -113,7 +113,7 @@ def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Opt
 
 
 def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return LAMB or the 1-bit optimizer ``name``. Raises `UsageError` for arguments that it lacks."""
+    """Return LAMB or the 1-bit optimizer ``name``; removes keys from ``arguments``. Raises `UsageError` for others."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")

@@ -39,7 +39,7 @@ class Parking:
         state.lifetime.parked = True
 
     def reload(self) -> None:
-        """Move back the states that `offload` moved; do nothing if there are none."""
+        """Move back the states that `offload` moved, and let the engine be used again; else do nothing."""
         if self._parked is not None:
             self._parked.bring_back()
             self._parked, self._state.lifetime.parked = None, False

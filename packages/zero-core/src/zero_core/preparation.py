@@ -29,9 +29,9 @@ class Loaders:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         workers: int = 0,
     ) -> RankLoader[Any]:
-        """Return a loader of this rank's samples of ``dataset``, shuffled for the route "train". ``batch_size``,
-        ``collate_fn``: by default the engine's. ``sampler``: the user's. Raises `UsageError` for other routes and
-        data."""
+        """Return a loader of this rank's samples of ``dataset`` (map-style), shuffled for the route "train".
+        ``batch_size`` (samples per batch and rank), ``collate_fn``: by default the engine's. ``sampler``: the user's.
+        ``workers``: processes that prepare batches ahead. Raises `UsageError` for another route or data set."""
         if route not in _ROUTES:
             raise UsageError(f"engine.data_loader(route=…): expected 'train', 'eval' or 'predict', got {route!r}")
         state = self._state
@@ -61,8 +61,8 @@ def compile_module(
     schedule: Any,
     compiled_autograd_enabled: bool,
 ) -> None:
-    """Compile the module by torch.compile and set ``state.compiled`` to the names of the compiled modules. Raises
-    `UsageError` for a ``schedule``, for compiled autograd, and for CUDA graphs where weights are released."""
+    """Compile the module by torch.compile with ``backend`` and ``compile_kwargs``; put the names of compiled modules in
+    ``state.compiled``. Raises `UsageError` for a schedule, compiled autograd, and CUDA graphs with released weights."""
     state.check_open("compile")
     options = dict(compile_kwargs or {})
     if schedule is not None:

@@ -60,7 +60,7 @@ def _elastic_rule(config: Config) -> list[str]:
 
 
 def _replicas(partition: Partition) -> str:
-    """Return the number of replicas of the model and the size of secondary shards as text; empty without either."""
+    """Return the number of replicas of the model and the ranks of secondary shards as text; empty without either."""
     groups = partition.groups
     found = ""
     if groups.replicate.world_size > 1:

@@ -82,7 +82,7 @@ class BatchSizes:
         self.train, self.steps = size, size // together
 
     def set_micro(self, size: int) -> None:
-        """Set ``micro`` to ``size``, and ``train`` for as many micro-batches. Raises `UsageError` below 1."""
+        """Set ``micro`` to ``size`` and adapt ``train``; ``steps`` stays. Raises `UsageError` for a size below 1."""
         if size < 1:
             raise UsageError(f"set_train_micro_batch_size: expected a number of samples, got {size}")
         self.train, self.micro = size * self.steps * self.ranks, size

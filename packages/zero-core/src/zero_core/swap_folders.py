@@ -30,8 +30,8 @@ def check_swap_folders(config: Config) -> None:
 
 
 def remove_abandoned(config: Config, world_size: int) -> None:
-    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; once per node. Existing ranks
-    take care of their own files. Files that another job has open stay."""
+    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; does nothing but on the first
+    rank of each node. Existing ranks remove their own old files. Files that another job has open stay."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
 

@@ -75,7 +75,7 @@ class Training:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output; float arguments are cast first as `input_dtype` of the configuration
-        says."""
+        says. Collective at stage 3. Where other ranks may wait for this one, a failure is raised on all."""
         state = self._state
         state.check_open("forward")
         if (dtype := input_dtype(state.config)) is not None:
@@ -88,7 +88,7 @@ class Training:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
         """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in
-        float32 at least, divided, without the loss scale). Raises `UsageError` for another ``loss``."""
+        float32 at least, divided, unscaled). Collective if it reduces. Raises `UsageError` for another ``loss``."""
         state = self._state
         state.check_trainable("backward")
         precise = _float32_at_least("backward", loss)
@@ -115,8 +115,8 @@ class Training:
         return scaled
 
     def step(self, schedule: Callable[[Scheduler], object]) -> None:
-        """Count the micro-batch; at the boundary take an optimizer step. ``schedule`` is called with the scheduler, if
-        there is one, after an update of the weights; what it raises is raised once the step is complete."""
+        """Count the micro-batch; at the boundary take an optimizer step, on all ranks. ``schedule`` is called with the
+        scheduler, if any, after an update of the weights; what it raises is raised once the step is complete."""
         state, counters = self._state, self._state.counters
         optimizer = state.check_trainable("step")
         state.partition.runtime.refuse_torn("step")

@@ -127,8 +127,7 @@ class VirtualRanks:
         self._seed = int(answers[0][1])
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """Return the loss itself if ``divide``, as the mean over virtual ranks is taken of the summed gradients, else
-        the loss times ``steps``."""
+        """Return the loss if ``divide``, as summed gradients are divided later, else the loss times ``steps``."""
         return loss if divide else loss * steps
 
     @contextmanager

@@ -24,7 +24,7 @@ class Auditor(Protocol):
         """Compare, before any weight is updated. Raises `AuditError` on every rank if anything differs. Collective."""
 
     def after_step(self) -> None:
-        """Prepare for the next step, with the weights published: take digests if that step is audited."""
+        """Prepare for the next step: take digests of this rank's published state if that step is audited."""
 
     def restart_step(self) -> None:
         """Discard what micro-batches of the current step have shown, as the step begins again after a failure."""

@@ -44,8 +44,7 @@ class InMemory:
             require_folder(f"{key}.every is {self._every}", f"{key}.path", self._path or run or self._disk)
 
     def after_step(self, run: str | None) -> bool:
-        """Start a copy if one is due, and return whether one was. Collective if so. Raises
-        `zero_ckpt.CheckpointError`."""
+        """Start a copy if due; return whether it was. Collective if so. Raises `zero_ckpt.CheckpointError`."""
         state = self._state
         if not self._every or state.counters.global_steps % self._every:
             return False
@@ -134,7 +133,7 @@ def files_to_read(state: TrainingState, manifest: Manifest) -> Iterator[str]:
 
 
 def _spans(state: TrainingState) -> dict[str, list[tuple[int, int]]]:
-    """Return, by parameter, the ranges of elements [first, end) that this rank loads of weights, masters and states."""
+    """Return parameter -> the ranges of elements [first, end) that this rank loads of weights, masters and states."""
     parts, sharded = state.partition, state.optimizer
     spans: dict[str, list[tuple[int, int]]] = {}
     fragments = [f for unit in parts.units for f in unit.layout.fragments(parts.rank)]

@@ -24,7 +24,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """Return, by its other names, the stored (first) name of each tied parameter; ``named``: `named_parameters`."""
+    """Return other name -> stored (first) name of the tied parameters; ``named``: what `named_parameters` returned."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in named.items():
@@ -36,7 +36,7 @@ def aliases(named: Mapping[str, nn.Parameter]) -> dict[str, str]:
 
 
 def frozen_names(named: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the stored names of the parameters that require no gradient; ``named``: `named_parameters`."""
+    """Return the stored (first) names of the parameters that require no gradient; ``named``: as for `aliases`."""
     first: dict[int, str] = {}
     for name, parameter in named.items():
         if not parameter.requires_grad:

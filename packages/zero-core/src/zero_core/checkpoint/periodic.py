@@ -29,15 +29,12 @@ class Periodic(Protocol):
 
     def check(self, root: str | None) -> None:
         """Raise `UsageError` if no folder is known; ``root``: that of `resume` or of the first save, or None."""
-        ...
 
     def is_due(self) -> bool:
         """Return, on rank 0, whether all ranks must be told to save after the step that begins."""
-        ...
 
     def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
         """Call ``save`` with a folder if one is due; ``due``: rank 0's `is_due`. Collective then."""
-        ...
 
 
 class Never:

@@ -131,7 +131,7 @@ class Saver:
             save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
 
     def wait_for_copies(self) -> None:
-        """Wait until a background save has copied all; then shards, masters and states may be written."""
+        """Wait until a background save, if any, has copied all; then shards, masters and states may be written."""
         self._await_copies()
         self._states.unblock()
 

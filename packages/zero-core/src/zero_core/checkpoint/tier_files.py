@@ -28,7 +28,7 @@ class TierFiles:
         self._sealed: list[Sealed] = []
 
     def flush_weights(self) -> frozenset[str]:
-        """Wait for writes of parameter shards; return the names of units whose shards are in files to link."""
+        """Wait for writes of parameter shards; return the names of units whose shards are in files to link, if any."""
         store = self._store()
         if store is None:
             return frozenset()

@@ -106,7 +106,7 @@ class FlopsProfile:
 
         def leave(name: str) -> Any:
             def record(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-                """Add the seconds of the call that ends."""
+                """The forward hook of module ``name``: add the seconds of the call that ends."""
                 seconds[name] = seconds.get(name, 0.0) + self._now() - open_calls.pop()
 
             return record

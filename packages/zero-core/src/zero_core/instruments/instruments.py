@@ -116,8 +116,7 @@ class NoInstruments:
 
 
 class ProgressLines(NoInstruments):
-    """An `Instruments` for rank 0 that says how far training is: every ``steps_per_print`` steps, or every ``seconds``
-    where that is null."""
+    """An `Instruments` for rank 0 that says progress every ``steps_per_print`` steps; where null, every ``seconds``."""
 
     def __init__(self, state: TrainingState, seconds: float = 10.0) -> None:
         self._state = state
@@ -131,7 +130,7 @@ class ProgressLines(NoInstruments):
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Say the line if one is due; that waits for the loss of an accelerator."""
+        """Print or log (`say`) the line if one is due; that waits for the loss of an accelerator."""
         self._steps += 1
         every, seconds = self._state.config.steps_per_print, time.perf_counter() - self._since
         if seconds >= self._seconds if every is None else self._state.counters.global_steps % every == 0:

@@ -20,8 +20,8 @@ class _SaveEvent:
 
 
 class CheckpointEvents:
-    """Records each checkpoint once it is on disk, with its size in bytes and seconds; without ``looks`` at once,
-    without size. Background saves are looked for after every step, so their seconds are exact to a step."""
+    """Records each checkpoint once it is on disk, with its bytes and seconds, if this rank ``looks`` for them; else at
+    once, without bytes. It looks for background saves after every step, so their seconds are exact to a step."""
 
     def __init__(self, writer: RecordWriter, *, looks: bool) -> None:
         self._writer = writer

@@ -58,7 +58,7 @@ class RecordingInstruments:
         self._writer.restart(state.counters.global_steps + 1)
 
     def under_way(self) -> Running:
-        """Return the parts of the step that run now; between parts, the wait for data since the last one."""
+        """Return the parts of the step that run now, else the wait for data since the last. Any thread may call it."""
         return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ class RecordedLedger(Ledger):
         self._pending: dict[tuple[str, str], deque[tuple[float, int]]] = {}
 
     def under_way(self) -> Running:
-        """Return the collectives that are running: kind, name, begin and bytes."""
+        """Return the collectives that are running: kind, name, begin and bytes. Any thread may call it."""
         return [
             (self._kinds[phase], name, begin, nbytes)
             for (phase, name), pending in self._pending.copy().items()

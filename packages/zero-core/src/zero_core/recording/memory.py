@@ -56,13 +56,13 @@ class MemorySampler:
         self._before: int | None = None
 
     def begin_pass(self) -> None:
-        """Sample before a forward pass if the step is due: bytes beyond this sample count as activations."""
+        """Take a step's first sample, before a forward pass, if one is due; bytes beyond it count as activations."""
         if self._samples == 0 and time.perf_counter() >= self._due:
             self._before = None
             self._take_sample(first=True)
 
     def sample(self) -> None:
-        """Sample, if this step does."""
+        """Take a sample if `begin_pass` took one in this step, up to 96 in a step."""
         if 0 < self._samples < _MAX_SAMPLES:
             self._take_sample()
 

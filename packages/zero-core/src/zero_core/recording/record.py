@@ -51,7 +51,7 @@ class RunRecord:
         self._warnings.start()
 
     def under_way(self) -> Running:
-        """Return the spans that have begun and not ended, of collectives and of the step."""
+        """Return the spans that have begun and not ended, of collectives and of the step. Any thread may call it."""
         sources = [source() for source in self._running]
         return [found for source in sources if source is not None for found in source()]
 
