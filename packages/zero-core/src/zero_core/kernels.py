@@ -68,7 +68,7 @@ class NativeGridSquares:
     """A `zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 sums of squares of the blocks of ``x``, all of `GRID` elements, bitwise as plain torch."""
+        """Return the float64 sums of squares of the blocks of ``x``, all of `GRID` elements, bitwise plain torch's."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)

@@ -88,7 +88,7 @@ class ModelPart:
         return root / _PART.format(f"{self.place.rank:02d}") if self.place.size > 1 else root
 
     def folder(self, root: Path, *, make: bool = False) -> Path:
-        """Return `subfolder` of ``root``, where checkpoints are; with ``make`` first create all parts'. Collective.
+        """Return `subfolder` of ``root``, where checkpoints are; ``make`` creates those of several parts. Collective.
         Raises `MismatchError` on every rank when ``root`` holds checkpoints of a model in another number of parts."""
         part, parts = self.subfolder(root), root.glob(_PART.format("*"))
         told = self._tell("folder", {path.name: any(path.glob("*")) for path in parts})

@@ -79,7 +79,9 @@ class Accelerator:
         return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context manager in which the device with this index is current."""
+        """Return torch's context manager in which the device with this index is current. Raises AttributeError on the
+        CPU, for which torch has none.
+        """
         return self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
@@ -121,7 +123,7 @@ class Accelerator:
     # -- random numbers ----------------------------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """Return the module with the functions of random generators."""
+        """Return `torch.random`, the module with the functions of random generators."""
         return torch.random
 
     def manual_seed(self, seed: int) -> None:

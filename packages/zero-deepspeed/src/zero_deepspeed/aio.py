@@ -132,8 +132,8 @@ def is_available() -> bool:
 
 
 def _engine(options: dict[str, Any]) -> Any:
-    """Return an engine of zero-nvme-aio with the ``options`` of the section `aio`;
-    `MissingExtraError` where that is not installed."""
+    """Return a new I/O engine of zero-nvme-aio with ``options``, which have the keys of the section `aio`;
+    `MissingExtraError` where that package is not installed."""
     try:
         from zero_nvme_aio import Engine
     except ImportError as error:
@@ -142,7 +142,7 @@ def _engine(options: dict[str, Any]) -> Any:
 
 
 def _checked_buffer(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` itself, detached; `UsageError` unless it is contiguous and on the CPU."""
+    """Return ``tensor``, detached, over the same memory; `UsageError` unless it is contiguous and on the CPU."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise UsageError("aio_handle moves contiguous CPU tensors; call .cpu().contiguous() first")
     return tensor.detach()

@@ -83,7 +83,7 @@ def _names_of(module: str) -> Mapping[str, str | Unavailable]:
 
 
 def _submodules_of(module: str) -> set[str]:
-    """Return the last parts of the names of the module's direct submodules."""
+    """Return the last parts of the names of the module's direct submodules in the table, available or not."""
     return {name.rpartition(".")[2] for name in NAMES if name.rpartition(".")[0] == module}
 
 

@@ -31,7 +31,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialise torch.distributed unless it is initialised already; waits for all ranks.
+    """Initialise torch.distributed and wait for all ranks; return at once if it is initialised already.
 
     ``dist_backend``: by default gloo for the CPU, and for an accelerator its own backend together with gloo.
     ``timeout``: of collectives; default torch's. Rank and world size come from the launcher's environment, without one

@@ -109,7 +109,9 @@ class Init:
         self._close(kind, error, trace)
 
     def _open(self) -> None:
-        """Begin to shard what is built, and to record its parameters; does nothing below stage 3. Collective."""
+        """Begin to shard what is built, and to record its parameters for `_close`; below stage 3 only read the
+        configuration. Collective.
+        """
         self._inner = self._new_partition_init()
         if self._inner is not None:
             self._inner.__enter__()
@@ -150,7 +152,9 @@ class Init:
             self._cast_and_name(found)
 
     def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Cast floating parameters to the dtype, in place, and make all of them `ZeroParameter`s."""
+        """Cast floating parameters to the dtype, in place (of sharded ones this rank's shard), and make those of class
+        `nn.Parameter` `ZeroParameter`s.
+        """
         for parameter in parameters:
             if self._dtype is not None and parameter.is_floating_point() and parameter.dtype != self._dtype:
                 record = sharded_record(parameter)
@@ -161,7 +165,9 @@ class Init:
             add_names([parameter], self._shards)
 
     def _record_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-        """Remember a parameter that a module registers: a hook of torch's."""
+        """Remember, by a weak reference, a parameter that any module registers; torch calls it while the context is
+        open.
+        """
         if parameter is not None:
             self._built.append(weakref.ref(parameter))
 
@@ -241,8 +247,8 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Gather ``parameter``, which another module owns, whenever ``module`` runs from now
-    on; a second call does nothing."""
+    """Gather ``parameter``, which another module owns, whenever ``module`` runs from now on; a second call does
+    nothing. Every rank calls it for the same parameter."""
     register_use(module, parameter)
     mark_external(parameter)
 

@@ -143,7 +143,7 @@ class DeepSpeedEngine(nn.Module):
         core.partition.set_user(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module and return its output unchanged."""
+        """Run the module and return its output unchanged, as `Engine.forward`. Collective at stage 3."""
         return self.zero_engine(*args, **kwargs)
 
     @property

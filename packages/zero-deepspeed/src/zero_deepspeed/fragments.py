@@ -148,13 +148,15 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 
 
 class _LocalFragment:
-    """This rank's ``fragment`` of one parameter in ``unit``, of its gradient and of its states. Values are 1-D."""
+    """This rank's ``fragment`` of one parameter in ``unit``, of its gradient and of its states. Values are 1-D. No
+    method communicates.
+    """
 
     def __init__(self, partition: Partition, unit: Unit, fragment: Fragment) -> None:
         self._partition, self._unit, self._fragment = partition, unit, fragment
 
     def master(self) -> torch.Tensor:
-        """Return a copy of the fragment's master; of the parameter where there is none."""
+        """Return a copy of the fragment's master, on the device or a tier; of the parameter where there is none."""
         kept = self._stored_state("master")
         if kept is not None:
             return kept
@@ -216,7 +218,7 @@ class _LocalFragment:
 
     @property
     def _name(self) -> str:
-        """The parameter's name."""
+        """Return the parameter's name."""
         return self._fragment.entry.name
 
     def _optimizer_state(self, key: str, copied: bool = True) -> torch.Tensor | None:
@@ -231,7 +233,7 @@ class _LocalFragment:
         return None
 
     def _stored_state(self, kind: str) -> torch.Tensor | None:
-        """Return a 1-D copy of a state, or of the master, from the tier's store; None if it is not there."""
+        """Return a 1-D copy of the state ``kind``, or of the "master", from the unit's tier; None if not there."""
         if self._unit.states is not None:
             for _, kept in self._unit.states.states([self._name]):
                 if kind in kept:
@@ -239,7 +241,7 @@ class _LocalFragment:
         return None
 
     def _slice(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the fragment's slice of a shard."""
+        """Return the fragment's elements, as a view, of ``shard``: this rank's of the unit's weights or gradient."""
         start = self._fragment.shard_offset
         return shard[start : start + self._fragment.length]
 
@@ -279,7 +281,7 @@ def _read_fragment(param: nn.Parameter, read: Callable[[_LocalFragment], torch.T
 
 
 def _owner(param: nn.Parameter) -> Partition:
-    """Return the partition that shards a parameter, or raise `UsageError`."""
+    """Return the partition of the engine whose model has the parameter; `UsageError` if there is none."""
     owner = owner_of(param)
     if owner is None:
         raise UsageError(f"a parameter of shape {tuple(param.shape)} does not belong to a model given to initialize")
@@ -287,13 +289,15 @@ def _owner(param: nn.Parameter) -> Partition:
 
 
 def _is_trained(owner: Partition, param: nn.Parameter) -> bool:
-    """Return whether the partition updates a parameter: replicated ones it does if they need a gradient."""
+    """Return whether the optimizer updates a parameter: one in a unit if the unit is trained, a replicated one if it
+    requires a gradient.
+    """
     found = owner.find(param)
     return param.requires_grad if found is None else found[0].plan.trainable
 
 
 def _optimizer(owner: Partition) -> ShardedOptimizer:
-    """Return the optimizer of a partition, or raise `UsageError`."""
+    """Return the sharded optimizer of a partition; `UsageError` for an engine without one."""
     optimizer = owner.optimizer
     if not isinstance(optimizer, ShardedOptimizer):
         raise UsageError("the engine of this parameter has no optimizer, hence no optimizer state")

@@ -20,7 +20,9 @@ _REGISTERED: list[tuple[Any, Any]] = []
 
 
 def register_mpu(mpu: Any) -> None:
-    """Make the functions of this module answer for ``mpu``, which has the methods of `SequenceGroups`."""
+    """Make the functions of this module answer for ``mpu``, which has the methods of `SequenceGroups`, until another
+    is registered or torch.distributed is closed.
+    """
     _REGISTERED[:] = [(mpu, dist.group.WORLD)]
 
 
@@ -81,7 +83,7 @@ def get_sequence_data_parallel_rank() -> int:
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Return the group of the ranks that share this rank's sequences. Raises `UsageError` where none are shared."""
+    """Return the group of the ranks that share this rank's sequences. Raises `UsageError` if no mpu is registered."""
     known = registered_mpu()
     if known is None:
         raise UsageError(
@@ -105,12 +107,12 @@ def get_sequence_parallel_rank() -> int:
 
 
 def model_parallel_world_size() -> int:
-    """Return 1, the number of ranks that compute a layer together."""
+    """Return 1, the number of ranks that compute a layer together, also under an mpu with more."""
     return 1
 
 
 def model_parallel_rank() -> int:
-    """Return 0, this rank's index among the ranks that compute a layer together."""
+    """Return 0, this rank's index among the ranks that compute a layer together, also under an mpu with more."""
     return 0
 
 

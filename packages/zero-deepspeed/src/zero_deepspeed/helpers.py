@@ -46,6 +46,7 @@ class OnDevice(TorchFunctionMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Stop acting, if enabled."""
         if self.enabled:
             super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
@@ -63,7 +64,7 @@ class OnDevice(TorchFunctionMode):
 
 
 class DummyOptim:
-    """One param group with ``params`` and no optimizer, for schedules that need some."""
+    """One param group with ``params``, as a schedule reads it of an optimizer; it updates nothing."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups = [{"params": params}]
@@ -80,7 +81,7 @@ def is_zero_param(parameter: object) -> bool:
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Return whether it is a torch optimizer: `initialize` accepts all of them and checks what they need."""
+    """Return whether ``optimizer`` is a torch optimizer: `initialize` accepts all of them and checks what they need."""
     return isinstance(optimizer, torch.optim.Optimizer)
 
 
@@ -91,8 +92,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 
 def register_grad_hook(param: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Have ``hook`` called with the parameter whenever autograd has accumulated into its gradient; return the handle
-    that removes it."""
+    """Have ``hook`` called with the parameter, inside backward, whenever autograd has accumulated into its gradient;
+    return the handle that removes it."""
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 

@@ -117,7 +117,9 @@ def _set_leaves_by_class(model: nn.Module, classes: list[Any], flag: bool, raise
 
 
 def _is_of_class(module: nn.Module, choice: LeafChoice) -> bool:
-    """Return whether a module is of a class, or of exactly the class with this name, short or with its module."""
+    """Return whether a module is of the class ``choice`` (or a subclass), or its own class has this name, short or with
+    its module's.
+    """
     if isinstance(choice, str):
         kind = type(module)
         return choice in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

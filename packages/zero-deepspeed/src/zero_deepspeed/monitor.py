@@ -54,7 +54,9 @@ class MonitorMaster:
 
 
 class _OneMonitor(MonitorMaster):
-    """A `MonitorMaster` of one section, which its class names and its argument is."""
+    """A `MonitorMaster` for one section: a subclass has its name as ``section``. ``config``: the section's values, a
+    mapping or a resolved section. Raises `UnsupportedError` unless it is enabled.
+    """
 
     section = ""
 

@@ -31,11 +31,13 @@ class ParameterOffload(DeepSpeedOptimizer):
         self.backward_hooks: list[Any] = []
 
     def remove(self) -> None:
-        """Remove the hooks: from now on the model's calls gather nothing. Raises `PartitionError` inside a pass."""
+        """Remove the hooks: from now on the model's calls gather nothing. Does not communicate; every rank calls it.
+        Raises `PartitionError` inside a pass.
+        """
         self._partition.runtime.pause()
 
     def setup_zero_stage3_hooks(self) -> None:
-        """Register the hooks again."""
+        """Register the hooks again after `remove`, and make ``forward_hooks`` hold this handle alone."""
         self._partition.runtime.resume()
         self.forward_hooks = [self]
 

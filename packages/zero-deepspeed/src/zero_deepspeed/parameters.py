@@ -279,7 +279,7 @@ def add_names(parameters: Iterable[nn.Parameter], group: Group | None = None) ->
 
 
 def remove_names(parameters: Iterable[nn.Parameter]) -> None:
-    """Make `ZeroParameter`s plain `nn.Parameter`s again; parameters of other classes stay as they are."""
+    """Make `ZeroParameter`s plain `nn.Parameter`s again, in place; parameters of other classes stay as they are."""
     for parameter in parameters:
         if present_class(parameter) is ZeroParameter:
             change_class(parameter, nn.Parameter)
@@ -287,8 +287,8 @@ def remove_names(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def count_gathers(parameters: Iterable[object], change: int) -> None:
-    """Add ``change`` to the number of the user's open gathers: 1 at the begin of one, -1
-    at its end. Plain ones are ignored."""
+    """Add ``change`` to the number of the user's open gathers of each parameter: 1 at the start of one, -1 at its end.
+    Plain parameters are ignored."""
     for parameter in parameters:
         if isinstance(parameter, ZeroParameter):
             _facts(parameter).gathers += change
@@ -307,7 +307,7 @@ def _facts(parameter: nn.Parameter) -> _Facts:
 
 
 def _is_full(parameter: nn.Parameter) -> bool:
-    """Return whether ``data`` has the full values now."""
+    """Return whether the parameter's ``data`` has the full values now; True for a plain parameter."""
     place, record = _find_unit(parameter), sharded_record(parameter)
     if place is not None:
         return not place[0].releasable or place[0].state is UnitState.GATHERED

@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _version(name: str) -> str:
-    """Return the version of a distribution, or "not installed"."""
+    """Return the installed version of the distribution ``name``, or "not installed"."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -13,7 +13,9 @@ __all__ = ["dry_run_kernels", "kernels"]
 
 
 class _Kernels(Protocol):
-    """The functions of `_native` that read or write memory, with the arguments that `_native` gives them."""
+    """The functions of `_native`, the compiled module, that read or write memory. Arguments are positional; their order
+    is that of the calls in `steps.py`, `blocks.py` and `buffers.py`.
+    """
 
     def step(self, rule: int, /, *arguments: Any) -> list[tuple[float, float]] | None:
         """Run one step of the rule (`_rules.ADAM` and so on); return the squared norms of `lamb_step`, for other rules

@@ -47,7 +47,7 @@ def _float32_coefficients(row: tuple[int, tuple[float, ...]]) -> tuple[float, ..
 
 
 def _as_float64(x: Any) -> Array:
-    """Return numbers as a float64 array, without a copy if it is one."""
+    """Return numbers as a float64 array: the same object if ``x`` is one."""
     return np.asarray(x, dtype=np.float64)
 
 
@@ -62,7 +62,7 @@ def _to_f32(x: Array) -> Array:
 
 
 def _decayed(g: Array, p: Array, l2: float) -> tuple[Array, Array]:
-    """Return the gradient ``g`` plus ``l2 * p``, added in float32 unless ``l2`` is 0, and the magnitude of the sum."""
+    """Return the gradient ``g`` plus ``l2 * p``, rounded to float32 as in a kernel, and the magnitude of the sum."""
     if l2 != 0.0:
         g = _as_float64(g.astype(np.float32) + (l2 * p).astype(np.float32))
     return _to_f32(g), abs(g)
@@ -168,7 +168,7 @@ def lion(
     weight_decay: float = 0.0,
     grad_scale: float = 1.0,
 ) -> Result:
-    """Return the result of one step of Lion."""
+    """Return the result of one step of Lion, which needs no step number; ``second`` and ``second_term`` are None."""
     scale, decay, w1, rest1, w2, rest2, negative_step = _float32_coefficients(
         _rules.lion_coefficients((0, lr, weight_decay, *betas), grad_scale=grad_scale)
     )

@@ -85,8 +85,8 @@ class KernelOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
-        """Call the kernel for a cohort (see `Cohort`) in step ``step`` (from 1); ``grads``: the addresses of its
-        gradients, ``common``: keyword arguments that all kernels take."""
+        """Update a cohort (see `Cohort`) and its states in place, by one kernel call or several, in step ``step`` (from
+        1). ``grads``: the addresses of its gradients. ``common``: keyword arguments that all kernels take."""
         raise NotImplementedError
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -116,12 +116,12 @@ class KernelOptimizer(Optimizer):
             raise
 
     def _param_name(self, group: int, position: int) -> str:
-        """Return what errors call a parameter; ``group`` and ``position`` are indices."""
+        """Return the name of a parameter in errors; ``group``, ``position``: indices of its group, and in it."""
         names = self.param_groups[group].get("param_names")
         return f"parameter {names[position]!r}" if names else f"parameter {position} of group {group}"
 
     def _check_param(self, group: int, position: int, param: torch.Tensor) -> None:
-        """Raise ``TypeError`` or ``ValueError`` for a device, dtype or strides that are not supported."""
+        """Raise ``TypeError`` or ``ValueError``, by `_param_name`, for a device, dtype or strides not supported."""
         name = self._param_name(group, position)
         own = local(param)
         if own.device.type != "cpu":
@@ -292,7 +292,7 @@ class KernelOptimizer(Optimizer):
         return loss
 
     def _step_cohort(self, group: dict[str, Any], cohort: Cohort, grads: list[int]) -> None:
-        """Update one cohort and count its step; ``grads``: the gradients' addresses."""
+        """Update one cohort in place and count its step; ``grads``: the gradients' addresses, in its order."""
         number = int(cohort.step.item()) + 1
         wide = cohort.param_dtype == "f64"
         common = {
@@ -390,9 +390,11 @@ class KernelOptimizer(Optimizer):
             local(state[moment.name]).copy_(wide)
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return what pickles and copies hold: torch's state, the storage options and `positions`; no plans."""
         return {**super().__getstate__(), "_settings": self._settings, "positions": self.positions}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned, or what torch loads; plans are made anew at the next step."""
         self.__dict__.setdefault("positions", {})  # load_state_dict calls this, too, and its state has none
         super().__setstate__(state)
         self._plans = {}

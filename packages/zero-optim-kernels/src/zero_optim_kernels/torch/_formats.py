@@ -92,7 +92,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def zero_moment(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros of the parameter's shape in ``dtype``, sharded as it is."""
+    """Return zeros of the parameter's shape in ``dtype``, contiguous; for a DTensor, a DTensor sharded as it is."""
     return torch.zeros_like(param, dtype=dtype, memory_format=torch.contiguous_format, requires_grad=False)
 
 
@@ -161,6 +161,8 @@ def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.T
 
 
 def encode(moment: Moment, wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    """Quantise float32 values ``wide`` into ``codes`` and ``scales``: this rank's shard of an 8-bit moment."""
+    """Quantise ``wide``, of any floating dtype, and write this rank's shard of an 8-bit moment, ``codes`` (uint8) and
+    ``scales`` (float32).
+    """
     wide = wide.to(torch.float32).contiguous()
     quantize_blocks(_address(wide), _address(codes), _address(scales), wide.numel(), code=moment.code, block=BLOCK)

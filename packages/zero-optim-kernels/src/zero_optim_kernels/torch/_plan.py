@@ -51,7 +51,7 @@ def gradients(params: list[torch.Tensor]) -> list[torch.Tensor | None]:
 
 @dataclass
 class Cohort:
-    """Parameters that one native call updates, with their state. Gradients are passed per step.
+    """Parameters that one native call updates, with their state, as lists in one order. Gradients are passed per step.
 
     ``sharded``: the parameters are DTensors. ``tensors``: the state's tensors by name; ``pointers``: their addresses;
     ``sizes``: elements of each parameter (of this rank's shard).
@@ -112,7 +112,7 @@ class CohortPlan:
     absent: list[bool] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Note which parameters have no gradient."""
+        """Set `absent`: for each parameter, whether it has no gradient."""
         self.absent = [index < 0 for index in self.cohort_of]
 
     def grad_pointers(self, params: list[torch.Tensor], grads: list[torch.Tensor | None]) -> list[list[int]] | None:

@@ -93,7 +93,7 @@ class CPULamb(KernelOptimizer):
         scratch: torch.Tensor,
         common: dict[str, Any],
     ) -> None:
-        """Update the cohort's tensors in ``batch``.
+        """Update the cohort's parameters and states in ``batch``, a slice of its lists, in place.
 
         ``grads``: addresses of the whole cohort's gradients. ``scratch`` has room for the batch's update directions.
         ``common``: keyword arguments of both kernels, with the element offset of the batch.
@@ -125,8 +125,8 @@ class CPULamb(KernelOptimizer):
 
 
 def _batches(sizes: list[int], room: int) -> Iterator[slice]:
-    """Yield consecutive slices of ``sizes`` (elements), each with a sum of at most ``room``; together they
-    cover all.
+    """Yield consecutive slices of ``sizes`` (elements), each with a sum of at most ``room``; together they cover all.
+    No size may exceed ``room``.
     """
     begin, held = 0, 0
     for index, size in enumerate(sizes):
