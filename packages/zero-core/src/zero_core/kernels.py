@@ -110,7 +110,7 @@ class NativeBlockQuantizer:
     def dequantize_blocks(
         self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat, block: int
     ) -> None:
-        """Write the decoded values (code times scale, block by block) to the 1-D ``out``."""
+        """Write the values of what `quantize_blocks` returned (code times scale, by block) to the 1-D ``out``."""
         if out.device.type != "cpu":
             self._elsewhere.dequantize_blocks(payload, scales, out, format, block)
             return

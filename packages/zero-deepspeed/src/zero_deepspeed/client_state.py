@@ -52,7 +52,7 @@ def from_plain(value: Any) -> Any:
 
 
 def _tensor(dtype: torch.dtype, shape: list[int], data: bytes) -> torch.Tensor:
-    """Return a CPU tensor with a copy of ``data``, its bytes in memory order."""
+    """Return a CPU tensor of ``dtype`` and ``shape`` with a copy of ``data``, its bytes in memory order."""
     if not data:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)

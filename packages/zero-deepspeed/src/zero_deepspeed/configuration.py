@@ -30,7 +30,9 @@ class DeepSpeedZeroConfig:
         return self._section.model_dump()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of a key, or of another name of one."""
+        """Return the value of the key ``name``, or of the key with this other name; None for an idle offload section.
+        Raises AttributeError for an unknown one.
+        """
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._section, self._section.aliases.get(name, name))
@@ -66,7 +68,7 @@ class DeepSpeedConfig:
         return self._resolved.zero_optimization.stage > 0
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of that name of the resolved configuration."""
+        """Return the attribute ``name`` of the resolved configuration. Raises AttributeError for an unknown one."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._resolved, name)

@@ -34,13 +34,13 @@ def _off_getters(*names: str) -> dict[str, Getter]:
 
 
 def _autocast_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype of the section `torch_autocast`; None if it names none."""
+    """Return the dtype that the section `torch_autocast` names; None if it names none, also where it is enabled."""
     name = config.torch_autocast.dtype
     return None if name is None else parse_dtype(name)
 
 
 def _optimizer_device(config: Config) -> str:
-    """Return the tier of optimizer shards: none, cpu or nvme."""
+    """Return the device of offloaded masters and optimizer states: "none", "cpu" or "nvme"."""
     return str(config.zero_optimization.offload_optimizer.device)
 
 

@@ -42,7 +42,8 @@ def mark_configured_leaves(model: nn.Module, section: LeafModule) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[LeafChoice], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Make modules of these classes (or class names) leaf modules; return them. Call it before `initialize`.
+    """Make the modules in ``model`` of these classes (or class names) leaf modules; return them. Call it before
+    `initialize`.
 
     Raises `UsageError` if there is none and ``raise_if_not_found``, and for anything but classes and names.
     """

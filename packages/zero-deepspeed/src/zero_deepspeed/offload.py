@@ -57,7 +57,7 @@ class HookedModule:
         return iter(())
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute."""
+        """Return the module's attribute ``name``, which this object does not have."""
         if name == "_module":
             raise AttributeError(name)
         return getattr(self._module, name)

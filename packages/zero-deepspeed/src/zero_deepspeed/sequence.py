@@ -35,7 +35,7 @@ class UlyssesMpu:
         self._disable_in_eval = disable_in_eval
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the `SequenceGroups`."""
+        """Return the attribute ``name`` of the `SequenceGroups`; AttributeError for a private one."""
         if name.startswith("_"):  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self._groups, name)

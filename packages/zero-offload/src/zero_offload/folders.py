@@ -43,5 +43,5 @@ def _unreachable(name: str) -> str | None:
 
 
 def _shortened(name: str) -> str:
-    """Return a folder in quotes, of a long one its first 200 characters and how many it has."""
+    """Return the folder ``name`` in quotes; of a long one its first 200 characters and the number of all."""
     return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name)} characters)"

@@ -111,7 +111,7 @@ class HostStore:
         return host
 
     def give_back(self, name: str, *, dirty: bool) -> None:
-        """End one `borrow`. The shard was changed in place, so nothing is copied; ``dirty`` is ignored."""
+        """End one `borrow`. Nothing is copied, as the borrower changed the shard in place; ``dirty`` is ignored."""
         self._shard_named(name)
 
     def prefetch(self, names: Sequence[str]) -> None:

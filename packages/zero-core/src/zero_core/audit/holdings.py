@@ -73,7 +73,7 @@ def replicated_data(state: TrainingState, buffers: Buffers) -> Iterator[Held]:
 
 
 def _layout_of(layout: Any) -> list[Any]:
-    """Return a unit's layout as plain data: name, ranks, elements per shard, and the place of each parameter."""
+    """Return a unit's layout as plain data: name, ranks, elements per shard; name, shape, offset of each parameter."""
     entries = [[entry.name, list(entry.shape), entry.offset] for entry in layout.entries]
     return [layout.name, layout.world_size, layout.shard_numel, entries]
 

@@ -86,7 +86,7 @@ class InMemory:
             self._memory.wait()
 
     def close(self) -> None:
-        """Finish the copy that was started, and end its threads; copies stay in memory. Raises as `wait` does."""
+        """Finish the copy that was started, if any, and end its threads; copies stay. Raises as `wait` does."""
         memory, self._memory = self._memory, None
         if memory is None:
             return

@@ -107,7 +107,7 @@ class StateIntervals:
 
     def present(self) -> Iterator[Interval]:
         """Yield the intervals of data that user code or a forward pass may change at any time, and of weights in a
-        store that cannot be linked. Their values are those of now."""
+        store that cannot be linked, with the values of now. Nothing if the first replica writes for this rank."""
         if self._writes_nothing:
             return
         self._remember_versions()

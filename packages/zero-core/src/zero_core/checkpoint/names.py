@@ -118,7 +118,7 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_report(state: TrainingState, checkpoint: Checkpoint, *, optimizer: bool) -> LoadReport:
-    """Return what a load by name does to each "name (kind)"; ``optimizer``: optimizer states are loaded too."""
+    """Return the report of a load by name: what it does to each "name (kind)"; ``optimizer``: states are loaded too."""
     report = LoadReport(checkpoint.path, checkpoint.step, checkpoint.report)
     ours = tensor_shapes(state)
     trained = {

@@ -70,7 +70,7 @@ def load_schedule(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the options of the param groups, and the loss scale. Raises `MismatchError` for another number of groups."""
+    """Load param groups' options and loss scale where both sides have them. Raises `MismatchError` for other groups."""
     sharded, saved = state.optimizer, engine_state(checkpoint)
     if sharded is None:
         return
@@ -90,7 +90,7 @@ def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
 
 
 def load_position(state: TrainingState, checkpoint: Checkpoint) -> None:
-    """Load the data loader's position, if there is a loader; warn if the checkpoint has no position."""
+    """Load the data loader's position, if there is a loader; warn on rank 0 if the checkpoint has no position."""
     loader, position = state.attached.loader, engine_state(checkpoint)["data"]
     if loader is None:
         return

@@ -38,8 +38,8 @@ def is_rank_state(state: TrainingState, name: str, kind: str) -> bool:
 
 
 def load_rank_state(state: TrainingState, reading: BatchedRead) -> None:
-    """Add this rank's rows to ``reading``, which gives them to a 1-bit optimizer when it runs; warn and leave out
-    tensors that are of another number of ranks."""
+    """For a 1-bit optimizer only, add this rank's rows to ``reading``, which gives them to it when it runs; warn and
+    leave out tensors that are of another number of ranks."""
     optimizer, parts = state.torch_optimizer, state.partition
     if not isinstance(optimizer, OneBitOptimizer):
         return

@@ -23,7 +23,7 @@ def weight_intervals(store: Residency, unit: Unit, rank: int, sealed: Sealed | N
     else views of host memory, valid until the next update; else, for a store on files, read when they are written."""
 
     def read(fragment: Fragment) -> Any:
-        """Return a copy of the fragment's bytes, for the writer of the checkpoint to call."""
+        """Return a copy of the fragment's bytes, read from the store; the writer of the checkpoint calls it."""
         shard = store.acquire(unit.name)
         copied = shard[fragment.shard_offset : fragment.shard_offset + fragment.length].to("cpu", copy=True)
         store.release(unit.name, dirty=False)

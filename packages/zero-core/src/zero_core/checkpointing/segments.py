@@ -164,7 +164,7 @@ class _Inputs:
         self._position = 0
 
     def pack(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Store one input; return the function that restores it."""
+        """Store one input; return the function that backward calls to restore it."""
         if not tensor.numel():  # torch before 2.12 saves one of its own beside the inputs
             empty = tensor.detach()
             return lambda: empty

@@ -139,7 +139,7 @@ class ProgressLines(NoInstruments):
         self._losses.clear()
 
     def _line(self, seconds: float) -> str:
-        """Return the line on the last step; with `timers.throughput` also the samples per second since the last one."""
+        """Return the line on the last step; with `timers.throughput` also samples per second over ``seconds``."""
         counters, config = self._state.counters, self._state.config
         loss = f"loss {sum(map(float, self._losses)):.4g}, " if self._losses else ""
         rates = ", ".join(f"{rate:.3g}" for rate in self._state.learning_rates())

@@ -125,7 +125,7 @@ def _shard_rows(partition: Partition, unit: Unit, count: _Count) -> Iterator[Mem
 
 
 def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
-    """Yield the rows of gradients and optimizer states on a tier, which counts all units together."""
+    """Yield the rows of gradients and optimizer states on a tier, if any, which counts all units together."""
     if partition.states is not None:
         for name, nbytes in partition.states.memory().items():
             kind = "gradients" if name == "gradients" else "optimizer states"
@@ -133,7 +133,7 @@ def _tier_rows(partition: Partition) -> Iterator[MemoryRow]:
 
 
 def _state_rows(sharded: ShardedOptimizer | None, count: _Count) -> Iterator[MemoryRow]:
-    """Yield the rows of optimizer states that are not on a tier."""
+    """Yield the rows of optimizer states that are not on a tier; nothing without an optimizer."""
     if sharded is None:
         return
     tensors: dict[str, list[torch.Tensor]] = {}

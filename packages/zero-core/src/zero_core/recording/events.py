@@ -33,7 +33,7 @@ class WarningEvents(logging.Handler):
 
 
 def note_degraded(config: Config, writer: RecordWriter) -> None:
-    """Record an event if the NVMe tier uses a slower I/O backend than the fastest, with the reason."""
+    """Record an event, with the reason, if the NVMe tier is used and has a slower I/O backend than the fastest."""
     zero = config.zero_optimization
     if "nvme" not in (zero.offload_param.device, zero.offload_optimizer.device):
         return

@@ -19,7 +19,7 @@ logger = logging.getLogger("zero_core")
 
 
 def load_plan(config: Config, rank: int) -> RunPlan | None:
-    """Return what the file ``run_record.plan`` says of ``rank``; None if none is named. Raises `UsageError`."""
+    """Return the plan of ``rank`` in the file ``run_record.plan``; None if none is named. Raises `UsageError`."""
     try:
         return None if config.run_record.plan is None else RunPlan.load(config.run_record.plan, rank)
     except PlanFileError as error:

@@ -66,7 +66,7 @@ class RunRecord:
         writer, lock = self.writer, threading.Lock()
 
         def take(hop: str, name: str, begin: float, end: float, nbytes: int, waited: bool) -> None:
-            """Record a transfer of ``nbytes``, or with ``waited`` the wait for one; ``hop``: the kind of transfer."""
+            """Record a transfer of ``nbytes``, or with ``waited`` the wait for one; ``hop``: its kind; times in s."""
             if hop == _UPDATE:
                 writer.span(SpanKind.COMPUTE, name, begin, end)
                 return

@@ -178,8 +178,8 @@ def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
 def _gradient_memory(
     shards: Sequence[ShardPlan], slices: Sequence[Slice], where: GradientPlace, buffer_count: int
 ) -> int:
-    """Return the bytes of host memory for collected gradients: all of them, or the buffers through which they go to
-    files; 0 if the caller keeps them (``where``).
+    """Return the bytes of host memory for collected gradients, as ``where`` says: for "host" those of all shards, for
+    "nvme" those of the buffers through which they go to files; 0 for "caller".
     """
     if where == "caller":
         return 0

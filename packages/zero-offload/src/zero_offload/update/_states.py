@@ -91,7 +91,7 @@ def as_values(fragment: KeptFragment, state: State) -> dict[str, torch.Tensor]:
 
 
 def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
-    """Return the 8-bit code of a moment's elements: unsigned u5e3 for a second moment, else e4m3."""
+    """Return the 8-bit format of a moment's elements: "u5e3", unsigned, for a second moment, else "e4m3"."""
     return "u5e3" if kind.second else "e4m3"
 
 

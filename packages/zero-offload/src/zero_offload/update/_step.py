@@ -124,7 +124,7 @@ def _prepare_states(rule: Rule, groups: Groups, staged_span: StagedSpan, tensors
 
 
 def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Tensors) -> None:
-    """Set the moments of a span, in ``tensors`` by kind, to the initial value for the fragment's parameter group."""
+    """Set the moments of a span, in ``tensors`` by kind, to the initial value of ``fragment``'s parameter group."""
     for kind in fragment.moments:
         tensors[kind.name].fill_(rule.initial(groups[fragment.plan.group]))
 

@@ -44,7 +44,7 @@ class Settings:
 
 
 def check_range(name: str, value: float, low: float, high: float = float("inf")) -> None:
-    """Raise ``ValueError`` unless low <= value < high."""
+    """Raise ``ValueError``, by ``name``, unless low <= value < high; NaN is refused too."""
     if not low <= float(value) < high:
         raise ValueError(f"{name}: expected a number in [{low}, {high}), got {value}")
 

@@ -148,12 +148,14 @@ def zero_scales(param: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Return the address of the first element of this rank's shard."""
+    """Return the address of the first element of this rank's shard, valid while the tensor keeps its storage."""
     return local(tensor).data_ptr()
 
 
 def decode(moment: Moment, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of this rank's shard of an 8-bit moment, in a new tensor of its shape."""
+    """Return the float32 values of this rank's shard of an 8-bit moment (``codes``, ``scales``) in a new tensor of its
+    shape.
+    """
     own = local(codes).contiguous()
     wide = torch.empty(own.shape, dtype=torch.float32)
     dequantize_blocks(_address(own), _address(scales), _address(wide), wide.numel(), code=moment.code, block=BLOCK)

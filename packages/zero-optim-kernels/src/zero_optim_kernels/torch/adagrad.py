@@ -60,7 +60,7 @@ class CPUAdagrad(KernelOptimizer):
         self._ensure_states(self.param_groups[-1], self.param_groups[-1]["params"])
 
     def _initial_moment(self, group: dict[str, Any], moment: Moment) -> float:
-        """Return the group's ``initial_accumulator_value``."""
+        """Return the group's ``initial_accumulator_value``; the only moment is ``sum``."""
         return float(group["initial_accumulator_value"])
 
     def _check_group(self, group: dict[str, Any]) -> None:
