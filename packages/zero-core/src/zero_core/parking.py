@@ -92,7 +92,7 @@ class ParkedStates:
                     self._optimizer.replace_state(owned, {**kept})  # a new dict: who remembers addresses looks again
 
     def _weights(self, partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hide weights that stay gathered behind placeholders; yield (unit, weights or shard) of all on the device."""
+        """Put placeholders for weights that stay gathered; yield (unit, tensor) of weights and shards on the device."""
         for unit in partition.units:
             unit.drop_kept()
             if not unit.releasable:

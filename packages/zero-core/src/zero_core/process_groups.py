@@ -92,7 +92,7 @@ def _by_rank(values: list[str]) -> str:
 
 
 def _leaves(prefix: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values in nested dicts that are no dicts themselves, with their dotted paths."""
+    """Return (dotted path, value) of each value in nested dicts that is no dict, or an empty one."""
     if not isinstance(value, dict) or not value:
         return [(prefix, value)]
     return [leaf for key, item in value.items() for leaf in _leaves(f"{prefix}.{key}" if prefix else str(key), item)]

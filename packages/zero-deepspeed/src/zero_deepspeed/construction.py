@@ -93,7 +93,7 @@ class Init:
                 self._cast_and_name(module.parameters())
 
     def __enter__(self) -> Init:
-        """Begin to shard what is built, unless another `Init` is open or it is not enabled."""
+        """Begin to shard what is built, unless another `Init` is open or it is not enabled. Collective then."""
         active = _ACTIVE.get()
         if self._enabled and not active:
             self._open()

@@ -168,8 +168,8 @@ class _LocalFragment:
         return copied
 
     def set_master(self, value: torch.Tensor) -> None:
-        """Replace the fragment of the parameter and of its master, on every tier. Raises `UsageError` for another
-        size."""
+        """Replace the fragment of the parameter and of its master, on every tier, once running saves have copied them.
+        Raises `UsageError` for another size."""
         flat = self._flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):
@@ -205,8 +205,8 @@ class _LocalFragment:
         return kept if kept is not None else self._optimizer_state(key)
 
     def set_state(self, key: str, value: torch.Tensor) -> None:
-        """Replace the fragment's optimizer state ``key``, in the tier's store if states are there. Raises `UsageError`
-        for another size, and if the torch optimizer has no such state."""
+        """Replace the fragment's optimizer state ``key``, on its tier if states are there, once running saves have
+        copied it. Raises `UsageError` for another size, and if the torch optimizer has no such state."""
         self._partition.readers.wait()
         if self._unit.states is not None:
             self._unit.states.write({self._name: {key: self._flat(value).cpu()}})

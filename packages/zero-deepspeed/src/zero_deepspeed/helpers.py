@@ -134,7 +134,7 @@ def _copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, *options: Any, **named: Any) -> None:
-    """Configure activation checkpointing as `zero_core.checkpointing.configure` does, whose arguments these are.
+    """Configure activation checkpointing by `zero_core.checkpointing.configure`, which explains all arguments.
 
     ``deepspeed_config``: a dict or the path of a JSON file.
     """

@@ -241,7 +241,7 @@ class ModuleCall:
 
 
 def _detached(leaf: Any) -> Any:
-    """Return a tensor as a new leaf of autograd in the same memory (strides change results), others unchanged."""
+    """Return a tensor as a new leaf of autograd over the same memory, with its strides; anything else as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().requires_grad_(leaf.requires_grad)

@@ -69,7 +69,7 @@ class StateIntervals:
         self._versions: dict[int, int] = {}
 
     def everything(self) -> Iterator[Interval]:
-        """Yield all intervals, which read data on a tier when they are written; nothing may change meanwhile."""
+        """Yield all intervals; data on a tier is read as they are written, so nothing may change until then."""
         if self._writes_nothing:
             return
         self._linked = self._files.flush_weights()
@@ -88,7 +88,7 @@ class StateIntervals:
         self._state.partition.runtime.edits.settle_masters([unit for unit in units if unit.index not in followed])
 
     def memory(self) -> list[memoryview]:
-        """Return the bytes of weights in host memory that user code can write; `later` gets copies made now."""
+        """Return the bytes of weights in host memory that user code can write; copies made now go to `later`."""
         if self._writes_nothing:
             return []
         self._copied = [(unit, weights) for unit in self._units if (weights := self._weights_to_copy(unit)) is not None]
@@ -185,7 +185,7 @@ class StateIntervals:
             )
 
     def _copied_weights(self, unit: Unit, weights: torch.Tensor, copied: memoryview) -> Iterator[Interval]:
-        """Yield the intervals of a unit's weights from their bytes ``copied``; if it follows, update its master."""
+        """Yield the intervals of a unit's weights from their bytes ``copied``; update its master if it `_follows`."""
         dtype, rank = weights.dtype, self._state.partition.rank
         if copied.nbytes and self._follows(unit):
             unit.update_master(torch.frombuffer(copied, dtype=dtype))

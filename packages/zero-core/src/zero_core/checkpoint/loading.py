@@ -195,7 +195,7 @@ def _optimizer_state(reading: BatchedRead, owned: OwnedFragment, numbers_on: tor
 
 
 def _fill_replicated(state: TrainingState, reading: BatchedRead) -> None:
-    """Read the buffers, and the parameters that no unit holds, where the checkpoint has them."""
+    """Add the buffers, and the parameters that no unit holds, to ``reading``, where the checkpoint has them."""
     replicated = [(name, "buffer", b) for name, b in state.module.named_buffers() if type(b) is torch.Tensor]
     named = named_parameters(state.module)
     replicated += [(name, "param", tensor) for name, tensor in replicated_parameters(state, named).items()]

@@ -71,7 +71,7 @@ def tier_intervals(
     kept: dict[str, dict[str, torch.Tensor]] = {}
 
     def read(name: str, kind: str) -> Any:
-        """Return the bytes of one kind of a parameter's state; those read last stay in ``kept``."""
+        """Return the bytes of one kind of a parameter's state; ``kept`` has all kinds of the one read last."""
         if name not in kept:
             kept.clear()
             kept.update(tier.states([name]))

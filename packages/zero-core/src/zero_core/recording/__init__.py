@@ -31,7 +31,7 @@ def record_folder(config: Config) -> Path | None:
 
 
 def open_record(config: Config, device: torch.device) -> RunRecord | None:
-    """Return a new record of this rank, open for writing; None if no record is enabled. Collective otherwise."""
+    """Return this rank's new record, open for writing; None if none is enabled. Collective if one is."""
     folder = record_folder(config)
     if folder is None:
         return None

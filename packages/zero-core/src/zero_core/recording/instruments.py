@@ -62,7 +62,7 @@ class RecordingInstruments:
         return self._open.copy() or [(SpanKind.DATA, "data", self._idle_since, 0)]
 
     def during(self, part: str) -> AbstractContextManager[None]:
-        """Return a context that measures one of `PARTS`, or "save"."""
+        """Return a context that records forward, backward, step or "save", and lets ``inner`` measure any part."""
         kind = _KINDS.get(part)
         return self._inner.during(part) if kind is None else self._timed(part, kind)
 

@@ -46,7 +46,7 @@ class RecordedLedger(Ledger):
         pending.append((time.perf_counter(), sent_bytes))
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
-        """Add a collective's seconds, open and of these waited for; record its span up to ``ended``, by default now."""
+        """Add the seconds a collective was open, and those waited for; record its span until ``ended`` (None: now)."""
         super().count_seconds(tag, open_seconds, waited_seconds)
         now = time.perf_counter() if ended is None else ended
         pending = self._pending.get((tag.phase, tag.name))

@@ -165,7 +165,9 @@ class DelayedUpdate:
         absent: Collection[str],
         gradients: Mapping[str, torch.Tensor],
     ) -> None:
-        """Step once the copies of weights up to the event ``copied`` have ended; called in the thread."""
+        """Wait for the copies of weights up to the event ``copied``, then step; called in the update's own thread. The
+        other arguments are those of `OffloadedUpdate.step`.
+        """
         if copied is not None and not copied.query():
             copied.synchronize()
         self._inner.step(grad_scale=grad_scale, absent=absent, gradients=gradients)
