@@ -41,7 +41,7 @@ class Failures:
     @contextmanager
     def abort_all_on_failure(self) -> Iterator[None]:
         """If the block fails on this rank, abort the engine on all ranks, each naming the cause; not for errors that
-        all ranks raise together, nor if there is no other rank."""
+        all ranks raise together, nor if this rank `TrainingState.is_alone`."""
         runtime = self._state.partition.runtime
         try:
             yield

@@ -26,7 +26,7 @@ class HostStore:
     anything else reads the host's copy. `borrow` and `give_back` are for work on the host. An unknown name raises
     ShardError. ``pin`` false keeps the memory pageable. ``keep_memory``: `discard` keeps pinned memory for the next
     shard of that name, as pinning takes long; else, and for a shard of another size, it is freed. ``trace`` records the
-    copies.
+    copies. There are no locks: one thread calls at a time.
     """
 
     def __init__(

@@ -34,7 +34,8 @@ class NvmeStore:
     stores in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share. ``pin`` and ``trace`` are
     those of `HostStore`.
 
-    At most ``buffer_count`` shards are held or on their way to the device at a time.
+    At most ``buffer_count`` shards are held or on their way to the device at a time. There are no locks: one thread
+    calls at a time, but for `seal` as that says.
 
     The files are removed by `close`, at garbage collection and at exit; files that a killed process left behind are
     removed when the next store opens the same path and prefix. ShardError and its subclasses name the tensor, the file
