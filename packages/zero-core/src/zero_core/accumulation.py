@@ -69,8 +69,7 @@ class Accumulation:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the block without reducing them. Raises `UsageError` if every backward pass
-        reduces: at stages 2 and 3, with ``reduce_each_micro_batch``, and with virtual ranks."""
+        """Accumulate gradients inside the block without reducing them. Raises `UsageError` as `Engine.no_sync`."""
         options = self._state.partition.options
         if options.reduces_each:
             raise UsageError(

@@ -127,7 +127,8 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count the micro-batch. At the accumulation boundary also clip the gradients, update and publish the weights,
         step the scheduler (with ``lr_kwargs``), and save if ``checkpoint.interval`` is due; collective then. Raises
-        `NonFiniteGradientError` on every rank, weights unchanged, for a non-finite gradient without a loss scale."""
+        `NonFiniteGradientError` on every rank, weights unchanged, for a non-finite gradient without a loss scale; on an
+        accelerator a later call may raise it, such as the next `step`."""
         self._parts.training.step(stepping_with(lr_kwargs))
 
     def step_without_schedule(self) -> None:
@@ -372,7 +373,7 @@ class Engine(nn.Module):
         return self.training_state.counters.norm
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step` at a boundary updated the weights; false before the first."""
+        """Return whether the last boundary's `step` updated the weights; false before one. May wait for the device."""
         last = self.training_state.counters.last
         return last is not None and last.taken
 

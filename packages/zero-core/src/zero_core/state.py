@@ -46,7 +46,7 @@ class Counters:
 
     @property
     def norm(self) -> float | None:
-        """Return the global norm of the last step's gradients before clipping; None before the first step."""
+        """Return the last step's global gradient norm before clipping; None before a step. May wait for the device."""
         return None if self.last is None else self.last.norm
 
 

@@ -63,7 +63,9 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def overflow(self) -> bool:
-        """Return whether the last step was skipped because a gradient was not finite; False before the first."""
+        """Return whether the last step was skipped because a gradient was not finite; False before the first. May wait
+        for the device.
+        """
         return self._engine.get_global_grad_norm() is not None and not self._engine.was_step_applied()
 
     @property

@@ -89,7 +89,7 @@ class Instruments(Protocol):
         """Keep the loss of a micro-batch, divided by the accumulation steps, for the step's metrics."""
 
     def after_step(self) -> None:
-        """Write the metrics and reports of a step, taken or skipped."""
+        """Write the metrics and reports of a step, taken or skipped. May wait for the device."""
 
     def saved(self, path: Path) -> None:
         """Record that the checkpoint in ``path`` was written, or is being written in the background."""

@@ -72,7 +72,7 @@ class RecordingInstruments:
         self._losses.append(loss)
 
     def after_step(self) -> None:
-        """Write the step's row (loss, learning rate, gradient norm and so on); warn of a skip or a non-finite loss."""
+        """Write the step's row (loss, gradient norm, …), waiting for the device; warn of a skip or non-finite loss."""
         self._inner.after_step()
         state, writer = self._state, self._writer
         counters = state.counters
