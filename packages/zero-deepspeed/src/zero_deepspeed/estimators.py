@@ -22,8 +22,8 @@ def zero2_live(
 def zero2_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print the memory that stage 2 needs for ``total_params`` parameters (elements), as
-    `zero_plan.estimate_zero2` returns it."""
+    """Print the memory that stage 2 needs for ``total_params`` parameters (elements), as `zero_plan.estimate_zero2`
+    returns it; that explains the arguments."""
     print(
         estimate_zero2(
             int(total_params),
@@ -53,7 +53,7 @@ def zero3_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the memory that stage 3 needs, as `zero_plan.estimate_zero3` returns it.
+    """Print the memory that stage 3 needs, as `zero_plan.estimate_zero3` returns it; that explains the other arguments.
 
     ``total_params`` and ``largest_layer_params``: elements of the model and of its largest layer.
     """

@@ -27,7 +27,7 @@ class OpBuilder:
         return COMPATIBLE.get(self.NAME, False)
 
     def absolute_name(self) -> str:
-        """Return the name of DeepSpeed's operator."""
+        """Return the operator's full name in DeepSpeed: `NAME` behind "deepspeed.ops."."""
         return f"deepspeed.ops.{self.NAME}"
 
     def load(self, verbose: bool = True) -> Any:

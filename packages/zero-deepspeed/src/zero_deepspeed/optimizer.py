@@ -87,8 +87,8 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Return this rank's masters, unit by unit: a flat tensor per unit if on the device, else
-        one per parameter, a copy from its tier."""
+        """Return this rank's masters, unit by unit: the flat master itself of a unit if it is on the device, else for
+        each parameter a copy from its tier."""
         partition = self._engine.partition
         return [tensor for unit in partition.units for tensor in _masters(partition, unit)]
 

@@ -53,7 +53,9 @@ class UlyssesMpu:
 
 
 class UlyssesSPAttentionHF:
-    """Named as DeepSpeed's; there is nothing to construct."""
+    """Spreads models of Transformers over ranks that share sequences, by `register_with_transformers`. Named as
+    DeepSpeed's; there is nothing to construct.
+    """
 
     @classmethod
     def register_with_transformers(

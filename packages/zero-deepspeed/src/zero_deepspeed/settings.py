@@ -181,8 +181,8 @@ def _convert_values(data: dict[str, Any]) -> None:
 
 
 def _converted(value: Any, kind: type) -> Any:
-    """Return ``value`` as ``kind`` (bool, int, float or tuple, of strings) if DeepSpeed takes it for one; else as it
-    is."""
+    """Return ``value`` as ``kind`` (bool, int, float, or tuple for a list of strings) if DeepSpeed takes it for one;
+    else as it is."""
     if kind is tuple:
         return [value] if isinstance(value, str) and value != "auto" else value
     if not isinstance(value, (int, str)) or isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
