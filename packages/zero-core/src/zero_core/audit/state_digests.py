@@ -50,7 +50,7 @@ class StateDigests:
 
     def changed(self, state: TrainingState, now: dict[tuple[str, str], str]) -> Iterator[str]:
         """Yield a message for each tensor whose bytes changed since the constructor, although torch counted no write to
-        it, or the tier none at all. ``now``: the present `tier_digests`, without masters of written weights."""
+        it, or its tier none at all. ``now``: what `tier_digests` returns now, by (parameter, kind)."""
         for one in self._on_device:
             if one.changed:
                 yield f"{one.kind} '{one.name}' changed since the last step"

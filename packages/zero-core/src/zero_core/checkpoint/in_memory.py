@@ -38,7 +38,7 @@ class InMemory:
         self._group: dist.ProcessGroup | None = None
 
     def check(self, run: str | None) -> None:
-        """Raise `UsageError` if copies are to be made, but no folder is known for them, nor one of the ``run``."""
+        """Raise `UsageError` if copies are to be made, but no path, ``run`` or ``checkpoint.path`` names a folder."""
         if self._every:
             key = "checkpoint.in_memory"
             require_folder(f"{key}.every is {self._every}", f"{key}.path", self._path or run or self._disk)

@@ -154,7 +154,7 @@ class StateIntervals:
         return self._mastered.get(unit.index) is not None
 
     def _shard(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's shard of a unit, on the device or in its store."""
+        """Return this rank's shard of a unit on the device. Not for stores, where it would have to be released."""
         return self._state.partition.residency.acquire(unit.name)
 
     def _weights_to_copy(self, unit: Unit) -> torch.Tensor | None:

@@ -26,8 +26,9 @@ _AHEAD = 2  # slices whose gradients and weights are asked for, as far as buffer
 
 
 class StagedSpan(NamedTuple):
-    """A span to be updated: its ``number`` in the slice, its gradient in host memory, the host memory for its new
-    weights (``out``), and the ``weights`` that forward has read, on their own device.
+    """A span to be updated: its ``number`` in the slice, its gradient, the memory for its new weights (``out``), and
+    the ``weights`` that forward has read, on their own device. Gradient and ``out`` are in host memory, unless the
+    slice stays on an accelerator. ``out`` is ``weights`` itself where those need no copy.
     """
 
     number: int
