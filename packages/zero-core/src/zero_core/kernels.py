@@ -68,7 +68,7 @@ class NativeGridSquares:
     """A `zero_partition.GridSquares` by the CPU kernel; tensors elsewhere by torch."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float64 sums of squares of the blocks of ``x``, all of `GRID` elements, bitwise plain torch's."""
+        """Return the float64 sums of squares of the `GRID`-element blocks of ``x``, all full, bitwise as torch does."""
         if x.device.type != "cpu":
             return grid_squares(x)
         found = torch.empty(x.numel() // GRID, dtype=torch.float64)

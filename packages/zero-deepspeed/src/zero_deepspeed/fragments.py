@@ -100,7 +100,8 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's fragment in the optimizer's precision, 1-D; empty if this rank has none.
+    """Return a copy of this rank's fragment in the optimizer's precision, 1-D; empty if this rank has none. Like all
+    `safe_*_local_*` functions it does not communicate.
 
     Raises `UsageError` below stage 3, and for a parameter that no engine shards, as all `safe_*_local_*` functions do.
     """
@@ -169,7 +170,7 @@ class _LocalFragment:
 
     def set_master(self, value: torch.Tensor) -> None:
         """Replace the fragment of the parameter and of its master, on every tier, once running saves have copied them.
-        Raises `UsageError` for another size."""
+        Other ranks hear of it with their next message. Raises `UsageError` for another size."""
         flat = self._flat(value)
         self._partition.readers.wait()
         if self._unit.states is not None and "master" in self._unit.states.kinds(self._name):

@@ -135,11 +135,15 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         self._engine.zero_grad(set_to_none)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **_options: Any) -> None:
-        """Call `engine.backward` without dividing the loss by the accumulation steps; ``options`` have no effect."""
+        """Call `engine.backward` without dividing the loss by the accumulation steps; ``options`` have no effect.
+        Collective where `Engine.backward` is.
+        """
         self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Call `engine.step` without its learning rate schedule. Raises `UsageError` for a ``closure``."""
+        """Call `engine.step` without its learning rate schedule. Collective at the accumulation boundary. Raises
+        `UsageError` for a ``closure``.
+        """
         if closure is not None:
             raise UsageError("engine.optimizer.step(closure=…): call the closure yourself, then step()")
         self._engine.step_without_schedule()
