@@ -109,8 +109,8 @@ class Init:
         self._close(kind, error, trace)
 
     def _open(self) -> None:
-        """Begin to shard what is built, and to record its parameters for `_close`; below stage 3 only read the
-        configuration. Collective.
+        """Begin to shard what is built, and to record its parameters for `_close`; below stage 3 do neither.
+        Collective.
         """
         self._inner = self._new_partition_init()
         if self._inner is not None:

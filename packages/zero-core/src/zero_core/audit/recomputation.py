@@ -161,7 +161,7 @@ class Recomputation:
 
     def differences(self) -> list[str]:
         """Compute the gradient again, with the module gathered; return the names of the parameters where it differs.
-        None are returned if there is an `obstacle` on any rank; one may be found, and is set, here. Collective."""
+        The list is empty if there is an `obstacle` on any rank; one may be found, and is set, here. Collective."""
         if self.obstacle is None and self._taken is None:
             self.obstacle = "no gradient arrived"
         if any(gradient._version != version for gradient, version in self._came_back.values()):

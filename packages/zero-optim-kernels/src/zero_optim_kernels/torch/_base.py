@@ -35,7 +35,7 @@ _LOW = "param_low"
 
 @dataclass(frozen=True)
 class Settings:
-    """How an optimizer stores its state, for all its groups; ``threads``: of a kernel call, 0 for torch's number."""
+    """The storage options of an optimizer's groups. ``threads``: of a kernel call; 0 for torch's number."""
 
     state_dtype: StateDtype
     bf16_weights: Bf16Weights
