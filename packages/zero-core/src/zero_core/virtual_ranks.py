@@ -207,7 +207,7 @@ class VirtualRanks:
             self._seed = saved["seed"]
 
     def _summed(self) -> int:
-        """Return how many micro-batches of this rank's step have their gradients summed; the same on every rank."""
+        """Return how many of this rank's micro-batches in this step have summed gradients; the same on every rank."""
         found = (g.leaves.added for g in self._partition.runtime.gradients.values() if g.leaves is not None)
         return next(found, 0)
 

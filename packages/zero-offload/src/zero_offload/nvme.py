@@ -35,7 +35,7 @@ class NvmeStore:
     those of `HostStore`.
 
     At most ``buffer_count`` shards are held or on their way to the device at a time. There are no locks: one thread
-    calls at a time, but for `seal` as that says.
+    calls at a time; `seal` says when it may run beside others.
 
     The files are removed by `close`, at garbage collection and at exit; files that a killed process left behind are
     removed when the next store opens the same path and prefix. ShardError and its subclasses name the tensor, the file

@@ -14,7 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal, past the guards on user code's reads. May block."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal; no guard on user code's reads acts. May block."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)

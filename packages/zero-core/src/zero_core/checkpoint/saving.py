@@ -246,7 +246,7 @@ def _refuse_unsavable(values: list[str]) -> None:
 
 
 def coordinator_of(state: TrainingState) -> Coordinator:
-    """Return a coordinator by which the engine's ranks agree about checkpoints; for one rank one that asks nobody."""
+    """Return the coordinator by which the engine's ranks agree about checkpoints; a solo one for a single rank."""
     group = state.partition.groups.control.process_group
     return SoloCoordinator() if group is None else DistCoordinator(group)
 

@@ -127,7 +127,7 @@ class _Segment:
         self._ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result; measure the run if the segments wait for the accelerator. On any thread."""
+        """Return the function's result; time the run if segments wait for the accelerator. Any thread may call it."""
         again, self._ran = self._ran, True
         with self._owner.running():  # backward may come on a thread of autograd's, whose context is empty
             if not self._owner._synchronizes():
