@@ -215,9 +215,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._update.clear_gradients()
 
     def _kept_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that autograd left in ``p.grad``, 1-D, by parameter name; parameters without one are
-        missing. They are copies only where ``p.grad`` is not contiguous.
-        """
+        """Return the gradients in ``p.grad``, 1-D, by parameter name; copies only where they are not contiguous."""
         found = {member.name: flat_gradient(member) for member in self._members}
         return {name: grad for name, grad in found.items() if grad is not None}
 

@@ -258,9 +258,8 @@ class KernelOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Run ``closure``, if given, with autograd on, then update all parameters that have a gradient. Returns the
-        closure's result or None. Raises ``TypeError`` or ``ValueError``, before any update, for what is not
-        supported."""
+        """Run ``closure``, if given, with autograd on, then update all parameters that have a gradient; return the
+        closure's result or None. Raises ``TypeError`` or ``ValueError``, before any update, if one cannot be."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
