@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from conftest import marked_processes
 
 from zero_launch.cores import threads_per_rank
@@ -50,6 +52,29 @@ def test_the_thread_count_is_cores_over_ranks_and_is_said(run, write_script):
     done = run(script)
     assert done.stdout == f"[rank 0] {threads_per_rank(1)}\n"
     assert f"OMP_NUM_THREADS={threads_per_rank(1)}" in done.stderr
+
+
+MAPPED = """
+import resource
+import torch
+
+torch.empty(1 << 20)  # below the size of huge pages' blocks
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.zeros(64 << 20, dtype=torch.uint8)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_large_tensors_of_a_rank_are_in_huge_pages_unless_the_environment_says_otherwise(
+    run, write_script, monkeypatch
+):
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("this system has no transparent huge pages")
+    script = write_script(MAPPED)
+    with_them = int(run(script).stdout.removeprefix("[rank 0] "))
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    without = int(run(script).stdout.removeprefix("[rank 0] "))
+    assert with_them < without / 10
 
 
 def test_output_is_shown_while_the_rank_runs(start, write_script):

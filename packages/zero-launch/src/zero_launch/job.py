@@ -255,11 +255,13 @@ def job_environment(spec: LaunchSpec, cores: list[tuple[int, ...]], job_id: str)
     """Return the variables that every rank of this host gets on top of this process's environment.
 
     ``cores``: those of each rank, empty if none is bound; they set OMP_NUM_THREADS where the environment does not.
-    ``job_id``: the job's id on this host. ``spec.env`` overrides all others.
+    ``job_id``: the job's id on this host. ``spec.env`` overrides all others. THP_MEM_ALLOC_ENABLE, where it is not set
+    either, has torch ask for huge pages for tensors of 2 MiB and more on the CPU.
     """
     env = {LAUNCHER_PID_VARIABLE: str(os.getpid()), JOB_VARIABLE: job_id}
     if "OMP_NUM_THREADS" not in os.environ:
         env["OMP_NUM_THREADS"] = str(len(cores[0]) if cores else threads_per_rank(spec.nproc))
+    env["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
     if spec.requeue:
         env[REQUEUE_VARIABLE] = "1"
     return {**env, **spec.env}
