@@ -24,6 +24,7 @@ VIRTUAL = {"deterministic": {"across_world_sizes": 2}}
 EVERY = _elastic_training.EVERY
 GROWN = 0
 """As the number of steps: until ranks have come back and taken a few."""
+IN_MEMORY = json.dumps({"checkpoint": {"in_memory": {"every": 1}}})
 TRAINING = Path(__file__).with_name("_elastic_training.py")
 
 
@@ -126,17 +127,18 @@ LOCAL = ["--hostfile", "hosts", "--launcher", "local"]
 
 
 @pytest.mark.parametrize(
-    ("words", "signum", "refused"),
+    ("words", "signum", "refused", "changes"),
     [
-        (["--nproc", 1], signal.SIGUSR1, False),
-        pytest.param(["--nproc", 2], signal.SIGUSR1, False, marks=pytest.mark.soak),
-        pytest.param(["--nproc", 2], signal.SIGTERM, True, marks=pytest.mark.soak),
-        pytest.param(LOCAL, signal.SIGUSR1, False, marks=pytest.mark.soak),
-        pytest.param([*LOCAL, "--elastic", "1:2"], signal.SIGTERM, False, marks=pytest.mark.soak),
+        (["--nproc", 1], signal.SIGUSR1, False, "{}"),
+        (["--nproc", 1], signal.SIGUSR1, False, IN_MEMORY),
+        pytest.param(["--nproc", 2], signal.SIGUSR1, False, "{}", marks=pytest.mark.soak),
+        pytest.param(["--nproc", 2], signal.SIGTERM, True, "{}", marks=pytest.mark.soak),
+        pytest.param(LOCAL, signal.SIGUSR1, False, "{}", marks=pytest.mark.soak),
+        pytest.param([*LOCAL, "--elastic", "1:2"], signal.SIGTERM, False, "{}", marks=pytest.mark.soak),
     ],
 )
 def test_a_job_that_is_asked_to_end_saves_goes_back_into_the_queue_and_goes_on_with_the_next_step(
-    tmp_path: Path, words: list[Any], signum: int, refused: bool
+    tmp_path: Path, words: list[Any], signum: int, refused: bool, changes: str
 ) -> None:
     folder, calls, scontrol = tmp_path / "checkpoints", tmp_path / "calls", tmp_path / "bin" / "scontrol"
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
@@ -145,7 +147,7 @@ def test_a_job_that_is_asked_to_end_saves_goes_back_into_the_queue_and_goes_on_w
     scontrol.chmod(0o755)
     env = {**os.environ, "PATH": f"{scontrol.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     env |= {"SCONTROL_CALLS": str(calls), "SCONTROL_STATUS": str(int(refused)), "ELASTIC_PACE": "0.1"}
-    command = [sys.executable, "-m", "zero_launch", "--requeue", *words, TRAINING, 10_000, folder, "{}"]
+    command = [sys.executable, "-m", "zero_launch", "--requeue", *words, TRAINING, 10_000, folder, changes]
     job = subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
     try:
         assert wait_until(lambda: (tmp_path / "checkpoints.losses").exists() and len(told(folder)) > EVERY, 60)

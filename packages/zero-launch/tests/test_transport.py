@@ -30,6 +30,7 @@ def test_a_missing_folder_and_a_missing_interpreter_have_reasons(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert f"no folder {tmp_path} there" in Transport().explain(NO_FOLDER)
     assert "no interpreter" in Transport().explain(NO_INTERPRETER)
+    assert Transport().explain(-9) == "ssh ended with SIGKILL" and Transport().explain(3) == "ssh ended with status 3"
 
 
 def test_ssh_asks_nothing_waits_briefly_and_carries_no_variable(monkeypatch):

@@ -107,6 +107,7 @@ def test_a_model_by_name_is_built_without_memory(
     assert "got int" in refused("--model", "huge_model:number")
     assert "has no attribute 'absent'" in refused("--model", "huge_model:absent")
     assert "No module named 'absent_module'" in refused("--model", "absent_module:build")
+    assert "TypeError: " in refused("--model", "torch.nn:Linear")
     assert "expected MODULE:NAME" in refused("--model", "huge_model")
     assert "--largest-layer goes with --params" in refused("--model", "huge_model:build", "--largest-layer", "3")
 

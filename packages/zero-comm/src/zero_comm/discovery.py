@@ -137,7 +137,8 @@ def _rank_environment(
 
 
 def _port_of_job(job: str) -> int:
-    """Return a port that follows from the id ``job``: the same on every rank, most likely another for another job."""
+    """Return a port from 20000 to 29999 that follows from the id ``job``: the same on every rank, most likely another
+    for another job; 20000 for an empty id."""
     first, count = _PORTS
     return first + zlib.crc32(job.encode()) % count
 

@@ -20,7 +20,7 @@ from zero_launch.peers import Inbox, Peer, title
 from zero_launch.presence import WAIT_SECONDS, Presence
 from zero_launch.record import record_interruption
 from zero_launch.repeated_failures import RepeatedFailures
-from zero_launch.report import LaunchError, RankFailure, signal_name
+from zero_launch.report import LaunchError, RankFailure, signal_name, status_name
 from zero_launch.requeue import SIGNALS, LeftEarly, Requests
 from zero_launch.roster import Roster, other_version
 from zero_launch.spec import ClusterSpec
@@ -370,8 +370,7 @@ class Cluster(abc.ABC):
             why = message["why"] if status is None else self._spec.transport.explain(status)
             self._drop(peer, "\n".join([f"{title(peer)}: {why}", *(f"  | {line}" for line in peer.errors)]))
             return
-        ended = None if status is None else f"status {status}" if status >= 0 else signal_name(-status)
-        how = "" if ended is None else f" ({self._spec.transport.launcher} ended with {ended})"
+        how = "" if status is None else f" ({self._spec.transport.launcher} ended with {status_name(status)})"
         self._lose(peer, f"{title(peer)} was lost: {message['why']}{how}")
 
     # -- losing hosts

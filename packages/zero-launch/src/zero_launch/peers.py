@@ -107,8 +107,8 @@ class Peer:
         return "\n".join(self.errors)
 
     def exit_status(self) -> int | None:
-        """Return the exit status of the start command (ssh, pdsh), waiting up to 1 s; None while it runs, or for a host
-        that connects by itself."""
+        """Return the exit status of the start command (ssh, pdsh), negative for a signal that ended it; wait up to 1 s
+        for it. None if it still runs then, or for a host that connects by itself."""
         if self.process is None:
             return None
         try:

@@ -32,6 +32,11 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
+def status_name(status: int) -> str:
+    """Return what ended a child process, from its exit status: `status 1`, or `SIGKILL` for -9."""
+    return f"status {status}" if status >= 0 else signal_name(-status)
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """How one rank failed by itself.
@@ -94,7 +99,8 @@ class LaunchError(RuntimeError):
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit status: the first failing rank's, never 0."""
+        """The launcher's exit status: `RankFailure.shell_code` of the first rank that failed, 128 plus the number for a
+        signal; 1 without failures."""
         return self.failures[0].shell_code if self.failures else 1
 
     def _text(self) -> str:

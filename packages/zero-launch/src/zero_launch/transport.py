@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from zero_launch.report import status_name
+
 Launcher = Literal["ssh", "pdsh", "local"]
 NO_FOLDER = 120
 """Exit status of the remote shell when the working directory is not there."""
@@ -82,4 +84,4 @@ class Transport:
             return f"no interpreter {sys.executable} there; the job runs with the same interpreter on every host"
         if status == 255 and self.launcher == "ssh":
             return "ssh could not connect"
-        return f"{self.launcher} ended with status {status}"
+        return f"{self.launcher} ended with {status_name(status)}"

@@ -390,8 +390,10 @@ class UnitGradients:
     def _reduction_target(self, flat: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """Return the shard that the reduction of ``flat`` goes to, and whether it is added to what is there.
 
-        The shard is a node of the tree, memory of (or on its way to) the tier, or a part of `reduced`, made here at the
-        step's first reduction. Forgets the sum of squares.
+        The shard is a node of the tree, memory of (or on its way to) the tier, or a part of `reduced`. The step's first
+        reduction makes `reduced`: of ``flat`` itself, which the shard then overlaps, if the flat buffer is kept and has
+        the dtype of accumulation; else new. `finish_reduce_scatter` or `drop_reduction` has to follow. Forgets the sum
+        of squares.
         """
         self._square = None
         if self.leaves is not None:

@@ -362,8 +362,9 @@ class Unit:
             self._placeholders.install()
 
     def collect_gathered_edits(self) -> None:
-        """Keep values that user code wrote into the gathered parameters as edits (refused where a codec rounded the
-        others); the parameters stay gathered."""
+        """For a gathered unit, keep what user code wrote into its parameters as edits: pending, or refused where a
+        codec rounded the elements that were not written. Do nothing if nothing was written. The parameters stay
+        gathered; sends nothing."""
         self.edits.collect_written(self.views, exact=self._is_exact)
 
     def settle_masters(self) -> None:

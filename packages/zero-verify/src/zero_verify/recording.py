@@ -55,7 +55,9 @@ class Step:
 
     @cached_property
     def reads(self) -> dict[tuple[int, str], list[str]]:
-        """Return digests of each weight in the order in which forward read it, by (rank, parameter name)."""
+        """Return a digest of the weight at each recorded read by a module's forward in this step, all micro-batches in
+        order, by (rank, parameter name). Reads in compiled regions and without gradients are not recorded; a weight
+        without a recorded read has no entry."""
         found: dict[tuple[int, str], list[str]] = {}
         for rank, state in enumerate(self._checkpoint.rank_state):
             for name, digest in state["reads"]:

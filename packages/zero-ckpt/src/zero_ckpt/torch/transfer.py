@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -72,7 +73,8 @@ def batches(transfers: Sequence[Transfer]) -> Iterator[list[Transfer]]:
 def _move_batch(
     transfers: Sequence[Transfer], directory: Path, rank: int, group: dist.ProcessGroup, failures: list[Exception]
 ) -> None:
-    """Move the chunks of one batch side by side, then send whether the source could read them all.
+    """Move the chunks of one batch side by side, then send whether the source could read them all. Every rank calls it
+    for the same batches in the same order; a source that cannot read sends zeros, so that no rank waits.
 
     `transfers` are those of this rank, `rank`. Errors are appended to `failures`; a file with an error does not appear.
     """
@@ -152,7 +154,8 @@ class _Incoming:
             self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        """Note an error and remove the partial file."""
+        """Note an error and remove the partial file, if that is possible."""
         self._failures.append(error)
         self._file = None
-        self._partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)

@@ -104,9 +104,10 @@ class PeriodicAuditor:
         if found:
             shown = "\n  ".join(found[:_SHOWN])
             raise AuditError(
-                f"the audit of step {state.counters.global_steps} found {len(found)} difference(s) between what ranks "
-                f"hold and what they must hold; the weights were not changed by this step:\n  {shown}\nSuspect the "
-                "memory or the network of the named ranks, or code writing to them; resume from the last checkpoint."
+                f"the audit of step {state.counters.global_steps} found at least {len(found)} difference(s) between "
+                "what ranks hold and what they must hold; the weights were not changed by this step:\n"
+                f"  {shown}\nSuspect the memory or the network of the named ranks, or code writing to them; resume "
+                "from the last checkpoint."
             )
 
     def after_step(self) -> None:

@@ -83,7 +83,8 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units that hold exactly a submodule's trained parameters, each with the innermost such one."""
+    """Return the trained units with exactly the trained parameters of a submodule (the model itself is none), each with
+    the innermost such submodule."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():

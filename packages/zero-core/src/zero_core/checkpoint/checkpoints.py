@@ -129,7 +129,7 @@ class Checkpoints:
         agreed to. Raises `zero_ckpt.CheckpointError` for a save that failed and SystemExit to leave."""
         self._notices.check()
         if self._in_memory.after_step(self._orders.root):
-            self._orders.after_checkpoint(self._in_memory.wait)
+            self._orders.after_checkpoint(self._in_memory.wait, in_memory=True)
         self._periodic.after_step(self._save, self._orders.root, due=self._notices.due)
         self._orders.after_step(self._save)
 

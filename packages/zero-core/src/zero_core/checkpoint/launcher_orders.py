@@ -59,12 +59,13 @@ class LauncherOrders:
                 "engine.save_checkpoint(dir) has named a folder: training continues"
             )
 
-    def after_checkpoint(self, wait: Callable[[], object]) -> None:
+    def after_checkpoint(self, wait: Callable[[], object], *, in_memory: bool = False) -> None:
         """If the ranks have agreed to leave, call ``wait``, which returns once the checkpoint is complete, write the
-        file `left.RANK`, and raise SystemExit. Collective if they have."""
+        file `left.RANK`, and raise SystemExit. Collective if they have. Do nothing for ``end`` after a checkpoint that
+        is only ``in_memory`` of the nodes, which the job gives back."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
-        if not agreed or self._folder is None:
+        if not agreed or self._folder is None or (in_memory and agreed == _REQUESTS["end"]):
             return
         wait()
         order = next(word for word, request in _REQUESTS.items() if request == agreed)

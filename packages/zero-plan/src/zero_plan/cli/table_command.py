@@ -158,7 +158,7 @@ def _build_model(path: str) -> nn.Module:
     meta device.
 
     Adds the working directory to `sys.path`. Raises `PlanError` if there is no such module or name, or if it gives no
-    torch module.
+    torch module, and for whatever the module or the function raises.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -172,9 +172,9 @@ def _build_model(path: str) -> nn.Module:
             found: Any = import_module(module_name)
             for part in name.split("."):
                 found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            raise PlanError(f"--model {path}: {error}") from error
-        model = found if isinstance(found, torch.nn.Module) else found() if callable(found) else found
+            model = found() if callable(found) and not isinstance(found, torch.nn.Module) else found
+        except Exception as error:
+            raise PlanError(f"--model {path}: {type(error).__name__}: {error}") from error
     if not isinstance(model, torch.nn.Module):
         raise PlanError(
             f"--model {path}: expected a torch.nn.Module or a function that builds one, got {type(model).__name__}"
