@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from comm_ranks import engine_groups, failure_of
 
 from zero_comm import Message, run_ranks
@@ -84,3 +85,19 @@ if __name__ == "__main__":
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def use_when_closed() -> list[str]:
+    groups = engine_groups()
+    message = Message("forward", "model", 0)
+    groups.close()
+    found = [failure_of(groups.control.exchange, message), failure_of(lambda: groups.control.process_group)]
+    dist.barrier()  # the default group is as it was
+    return found
+
+
+def test_a_closed_control_refuses_to_exchange_over_the_default_group() -> None:
+    for rank, (exchange, group) in enumerate(run_ranks(use_when_closed, 2)):
+        closed = f"the control group of rank {rank} of 2 is closed"
+        assert exchange == f"CommError: forward 'model' in step 0: {closed}"
+        assert group == f"CommError: its process group: {closed}"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from comm_ranks import data_group, failure_of, values
+import torch.distributed as dist
+from comm_ranks import data_group, engine_groups, failure_of, values
 
 from zero_comm import Group, Tag, run_ranks, sum_slices
 
@@ -187,3 +188,22 @@ def test_sizes_that_do_not_fit_are_refused_by_tag_before_anything_is_sent() -> N
     for gathers, reduces in run_ranks(wrong_sizes, 2):
         assert gathers.startswith("ValueError: gather of 'block' in step 3: expected out of 4 elements, got 3")
         assert reduces.startswith("ValueError: reduce of 'head' in step 4: expected flat of 4 elements, got 3")
+
+
+def use_when_closed() -> list[str]:
+    group = engine_groups().gather
+    group.close()
+    shard, flat, tag = torch.zeros(3), torch.zeros(3 * group.world_size), Tag("gather", "block", 3)
+    found = [
+        failure_of(group.all_gather, flat, shard, tag),
+        failure_of(group.reduce_scatter, flat, shard, tag),
+        failure_of(group.all_to_all, torch.empty_like(flat), flat, tag),
+        failure_of(group.broadcast, flat, 0, tag),
+    ]
+    dist.barrier()  # the default group is as it was
+    return found
+
+
+def test_collectives_of_a_closed_group_are_refused_and_do_not_run_on_the_default_group() -> None:
+    for rank, found in enumerate(run_ranks(use_when_closed, 2)):
+        assert found == [f"CommError: gather of 'block' in step 3: the group of rank {rank} of 2 is closed"] * 4

@@ -90,7 +90,8 @@ class Control:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The gloo group underneath; None for a single rank."""
+        """The gloo group underneath; None for a single rank. Raises `CommError` after `close` of several ranks."""
+        self._require_open("its process group")
         return self._process_group
 
     @property
@@ -160,7 +161,7 @@ class Control:
     def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
         """Exchange as `exchange` does, without looking at what the messages say. ``patience``: None for the group's
         timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set. Raises `CommError`
-        in a forked process."""
+        after `close` and in a forked process."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
@@ -168,7 +169,8 @@ class Control:
         body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
         if self.world_size == 1:
             return [_decode(body)]
-        if self._process_group is not None and not self._takes_part:
+        self._require_open(message)
+        if not self._takes_part:
             raise CommError(
                 f"{message}: this process ({os.getpid()}) was forked from rank {self.rank} (process {self._process}), "
                 "which alone takes part in what the ranks do together; call the engine there, and hand data over."
@@ -333,6 +335,12 @@ class Control:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)
             self._process_group = None
+
+    def _require_open(self, wanted: object) -> None:
+        """Raise `CommError`, which names ``wanted``, if there are several ranks and `close` was called: torch would
+        take the default group for None."""
+        if self._process_group is None and self.world_size > 1:
+            raise CommError(f"{wanted}: the control group of rank {self.rank} of {self.world_size} is closed")
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
         """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes; waits. Collective.

@@ -25,7 +25,8 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 class Group:
     """All-gather, reduce-scatter, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
-    Every rank of the group must issue the same calls in the same order, and wait for each `Work`. ``topology``: which
+    Every rank of the group must issue the same calls in the same order, and wait for each `Work`. After `close` the
+    collectives of several ranks raise `CommError`. ``topology``: which
     of the group's ranks share a node, for the ledger; by default all do. ``averages``: `reduce_scatter` divides by the
     number of ranks; if False, the owners get the sum. ``slice_sum``: sums slices that arrived. ``deterministic``:
     always sum in rank order, never by a backend's own reduction. ``explain``: replaces an error by one with its cause
@@ -112,6 +113,7 @@ class Group:
             mine.copy_(shard)
         if self.world_size == 1 or size == 0:
             return Work(tag)
+        self._require_open(tag)
         self._count(tag, shard.nbytes)
         ticket = self._track.start(tag, out.nbytes)
         if self._uses_direct_messages(out):
@@ -154,6 +156,7 @@ class Group:
         own = flat[self.rank * size : (self.rank + 1) * size]
         if self.world_size == 1 or size == 0:
             return Work(tag, finish=lambda: self._sum([own], out, accumulate))
+        self._require_open(tag)
         self._count(tag, own.nbytes)
         ticket = self._track.start(tag, flat.nbytes)
         if not self._uses_direct_messages(flat) and not self._deterministic and flat.dtype == out.dtype:
@@ -200,6 +203,7 @@ class Group:
         if self.world_size == 1 or size == 0:
             out.copy_(flat)
             return Work(tag)
+        self._require_open(tag)
         self._count(tag, size * flat.element_size())
         ticket = self._track.start(tag, flat.nbytes)
         if self._uses_direct_messages(flat):
@@ -229,6 +233,7 @@ class Group:
         """
         if self.world_size == 1 or tensor.numel() == 0:
             return Work(tag)
+        self._require_open(tag)
         sent = tensor.nbytes if self.rank == source else 0
         self.ledger.count(tag, sent, sent if self._far_peers else 0)
         ticket = self._track.start(tag, tensor.nbytes)
@@ -263,6 +268,12 @@ class Group:
     def coded_ranks(self, device: torch.device) -> Sequence[int]:
         """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: all."""
         return range(self.world_size)
+
+    def _require_open(self, tag: Tag) -> None:
+        """Raise `CommError` if `close` was called: torch would take the default group for None. Only for several
+        ranks."""
+        if self._process_group is None:
+            raise CommError(f"{tag}: the group of rank {self.rank} of {self.world_size} is closed")
 
     def _count(self, tag: Tag, slice_bytes: int) -> None:
         """Count in the ledger a collective in which this rank sends ``slice_bytes`` bytes to every other rank, and what
