@@ -69,6 +69,37 @@ def test_a_wait_that_failed_is_over_and_stays_the_first_cause_until_another_succ
     assert words() == (3, 0, 1, 0)
 
 
+class Done:
+    """An event that the device has reached."""
+
+    def query(self) -> bool:
+        return True
+
+
+def test_words_that_two_threads_change_are_changed_under_the_lock(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "recorder", rank=0, world_size=1)
+    words, lock, changed = recorder._words, recorder._lock, []
+
+    class LockedWords:
+        def __getitem__(self, word: int) -> int:
+            return words[word]
+
+        def __setitem__(self, word: int, value: int) -> None:
+            changed.append((word, lock.locked()))
+            words[word] = value
+
+    recorder._words = LockedWords()  # type: ignore[assignment]
+    with Ticket(recorder, 1):
+        pass
+    with suppress(RuntimeError), Ticket(recorder, 2):
+        raise RuntimeError("the peer is gone")
+    device = Ticket(recorder, 3)
+    with device:
+        device.ends_with(Done())  # type: ignore[arg-type]
+    assert {word for word, _ in changed} == {4, 5, 6}  # waiting, finished, failed
+    assert [word for word, locked in changed if not locked] == []
+
+
 def test_the_call_site_is_the_users_line() -> None:
     def library() -> bytes:
         return call_site()

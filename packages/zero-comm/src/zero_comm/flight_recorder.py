@@ -63,7 +63,7 @@ class FlightRecorder:
         self._count = 0
         self._on_device: deque[tuple[int, torch.Event]] = deque()
         self._moved_at = 0.0
-        self._lock = threading.Lock()  # the watch's thread calls `look_at_device` too
+        self._lock = threading.Lock()  # of the words but the count: the watch's thread calls `look_at_device` too
         self._named: Counter[str] = Counter()
 
     def label_group(self, group_name: str) -> bytes:
@@ -134,13 +134,15 @@ class FlightRecorder:
     def fail_wait(self, number: int) -> None:
         """Record that the wait for entry ``number`` ended with an error: this rank no longer waits for it. The header
         keeps the first such entry until a wait succeeds."""
-        self._words[_FAILED] = self._words[_FAILED] or number
-        self._words[_WAITING] = 0
+        with self._lock:
+            self._words[_FAILED] = self._words[_FAILED] or number
+            self._words[_WAITING] = 0
 
     def end_wait(self) -> None:
         """Record that the entry for which this rank waited is complete."""
-        self._words[_WAITING] = self._words[_FAILED] = 0
-        self._words[_FINISHED] += 1
+        with self._lock:
+            self._words[_WAITING] = self._words[_FAILED] = 0
+            self._words[_FINISHED] += 1
         self.look_at_device()
 
 
