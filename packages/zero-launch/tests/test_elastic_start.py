@@ -13,6 +13,7 @@ import psutil
 import pytest
 from conftest import marked_processes, wait_until
 
+from zero_launch.cli import main
 from zero_launch.standby_pool import Standby, StandbyKind
 
 STANDBY = """
@@ -170,6 +171,13 @@ def test_a_number_of_ranks_that_the_job_may_not_have_is_refused(run, write_scrip
     done = run("--elastic", "2:4", "--nproc", 1, write_script("pass"))
     assert done.returncode == 2
     assert "--nproc 1: expected from 2 to 4 ranks, as --elastic says" in done.stderr
+
+
+def test_a_count_of_accelerators_that_takes_too_long_is_an_error_and_no_traceback(write_script, monkeypatch, capfd):
+    monkeypatch.setattr("zero_launch.devices._SECONDS", 0.01)  # an interpreter that imports torch takes longer
+    assert main(["--elastic", "1:2", str(write_script("pass"))]) == 1
+    said = "zero-launch: the accelerators could not be counted: torch has not answered for 0.01 s"
+    assert said in capfd.readouterr().err
 
 
 ALWAYS = """

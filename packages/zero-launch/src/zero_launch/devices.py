@@ -14,9 +14,14 @@ def devices() -> int:
     """Return the number of accelerators of this machine, counted by a new process: torch caches the number in one that
     has counted before.
 
-    Raises RuntimeError when the count fails, and `subprocess.TimeoutExpired` when it takes more than two minutes.
+    Raises RuntimeError when the count fails or takes more than two minutes.
     """
-    done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_SECONDS)
+    try:
+        done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"the accelerators could not be counted: torch has not answered for {_SECONDS} s; --nproc N needs no count"
+        ) from error
     if done.returncode:
         raise RuntimeError(f"the accelerators could not be counted: {done.stderr.strip()}")
     return int(done.stdout.split()[-1])
