@@ -47,6 +47,14 @@ def test_a_ring_is_read_with_its_newest_entries(tmp_path):
         read_flight_record(tmp_path / "other")
 
 
+@pytest.mark.parametrize("nbytes", [0, 20, 64, 64 + SLOT.size])
+def test_a_flight_record_that_is_too_short_is_refused_by_its_path(tmp_path, nbytes):
+    write_flight_record(tmp_path / "recorder", list("ab"))
+    (tmp_path / "short").write_bytes((tmp_path / "recorder").read_bytes()[:nbytes])
+    with pytest.raises(ValueError, match="short: not a flight recorder in format 1"):
+        read_flight_record(tmp_path / "short")
+
+
 def test_collectives_without_a_step_do_not_hide_the_step(tmp_path):
     for rank, steps in enumerate(([7, -1, -1], [-1, -1, -1])):
         write_flight_record(tmp_path / str(rank), list("abc"), waiting=3, steps=steps)

@@ -105,14 +105,16 @@ def read_flight_record(path: Path) -> FlightRecord | None:
     """Return the content of one rank's flight recorder file, up to 256 entries; None if there is none, as before the
     rank first uses zero-comm. Entries that are being written over are left out.
 
-    Raises ValueError for a file in another format.
+    Raises ValueError for a file in another format, or too short for what its header says.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return None
-    magic, slots, slot_bytes, _, _, started, waiting, finished, failed = _HEADER.unpack_from(data)
-    if magic != b"ZCRING01" or slot_bytes != _SLOT.size:
+    header = data[: _HEADER.size].ljust(_HEADER.size, b"\0")
+    magic, slots, slot_bytes, _, _, started, waiting, finished, failed = _HEADER.unpack(header)
+    whole = slots > 0 and len(data) >= _HEADER_BYTES + slots * slot_bytes
+    if magic != b"ZCRING01" or slot_bytes != _SLOT.size or not whole:
         raise ValueError(f"{path}: not a flight recorder in format 1")
     entries = []
     for number in range(max(1, started - min(slots, _RECENT) + 1), started + 1):
