@@ -40,6 +40,27 @@ while True:
     writer.end_step(loss=1.0 / step, samples=1)
 """
 
+FULL = """
+import resource, sys, time
+from zero_report import SpanKind, RecordWriter
+
+def step(number):
+    now = time.perf_counter()
+    writer.span(SpanKind.FORWARD, "forward", now, now + 0.001)
+    writer.end_step(loss=float(number), samples=1)
+    writer.note("warning", text=f"step {number}")
+    writer.flush()
+
+writer = RecordWriter(sys.argv[1], rank=0, world_size=1, background=False, max_bytes=int(sys.argv[2]))
+for number in range(int(sys.argv[3])):
+    if number == 3:  # no file may grow: as on a full disk, writing fails with an OSError
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+    step(number)
+if sys.argv[4] == "room":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+writer.close()
+"""
+
 
 def write(
     path: Path, steps: int, *, max_bytes: int = 1 << 30, spans: int = 3, rank: int = 0, world_size: int = 1
@@ -70,6 +91,28 @@ def test_a_killed_run_can_be_read_up_to_its_last_second(tmp_path: Path) -> None:
     assert last is not None and last.open
     assert [span.name for span in last.spans] == ["forward", "the one that hangs"]
     assert record.last_written_at() > hung - 1.0
+
+
+@pytest.mark.parametrize("room_again", [True, False])
+@pytest.mark.parametrize(("max_bytes", "steps"), [(1 << 30, 9), (1, 900)], ids=["within its bound", "beyond its bound"])
+def test_a_full_disk_ends_no_run_and_what_is_missing_is_written_when_there_is_room(
+    tmp_path: Path, max_bytes: int, steps: int, room_again: bool
+) -> None:
+    words = map(str, (tmp_path, max_bytes, steps, "room" if room_again else "none"))
+    ran = subprocess.run([sys.executable, "-c", FULL, *words], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    said = [f"the record {tmp_path / 'attempt-0000'} cannot be written now; what is missing is kept for later: [Errno"]
+    if not room_again:
+        said.append(f"the record {tmp_path / 'attempt-0000'} is incomplete: [Errno")
+    assert [line.partition(" 27]")[0] for line in ran.stderr.splitlines()] == said
+    record = read_run(tmp_path).last.first
+    assert record.closed == room_again
+    if not room_again:
+        return
+    assert record.table["steps"].sum() == steps
+    assert set(range(steps - RECENT_STEPS + 1, steps + 1)) & set(range(1, steps + 1)) <= set(record.steps)
+    if max_bytes > 1:
+        assert [note["text"] for note in record.notes if note["note"] == "warning"] == [f"step {n}" for n in range(9)]
 
 
 def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_path: Path) -> None:

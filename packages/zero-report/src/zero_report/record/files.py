@@ -32,10 +32,12 @@ class Appended:
         """Write ``lines`` over a provisional line, if there is one, and ``provisional`` behind them; either may be
         empty.
 
-        Both end with a newline. A provisional line that is not written again is cut off.
+        Both end with a newline. A provisional line that is not written again is cut off. After an OSError the file
+        holds no further final lines, and the call may be repeated.
         """
         data = lines + provisional
         if data:
+            self._size = max(self._size, self._final + len(data))  # a call that fails may have written part of it
             _write_all_at(self._descriptor, data, self._final)
         size = self._final + len(data)
         if size < self._size:
@@ -46,8 +48,12 @@ class Appended:
         """Replace the whole content by ``data``, atomically: a reader finds either the old lines or the new ones."""
         scratch = self._path.with_name(f"{self._path.name}.new")
         descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        _write_all_at(descriptor, data, 0)
-        os.replace(scratch, self._path)
+        try:
+            _write_all_at(descriptor, data, 0)
+            os.replace(scratch, self._path)
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(self._descriptor)
         self._descriptor, self._final, self._size = descriptor, len(data), len(data)
 
@@ -109,8 +115,7 @@ class Table:
             self._write()
 
     def close(self) -> None:
-        """Write the rest and close the file."""
-        self.flush()
+        """Close the file."""
         self._file.close()
 
     def _write(self) -> None:
@@ -149,6 +154,7 @@ class Timeline:
         self._bytes = 0
         self._stride = 1
         self._coarser = False
+        self._unwritten: list[bytes] = []
 
     def indices_to_keep(self, first: int, count: int) -> list[int]:
         """Return which of ``count`` ended steps, the first of them ``first``, to append, as indices from 0.
@@ -167,14 +173,17 @@ class Timeline:
         """Write ``lines``, pairs of step and line for ended steps, and ``under_way``, the line of the step that has not
         ended.
 
-        The latter is provisional, or empty for none. Drops older steps when the file is full.
+        The latter is provisional, or empty for none. Drops older steps when the file is full. After an OSError the next
+        call writes these ``lines`` too.
         """
         self._blocks += lines
+        self._unwritten += [line for _, line in lines]
         self._bytes += sum(len(line) for _, line in lines)
         if self._coarser or self._bytes > self._max_bytes:
+            self._unwritten.clear()  # it writes all blocks, in the next call if it fails in this one
             self._drop_old_steps()
-            lines = ()
-        self._file.append(b"".join(line for _, line in lines), under_way)
+        self._file.append(b"".join(self._unwritten), under_way)
+        self._unwritten.clear()
 
     def close(self) -> None:
         """Close the file."""
@@ -195,8 +204,9 @@ class Timeline:
             self._stride *= 2
         while self._bytes > self._max_bytes and len(recent) > 1:
             self._bytes -= len(recent.pop(0)[1])
-        self._blocks, self._coarser = old + recent, False
+        self._blocks, self._coarser = old + recent, True  # until the file is rewritten
         self._file.replace(b"".join(line for _, line in self._blocks))
+        self._coarser = False
 
 
 class Notes:
@@ -206,22 +216,34 @@ class Notes:
         self._file = Appended(path)
         self._max_bytes = max_bytes
         self._left_out = 0
+        self._unwritten = b""
+        self._summary = b""
 
     def add(self, note: dict[str, Any]) -> None:
         """Write one note now; if there is no room, count it, and write the number of notes that were left out instead.
 
-        The first note is always written.
+        The first note is always written. After an OSError `flush` writes the note.
         """
         line = encode(note)
-        if self._file.final_bytes + len(line) > self._max_bytes and self._file.final_bytes:
+        held = self._file.final_bytes + len(self._unwritten)
+        if held + len(line) > self._max_bytes and held:
             self._left_out += 1
-            self._file.append(b"", encode({"note": "left_out", "at": note["at"], "count": self._left_out}))
+            self._summary = encode({"note": "left_out", "at": note["at"], "count": self._left_out})
         else:
-            self._file.append(line)
+            self._unwritten += line
+        self.flush()
 
-    def close(self, last: dict[str, Any]) -> None:
-        """Write the last note, ``last`` and the number that was left out, even beyond the bound, and close the file."""
-        self._file.append(encode({**last, "left_out": self._left_out}))
+    def flush(self) -> None:
+        """Write what an OSError has kept from being written, and the number of notes that were left out."""
+        self._file.append(self._unwritten, self._summary)
+        self._unwritten = b""
+
+    def finish(self, last: dict[str, Any]) -> None:
+        """Write the last note, ``last`` and the number that was left out, even beyond the bound."""
+        self._file.append(self._unwritten + encode({**last, "left_out": self._left_out}))
+
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from .schema import (
     rank_file,
 )
 
+logger = logging.getLogger("zero_report")
 _FLUSH_SECONDS = 0.5
 _LEAST_BYTES = 128 << 10  # of one rank, even if the record becomes larger than its bound
 _MOST_BYTES = 32 << 20  # of one rank
@@ -79,8 +81,9 @@ class RecordWriter:
 
     `span`, `memory` and `end_step` may each be called by one thread only. The writer's own thread writes to the files
     every half second, also within a step; `note` writes at once. So a process that is killed loses at most the last
-    half second. The record is closed by `close`, or at the end of the process. Raises OSError if the files cannot be
-    made.
+    half second. What cannot be written, as on a full disk, is kept and tried again with what follows; a warning of the
+    logger `zero_report` says so once. The record is closed by `close`, or at the end of the process. Raises OSError if
+    the files cannot be made.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class RecordWriter:
     ) -> None:
         folder = Path(path) / attempt_folder(attempt)
         folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
         share = max(_LEAST_BYTES, min(_MOST_BYTES, max_bytes // world_size))
         self._table = Table(folder / rank_file(rank, "table"), share // 4)
         self._timeline = Timeline(folder / rank_file(rank, "timeline"), share // 2)
@@ -108,7 +112,7 @@ class RecordWriter:
         self._process = os.getpid()
         self._lock = threading.Lock()  # of what is handed over; held for an instant
         self._file_lock = threading.Lock()  # held while files are written
-        self._closed = False
+        self._closed = self._has_warned = self._is_behind = False
         self._step, self._began = first_step, clock()
         self._under_way = under_way
         self._spans: list[Any] = []
@@ -225,26 +229,28 @@ class RecordWriter:
         """Write an event of this kind (a warning, a checkpoint, a retry) to the file now, with time and current step;
         on any thread.
 
-        ``facts``: plain data. Does nothing once the record is closed; a file that is full only counts the event. Raises
-        OSError, as of a full disk.
+        ``facts``: plain data. Does nothing once the record is closed; a file that is full only counts the event.
         """
+        note = {"note": kind, "at": self._unix + self._clock(), "step": self._step, **facts}
         with self._file_lock:
             if not self._closed:
-                self._notes.add({"note": kind, "at": self._unix + self._clock(), "step": self._step, **facts})
+                self._attempt(lambda: self._notes.add(note))
 
     def flush(self) -> None:
         """Write everything that is not in the files yet, including the current step so far; does nothing once the
-        record is closed. Any thread may call it. Raises OSError, as of a full disk.
+        record is closed. Any thread may call it.
         """
         with self._file_lock:
             if not self._closed:
                 self._write_handed_over(self._under_way())
+                self._attempt(self._notes.flush)
 
     def close(self) -> None:
         """Write the rest, mark the record as closed and close its files. Does nothing the second time or in a forked
         process.
 
-        Waits for the writer's thread to end. The current step is written only if it has computed. Raises OSError.
+        Waits for the writer's thread to end. The current step is written only if it has computed. A warning says what
+        cannot be written.
         """
         if self._closed or os.getpid() != self._process:
             return
@@ -252,11 +258,12 @@ class RecordWriter:
         if self._thread.is_alive():
             self._thread.join()
         with self._file_lock:
+            self._closed, self._has_warned = True, False  # what is missing now stays so
             self._write_handed_over((), closing=True)
-            self._closed = True
-            self._table.close()
-            self._timeline.close()
-            self._notes.close({"note": "closed", "at": self._unix + self._clock(), "step": self._step})
+            last = {"note": "closed", "at": self._unix + self._clock(), "step": self._step}
+            self._attempt(lambda: self._notes.finish(last))
+            for file in (self._table, self._timeline, self._notes):
+                file.close()
         atexit.unregister(self.close)
 
     def _clear_step(self) -> None:
@@ -269,7 +276,7 @@ class RecordWriter:
         """Write the ended steps, and the current one with the spans ``running`` under way, if it has any spans.
 
         When ``closing``, the current one only if it has computed. The caller holds the lock of the files, and not the
-        other one, which this takes for a moment. Raises OSError; the steps are then lost.
+        other one, which this takes for a moment.
         """
         with self._lock:
             finished, self._finished = self._finished, []
@@ -279,15 +286,29 @@ class RecordWriter:
                 spans, memory = list(self._spans), list(self._memory or ())
                 block = StepBlock(self._step, self._began, self._clock() - self._began, spans, self._left_out, memory)
                 under_way = OpenBlock(block, running)
-        if finished or under_way is not None:
+        if finished or under_way is not None or self._is_behind:
+            self._is_behind = False
             self._table.add(finished, self._unix)
             places = self._timeline.indices_to_keep(finished[0][0], len(finished)) if finished else []
             kept = [StepBlock(*finished[place][:-2]) for place in places]
             lines = [(block.step, block.encode(self._unix)) for block in kept if block.spans or block.memory]
-            self._timeline.append(lines, b"" if under_way is None else under_way.encode(self._unix))
-            self._table.flush()
+            line = b"" if under_way is None else under_way.encode(self._unix)
+            self._attempt(lambda: self._timeline.append(lines, line))
+            self._attempt(self._table.flush)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        """Call ``write``, which keeps what it cannot write for the next call; warn of its first OSError. A record must
+        not end the training."""
+        try:
+            write()
+        except OSError as error:
+            self._is_behind = True
+            if not self._has_warned:
+                self._has_warned = True
+                end = "is incomplete" if self._closed else "cannot be written now; what is missing is kept for later"
+                logger.warning("the record %s %s: %s", self._folder, end, error)
 
     def _flush_loop(self) -> None:
-        """Write to the files every half second until `close`; runs on the writer's thread, which an OSError ends."""
+        """Write to the files every half second until `close`; runs on the writer's thread."""
         while not self._wake.wait(_FLUSH_SECONDS):
             self.flush()
