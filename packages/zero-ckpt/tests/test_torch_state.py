@@ -244,6 +244,12 @@ def test_what_is_neither_tensor_nor_plain_is_refused_with_its_path(tmp_path: Pat
         zero_ckpt.save(tmp_path, {"counter": Counter({"a": [object()]})})
 
 
+@pytest.mark.parametrize("key", [torch.ones(2), (1, torch.ones(2))], ids=["a tensor", "a tuple with one"])
+def test_a_tensor_in_a_key_is_refused_by_the_path_of_its_dict(tmp_path: Path, key: object) -> None:
+    with pytest.raises(NotPlainDataError, match=r"counter\.a has a tensor of shape \(2,\) in a key"):
+        zero_ckpt.save(tmp_path, {"counter": Counter({"a": {key: 1}})})
+
+
 def test_param_groups_that_do_not_match_are_refused(tmp_path: Path) -> None:
     one = Run(1)
     zero_ckpt.save(tmp_path, one.state)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DamagedError
+from ..errors import DamagedError, NotPlainDataError
 from ..plain import to_plain
 
 _TENSOR, _MAP, _TUPLE = "$tensor", "$map", "$tuple"
@@ -19,7 +19,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
     The tensors, detached, are added to `tensors` by name. Tuples, and dicts with keys that are no plain strings, are
     marked, so that `decode` restores them. Raises NotPlainDataError with the path of what is neither a tensor nor plain
-    data.
+    data, and of a dict with a tensor in a key.
     """
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
@@ -32,11 +32,23 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
         return {
-            _MAP: [
-                [encode(key, f"{path} key", {}), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()
-            ]
+            _MAP: [[_encode_key(key, path), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
         }
     return to_plain(value, path)
+
+
+def _encode_key(key: Any, path: str) -> Any:
+    """Return a key of the dict at `path` as plain data. Raises NotPlainDataError, also for a key with a tensor in it:
+    what is loaded would be another tensor, and so another key."""
+    tensors: dict[str, torch.Tensor] = {}
+    encoded = encode(key, f"{path} key", tensors)
+    if tensors:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors.values())
+        raise NotPlainDataError(
+            f"{path} has a tensor of shape {shapes} in a key, which would be another key when it is loaded; use a "
+            "string or a number as the key"
+        )
+    return encoded
 
 
 def decode(value: Any, read: Callable[[str], torch.Tensor]) -> Any:
