@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from processes import run_ranks  # noqa: E402
 
-from zero_ckpt import CheckpointError, Interval, open_checkpoint, save_sharded  # noqa: E402
+from zero_ckpt import CheckpointError, Interval, NotPlainDataError, open_checkpoint, save_sharded  # noqa: E402
 from zero_ckpt.torch import DistCoordinator, Stager, dtype_name, tensor_buffer, torch_dtype  # noqa: E402
 from zero_ckpt.types import ITEMSIZE  # noqa: E402
 
@@ -61,3 +61,18 @@ def test_processes_save_together(tmp_path: Path) -> None:
     run_ranks(save_as_rank, 2, tmp_path, 2, str(tmp_path))
     expected = torch.arange(2.0).repeat_interleave(5)
     assert open_checkpoint(tmp_path / "run").read("w", "param") == bytes(tensor_buffer(expected))
+
+
+def give_what_is_not_plain(rank: int, world_size: int) -> None:
+    group = DistCoordinator()
+    with pytest.raises(NotPlainDataError) as found:
+        group.all_gather_object(object() if rank == 1 else {"rank": rank})
+    assert found.value.causes == {1: "object is not plain data"}
+    with pytest.raises(NotPlainDataError) as found:
+        group.all_gather_object("\ud800" * rank)  # half a surrogate pair, which msgpack cannot encode
+    assert found.value.causes.keys() == {1, 2}
+    assert group.all_gather_object(rank) == list(range(world_size))
+
+
+def test_what_is_not_plain_data_is_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(give_what_is_not_plain, 3, tmp_path, 3)

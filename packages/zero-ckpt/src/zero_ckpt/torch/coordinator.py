@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, NotPlainDataError
 from ..plain import pack, unpack
 from ..types import Coordinator, SoloCoordinator
 from .buffers import tensor_buffer
@@ -36,18 +36,30 @@ class DistCoordinator:
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the `obj` of every rank, in rank order; collective, waits for all of them.
 
-        Raises NotPlainDataError for what is not plain data; that is before this rank sends anything, so the others go
-        on waiting for it.
+        Raises NotPlainDataError on every rank, with the causes by rank, when what any rank gives is not plain data.
         """
-        own = torch.frombuffer(bytearray(pack(obj)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._group)
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: own.numel()] = own
-        gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        failure: Exception | None = None
+        try:
+            body = pack(obj)
+        except Exception as error:  # the other ranks wait for an answer
+            failure, body = error, str(error).encode(errors="replace")
+        bodies, have_failed = self._all_gather_bytes(body, failure is not None)
+        if causes := {rank: str(bodies[rank], "utf-8") for rank, failed in enumerate(have_failed) if failed}:
+            raise NotPlainDataError("the ranks could not exchange objects", causes) from failure
+        return list(map(unpack, bodies))
+
+    def _all_gather_bytes(self, body: bytes, failed: bool) -> tuple[list[memoryview], list[bool]]:
+        """Return the `body` and the mark `failed` of every rank, in rank order; collective."""
+        own = torch.frombuffer(bytearray(body or b"\0"), dtype=torch.uint8)
+        told = [torch.zeros(2, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(told, torch.tensor([len(body), int(failed)]), group=self._group)
+        sizes = [int(size) for size, _ in told]
+        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        padded[: len(own)] = own
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(gathered, padded, group=self._group)
-        return [unpack(tensor_buffer(data[: int(size)])) for data, size in zip(gathered, sizes, strict=True)]
+        found = [tensor_buffer(data[:size]) for data, size in zip(gathered, sizes, strict=True)]
+        return found, [bool(mark) for _, mark in told]
 
     def barrier(self) -> None:
         """Return once every rank has called it; it is an exchange of `all_gather_object`."""
