@@ -160,7 +160,7 @@ def refused(config: dict[str, Any], kind: str | None) -> str:
     ("zero", "kind", "words"),
     [
         ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, None, ["stage 1, 2 or 3"]),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "RMSprop", ["RMSprop", "Use Adam"]),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "Adafactor", ["Adafactor", "or use Adam"]),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, None, ["offload_param.nvme_path"]),
         (
             {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/proc/none"}},

@@ -178,6 +178,18 @@ def test_coalescing_at_stage_0_is_refused_by_name() -> None:
 def test_two_values_of_eps_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"eps=\(1e-30, 0.001\).*Adafactor"):
         DeepSpeedCPUAdam(build().parameters(), eps=(1e-30, 1e-3))
+    replaced = torch.optim.Adafactor(build().parameters())  # a framework hands on the param groups
+    with pytest.raises(UsageError, match=r"eps=\(None, 0.001\).*Adafactor.*zero_force_ds_cpu_optimizer"):
+        DeepSpeedCPUAdam(replaced.param_groups, lr=1e-3)
+
+
+def test_another_optimizer_that_is_replaced_by_adam_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    replaced = torch.optim.RMSprop(build().parameters())
+    DeepSpeedCPUAdam(replaced.param_groups, lr=1e-3)
+    assert "options of another optimizer (alpha, centered, momentum)" in caplog.text
+    caplog.clear()
+    DeepSpeedCPUAdam(torch.optim.AdamW(build().parameters()).param_groups, lr=1e-3)
+    assert not caplog.records
 
 
 def test_a_model_of_mics_is_built_and_trained(tmp_path: Path) -> None:

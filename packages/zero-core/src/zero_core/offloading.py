@@ -29,7 +29,7 @@ from zero_offload import (
     malloc,
     offload_activations,
 )
-from zero_partition import element_positions
+from zero_partition import element_positions, refuse_on_tier
 
 from .errors import UsageError
 from .swap_folders import check_swap_folders, remove_abandoned
@@ -123,21 +123,20 @@ class Offloading:
 
     def state_tier(self, optimizer: Optimizer | None) -> MakeStates | None:
         """Return the function that makes the tier for `offload_optimizer`; None for the device or without an optimizer.
-        Raises `UsageError` at stage 0, for an optimizer without a CPU kernel, and for a ratio that is not possible."""
+        Raises `UsageError` at stage 0 and for options that exclude it, `PartitionError` if it needs full parameters."""
         zero = self._config.zero_optimization
         section = zero.offload_optimizer
         if section.device == "none" or optimizer is None:
             return None
         if zero.stage == 0:
             raise UsageError("zero_optimization.offload_optimizer needs stage 1, 2 or 3; at stage 0 nothing is sharded")
-        if not OffloadedUpdate.supports(type(optimizer)):
-            raise UsageError(
-                f"zero_optimization.offload_optimizer: {type(optimizer).__name__} has no CPU kernel. Use Adam, AdamW, "
-                'Adagrad, Lion or SGD, or set offload_optimizer.device to "none"'
-            )
+        if not OffloadedUpdate.supports(optimizer):
+            refuse_on_tier(optimizer)
+            if self._rank == 0:
+                say(f"offload_optimizer: {type(optimizer).__name__} has no CPU kernel; torch steps it on the host")
         options, beside = self._tier_options(), self._config.offload.delayed_update or section.overlap == "exact"
         try:
-            options.check_device(self._device, type(optimizer), beside=beside)
+            options.check_device(self._device, optimizer, beside=beside)
         except ValueError as error:
             raise UsageError(f"zero_optimization.offload_optimizer.{error}") from error
         return lambda shards, residency: self._make_update(optimizer, options, shards, residency)
@@ -153,7 +152,7 @@ class Offloading:
         in_host = self._device.type == "cpu" or self._config.zero_optimization.offload_param.device != "none"
         plans = _shard_plans(shards, groups, in_host)
         common: dict[str, Any] = {"device": self._device, "budget": self._budget, "trace": self.trace}
-        what = plans, type(optimizer), lambda: optimizer.param_groups, residency, tier_options
+        what = plans, optimizer, lambda: optimizer.param_groups, residency, tier_options
         if self._config.offload.delayed_update:
             self.update = DelayedUpdate(*what, **common)
         elif section.overlap == "exact":

@@ -7,7 +7,8 @@ that optimizer's options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -20,6 +21,10 @@ from zero_optim import Lion
 from zero_optim_kernels.torch import CPUAdagrad, CPUAdam, CPULion
 
 Parameters = Any
+logger = logging.getLogger("DeepSpeed")
+_NOT_OF_ADAM = frozenset(
+    ["alpha", "beta2_decay", "centered", "decay_rate", "etas", "lambd", "lr_decay", "momentum", "momentum_decay", "rho"]
+)
 
 
 class DeepSpeedCPUAdam(CPUAdam):
@@ -47,14 +52,35 @@ class DeepSpeedCPUAdam(CPUAdam):
             raise UsageError("DeepSpeedCPUAdam(bias_correction=False) is not available; leave it true")
         if amsgrad:
             raise UsageError("DeepSpeedCPUAdam(amsgrad=True) is not available; leave it false")
-        if not isinstance(eps, Real):
-            raise UsageError(
-                f"DeepSpeedCPUAdam(eps={eps!r}): expected a number. Adafactor has two: a framework that replaces it by "
-                "this optimizer hands them on. Use AdamW, or set zero_force_ds_cpu_optimizer to false"
-            )
+        model_params = list(model_params)
+        _check_replaced([eps, *(group["eps"] for group in model_params if isinstance(group, dict) and "eps" in group)])
+        _warn_of_replaced(model_params)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         forced = {"decoupled_weight_decay": adamw_mode}
         _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
+
+
+def _check_replaced(eps: Sequence[Any]) -> None:
+    """Raise `UsageError` for an ``eps`` that is no number."""
+    for given in eps:
+        if not isinstance(given, Real):
+            raise UsageError(
+                f"DeepSpeedCPUAdam(eps={given!r}): expected a number. Adafactor has two: a framework that replaces it "
+                "by this optimizer hands them on. Use AdamW, or train Adafactor itself: set "
+                'zero_force_ds_cpu_optimizer to false and offload_optimizer.device to "none"'
+            )
+
+
+def _warn_of_replaced(model_params: Sequence[Any]) -> None:
+    """Warn once if ``model_params`` are param groups with options that Adam does not have: a framework (Accelerate)
+    replaces another optimizer by this one."""
+    foreign = sorted({key for group in model_params if isinstance(group, dict) for key in group.keys() & _NOT_OF_ADAM})
+    if foreign:
+        logger.warning(
+            "DeepSpeedCPUAdam: the param groups have options of another optimizer (%s), which is replaced by Adam, as "
+            "Accelerate does with offload_optimizer; to train the other one, set zero_force_ds_cpu_optimizer to false",
+            ", ".join(foreign),
+        )
 
 
 class DeepSpeedCPUAdagrad(CPUAdagrad):

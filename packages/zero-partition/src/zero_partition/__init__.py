@@ -28,7 +28,7 @@ from .layout import Fragment, Layout, LayoutEntry, UnitLayout, element_positions
 from .leaves import LeafTree
 from .live import UnitState
 from .model_parts import ModelParts, TensorParallelModel, UnsplitModel
-from .needs import AveragingOptimizer, NormOptimizer
+from .needs import AveragingOptimizer, NormOptimizer, refuse_on_tier
 from .norm import GRID, GridSquares, NormSquared, grid_squares, norm_squared
 from .optimizer import ShardedOptimizer
 from .partition import Partition, owner_of, partition
@@ -98,6 +98,7 @@ __all__ = [
     "partition",
     "plan_units",
     "present_class",
+    "refuse_on_tier",
     "register_external_parameter",
     "register_unless_wrapper",
     "set_full_gradient",

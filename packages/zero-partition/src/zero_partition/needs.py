@@ -102,6 +102,20 @@ def refuse_unusable(optimizer: Optimizer) -> None:
         _refuse_wrapper(optimizer)
 
 
+def refuse_on_tier(optimizer: Optimizer) -> None:
+    """Raise `PartitionError` for an optimizer that a tier (offload_optimizer) cannot run, as it has to see more than
+    fragments of parameters: full ones, norms of them, or the whole model."""
+    kind = type(optimizer).__name__
+    if need_of(optimizer) is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer):
+        raise PartitionError(
+            f"zero_optimization.offload_optimizer: {kind} looks at full parameters (factored states, norms, "
+            "orthogonalisation), but the host updates fragments of them, whose results would differ. Set "
+            'offload_optimizer.device to "none", where each full parameter has one rank that updates it, or use Adam, '
+            f"AdamW, Adagrad, Lion, SGD or another elementwise optimizer; if {kind} is one, its class has to say so: "
+            "elementwise = True."
+        )
+
+
 def need_of(optimizer: Optimizer, device: torch.device = _CPU) -> Need:
     """Return the smallest thing on which ``optimizer`` computes correctly.
 

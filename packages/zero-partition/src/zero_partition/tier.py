@@ -96,10 +96,15 @@ class StateTier(Protocol):
         A kind ``<moment>_scale`` has one element for every 256 elements of the moment.
         """
 
+    def numbers(self, fragment: str, /) -> Mapping[str, torch.Tensor]:
+        """Return what an optimizer without a kernel keeps of a fragment beside its moments and ``step``: 0-D tensors by
+        name, some values before the fragment's first step."""
+
     def states(
         self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yield (fragment, {kind: value}) with ``step`` (0-D) and copies of the kept values, 1-D in host memory.
+        """Yield (fragment, {kind: value}) with ``step`` and `numbers` (0-D) and 1-D copies of the kept values on the
+        host.
 
         ``fragments``: names, None for all; those without any values are left out. Masters whose weights were changed
         since are left out unless ``stale_masters``. ``decoded``: give 8-bit moments as float32 values, without scales.

@@ -212,10 +212,10 @@ class TierState(MutableMapping[str, Any]):
         return repr(dict(self.items()))
 
     def _kinds(self) -> list[str]:
-        """Return ``step`` and the kinds of moments; empty before the fragment's first step."""
+        """Return ``step``, other numbers and the kinds of moments; empty before the fragment's first step."""
         held = self._tier.held(self.name)[1]
         moments = [kind for kind in held if kind != _MASTER and not kind.endswith(_SCALE)]
-        return [_STEP, *moments] if moments else []
+        return [_STEP, *self._tier.numbers(self.name), *moments] if moments else []
 
     @_publishes_refusal
     def _kept(self) -> dict[str, torch.Tensor]:
@@ -244,8 +244,8 @@ class TierState(MutableMapping[str, Any]):
         return window.show(window.values, is_guarded=is_guarded and kind != _STEP)
 
     def _in_shape(self, kind: str, value: torch.Tensor) -> torch.Tensor:
-        """Return a value of the tier (1-D) in the fragment's shape; ``step`` as it is."""
-        return value if kind == _STEP else value.view(self._owned.shape)
+        """Return a value of the tier (1-D) in the fragment's shape; numbers as they are."""
+        return value if value.dim() == 0 else value.view(self._owned.shape)
 
     @_publishes_refusal
     def _packed(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -253,23 +253,24 @@ class TierState(MutableMapping[str, Any]):
 
         Raises `PartitionError` for kinds, sizes and other parameters' states that the tier cannot keep.
         """
+        numbers = {_STEP, *self._tier.numbers(self.name)}
         kinds = {
-            _STEP,
+            *numbers,
             *(kind for kind in self._tier.kinds(self.name) if kind != _MASTER and not kind.endswith(_SCALE)),
         }
         packed: dict[str, Any] = {}
         for kind, value in state.items():
             self._check_own(kind, value)
         for kind, value in tree_map(plain, state).items():
-            numel = 1 if kind == _STEP else self._owned.fragment.length
-            fits = value.numel() == numel if isinstance(value, torch.Tensor) else kind == _STEP
+            numel = 1 if kind in numbers else self._owned.fragment.length
+            fits = value.numel() == numel if isinstance(value, torch.Tensor) else kind in numbers
             if kind not in kinds or not fits:
                 raise PartitionError(
                     f"optimizer.state of parameter '{self.name}': a tier keeps {sorted(kinds)} of it "
                     f"(offload_optimizer), as tensors of {self._owned.fragment.length} elements, got '{kind}': "
                     f"{_described(value)}. Nothing was changed."
                 )
-            packed[kind] = int(value) if kind == _STEP else value.detach().flatten().cpu()
+            packed[kind] = int(value) if kind == _STEP else torch.as_tensor(value).detach().flatten().cpu()
         return packed
 
     def _check_own(self, kind: str, value: Any) -> None:

@@ -96,8 +96,9 @@ def tier_intervals(
                     partial(tier.held, entry.name),
                 )
         if (step or dtypes) and (fragment.param_offset == 0 or every_replica):
-            count = torch.tensor(float(step))
-            yield Interval(entry.name, "step.scalar", (), dtype_name(count.dtype), 0, tensor_buffer(count))
+            others = tier.numbers(entry.name) if step else {}
+            for kind, number in {"step": torch.tensor(float(step)), **others}.items():
+                yield Interval(entry.name, f"{kind}.scalar", (), dtype_name(number.dtype), 0, tensor_buffer(number))
 
 
 def _linked(sealed: Sealed, key: str, name: str, place: StoredSlice, dtype: torch.dtype) -> Iterator[Interval]:
@@ -117,7 +118,7 @@ def tier_values(
     int. ``optimizer``: with moments and steps, else masters only. A parameter that the checkpoint lacks is missing."""
     found: dict[str, dict[str, Any]] = {}
     reading = BatchedRead(checkpoint)
-    steps: dict[str, torch.Tensor] = {}
+    numbers: dict[tuple[str, str], torch.Tensor] = {}
     for fragment in unit.layout.fragments(rank):
         name, offset = fragment.entry.name, fragment.param_offset
         if (name, "param") not in checkpoint.tensors:
@@ -129,13 +130,14 @@ def tier_values(
                 reading.add_weights(name, offset, state[kind])
             elif optimizer:
                 _add_moment(reading, fragment, kind, tier.kinds(name), state)
-        if optimizer and (name, "step.scalar") in checkpoint.tensors:
-            steps[name] = torch.empty(1, dtype=torch_dtype(checkpoint.tensors[name, "step.scalar"].dtype))
-            reading.add(name, "step.scalar", 0, steps[name])
+        for kind in ("step", *tier.numbers(name)) if optimizer else ():
+            if (entry := checkpoint.tensors.get((name, f"{kind}.scalar"))) is not None:
+                numbers[name, kind] = torch.empty(1, dtype=torch_dtype(entry.dtype))
+                reading.add(name, f"{kind}.scalar", 0, numbers[name, kind])
         found[name] = state
     reading.run()
-    for name, step in steps.items():
-        found[name]["step"] = int(step)
+    for (name, kind), number in numbers.items():
+        found[name][kind] = int(number) if kind == "step" else number
     return found
 
 

@@ -43,7 +43,8 @@ class UpdateParts:
 
     ``slices``: all of them. ``in_memory``: if some slices are in files, the slices that are not. ``tier``: keeps
     masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
-    ``on_device``: updates the slices that stay on an accelerator. ``plan``: bytes by what holds them. ``paths``: the
+    ``on_device``: updates the slices that stay on an accelerator. ``on_host``: updates the others, where there is no
+    kernel. ``plan``: bytes by what holds them. ``paths``: the
     folders of the files.
     """
 
@@ -53,6 +54,7 @@ class UpdateParts:
     gradients: Gradients
     staged: StagedSlices
     on_device: DeviceSteps
+    on_host: DeviceSteps | None
     plan: Mapping[str, int]
     paths: Sequence[str]
 
@@ -88,6 +90,7 @@ def build(
     kept = [] if device.type == "cpu" else on_device
     slices = [*offloaded, *rest]
     steps = DeviceSteps(rule, len(slices) - len(kept), device)
+    host_steps = DeviceSteps(rule, 0, torch.device("cpu")) if rule.run is None else None
     in_host = slices[: len(slices) - len(kept)]
     collected = host_parts(shards, kept)
     pin = tier_options.pin and device.type != "cpu"
@@ -112,7 +115,15 @@ def build(
         raise
     staged = StagedSlices(slices, gradients, weights, device, staging=staging, on_device=steps, pin=pin, trace=trace)
     return UpdateParts(
-        slices, in_memory if in_files else (), tier, gradients, staged, steps, MappingProxyType(plan), options.paths
+        slices,
+        in_memory if in_files else (),
+        tier,
+        gradients,
+        staged,
+        steps,
+        host_steps,
+        MappingProxyType(plan),
+        options.paths,
     )
 
 

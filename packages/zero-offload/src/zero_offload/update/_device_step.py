@@ -1,5 +1,6 @@
-"""The arithmetic of the slices that stay on an accelerator: torch's optimizer, over masters and moments there. A slice
-is the spans of fragments that are updated together; a kind is one tensor of state: ``master`` or a moment.
+"""The arithmetic of torch's optimizer, over masters and moments of slices that stay on an accelerator, and of all
+slices where there is no kernel. A slice is the spans of fragments that are updated together; a kind is one tensor of
+state: ``master`` or a moment.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..errors import OffloadError
+from ._probed_states import plain_step
 from ._rules import Rule
 from ._slices import MASTER, KeptFragment
 from ._staging import StagedSpan
@@ -22,9 +25,9 @@ _HOST = torch.device("cpu")
 class DeviceSteps:
     """Steps by torch's optimizer over the slices whose index is ``first`` or more; a container of these indices.
 
-    The optimizer is ``rule.template``, with the options of the parameter groups, so the results have the bits of that
-    optimizer without offload. Its states are the tensors of the tier, on ``device``. The host waits for nothing, unless
-    weights are in host memory.
+    The optimizer is ``rule.template``, or what ``rule.make`` returns, with the options of the parameter groups, so the
+    results have the bits of that optimizer without offload. Its states are the tensors of the tier, on ``device``. On
+    an accelerator the host waits for nothing, unless weights are in host memory.
     """
 
     def __init__(self, rule: Rule, first: int, device: torch.device) -> None:
@@ -34,6 +37,7 @@ class DeviceSteps:
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._parameters: dict[tuple[KeptFragment, int], torch.Tensor] = {}
         self._counted: dict[torch.Tensor, int] = {}
+        self._numbers: dict[KeptFragment, dict[str, torch.Tensor]] = {}
 
     def __contains__(self, index: object) -> bool:
         """Return whether the slice with this index stays on the device."""
@@ -63,15 +67,23 @@ class DeviceSteps:
             if grad_scale != 1.0:
                 torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], grad_scale)
             try:
-                optimizer.step()
+                plain_step(optimizer)
             finally:
                 for parameter in parameters:
                     parameter.grad = None
             for one, parameter in zip(spans, parameters, strict=True):
                 self._take_states(optimizer, one.span.fragment, parameter, tensors[one.number])
-                one.weights.view().copy_(parameter)
+                (one.weights if self._device.type != "cpu" else one.out).view().copy_(parameter)
                 if not one.span.fragment.keeps_master:
                     parameter.data = parameter.new_empty(0)
+
+    def commit(self) -> None:
+        """Give the fragments the numbers that the optimizer has computed of them; called once all slices have been
+        updated.
+        """
+        for fragment, numbers in self._numbers.items():
+            fragment.numbers = numbers
+        self._numbers = {}
 
     def _optimizer(self, number: int, group: Mapping[str, Any]) -> torch.optim.Optimizer:
         """Return torch's optimizer for parameter group ``number``, made on first use, with the options that ``group``
@@ -79,8 +91,9 @@ class DeviceSteps:
         """
         optimizer = self._optimizers.get(number)
         if optimizer is None:
-            made: Any = self._rule.template
-            optimizer = self._optimizers[number] = made([torch.zeros(0, device=self._device)])
+            template: Any = self._rule.template
+            made = template([torch.zeros(0, device=self._device)]) if self._rule.make is None else self._rule.make()
+            optimizer = self._optimizers[number] = made
         own = optimizer.param_groups[0]
         own.update({key: value for key, value in group.items() if key in own and key != "params"})
         if self._rule.fused and own["fused"] is None:
@@ -109,6 +122,10 @@ class DeviceSteps:
         """Give the optimizer the states of a span (``tensors``, by kind) and the number of its steps. SGD's buffer is
         left out of a first step, which sets it to the gradient.
         """
+        if self._rule.make is not None and fragment.step == 0:
+            optimizer.state.pop(parameter, None)  # the optimizer makes its first states itself
+            self._counted[parameter] = 1
+            return
         state, group = optimizer.state[parameter], optimizer.param_groups[0]
         begins_anew = self._rule.template is torch.optim.SGD and fragment.step == 0
         for kind in fragment.moments:
@@ -117,7 +134,20 @@ class DeviceSteps:
         count = state.get(_STEP)
         if count is None or count.device.type != where.type or self._counted[parameter] != fragment.step:
             state[_STEP] = torch.full((), float(fragment.step), dtype=torch.float32, device=where)
+            state.update({name: self._number(fragment, name, where) for name in self._rule.numbers})
         self._counted[parameter] = fragment.step + 1
+
+    def _number(self, fragment: KeptFragment, name: str, where: torch.device) -> Any:
+        """Return the number ``name`` that was kept of a fragment, in the optimizer's type; OffloadError if there is
+        none.
+        """
+        kept, like = fragment.numbers.get(name), self._rule.numbers[name]
+        if kept is None:
+            raise OffloadError(
+                f"'{fragment.name}': {self._rule.template.__name__} keeps the number '{name}', which the states that "
+                "were loaded lack; load states of the same optimizer, or none"
+            )
+        return kept.to(where, like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(kept.item())
 
     def _take_states(
         self,
@@ -127,8 +157,11 @@ class DeviceSteps:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind); states that
-        it updated in place need no copy.
+        it updated in place need no copy. Keep its numbers for `commit`.
         """
+        if self._rule.numbers:
+            held = optimizer.state[parameter]
+            self._numbers[fragment] = {n: torch.as_tensor(held[n]).detach().cpu().clone() for n in self._rule.numbers}
         for kind in fragment.moments:
             own = optimizer.state[parameter][kind.name]
             if own is not tensors[kind.name]:

@@ -1,9 +1,10 @@
-"""The optimizers: the states of a parameter, and the fused kernel that updates it."""
+"""The optimizers: the states of a parameter, and the fused kernel that updates it, or torch's step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ import torch
 from zero_optim_kernels import adagrad_step, adam_step, lion_step, sgd_step
 from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdam, CPUAdamW, CPULion
 
-__all__ = ["KernelOperands", "Rule", "find_rule", "has_rule"]
+from ._probed_states import ProbedStates, copy_of, probe_states
+
+__all__ = ["KernelOperands", "OptimizerLike", "Rule", "find_rule", "has_rule"]
+
+OptimizerLike = str | type[torch.optim.Optimizer] | torch.optim.Optimizer
+"""A name ("AdamW"), a class, or an optimizer, of which a copy steps where its class has no kernel."""
 
 Group = Mapping[str, Any]
 
@@ -38,17 +44,20 @@ class Rule:
 
     ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, whether it is a
     second moment, never negative) of each moment for a parameter group, ``initial`` the value that moments start with.
-    ``run`` calls the kernel, which writes weights and states. ``refused``: options that the kernel does not have.
-    ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel; torch's own
-    classes choose by themselves.
+    ``run`` calls the kernel, which writes weights and states; None: the optimizer that ``make`` returns steps, on the
+    host too. ``refused``: options that the kernel does not have. ``fused``: on a device, where no option says
+    otherwise, the template steps by torch's fused kernel; torch's own classes choose by themselves. ``numbers``: what
+    the optimizer keeps of a parameter beside moments and ``step``, by name, as examples of their types.
     """
 
     template: type[torch.optim.Optimizer]
     moments: Callable[[Group], tuple[tuple[str, bool], ...]]
     initial: Callable[[Group], float]
-    run: Callable[[KernelOperands, Group], None]
+    run: Callable[[KernelOperands, Group], None] | None
     refused: tuple[str, ...] = ()
     fused: bool = False
+    make: Callable[[], torch.optim.Optimizer] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of a parameter group: ``options``, and the defaults of the torch class for the others.
@@ -187,30 +196,60 @@ _BY_CLASS: Sequence[tuple[type, Rule]] = (
 )
 
 
-def has_rule(optimizer: str | type) -> bool:
-    """Return whether there is a kernel for a name ("AdamW", any case) or a class; a subclass is another class.
+def has_rule(optimizer: OptimizerLike) -> bool:
+    """Return whether there is a kernel for an optimizer: by name ("AdamW", any case) or class, where a subclass is
+    another class, or an object, all options of whose groups the kernel has.
 
     A class that merely wraps another optimizer's arithmetic names that class in its attribute ``same_arithmetic_as``.
     """
     return _lookup(optimizer) is not None
 
 
-def _lookup(optimizer: str | type) -> Rule | None:
-    """Return the rule for a name, in any case, or a class, or the class named in its ``same_arithmetic_as``; None if
-    there is none.
-    """
+def _lookup(optimizer: OptimizerLike) -> Rule | None:
+    """Return the rule with a kernel for an optimizer, as `has_rule` says; None if there is none."""
     if isinstance(optimizer, str):
         return _BY_NAME.get(optimizer.lower())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        known, is_torch = _lookup(type(optimizer)), type(optimizer).__module__.startswith("torch.optim.")
+        refused = known.refused if known is not None and is_torch else ()  # a class of ours lacks them itself
+        return None if any(group.get(option) for group in optimizer.param_groups for option in refused) else known
     kind = getattr(optimizer, "same_arithmetic_as", optimizer)
     return next((rule for known, rule in _BY_CLASS if known is kind), None)
 
 
-def find_rule(optimizer: str | type) -> Rule:
-    """Return the rule for a name ("AdamW", any case) or a class, as `has_rule` finds it; ValueError if it has no
-    kernel.
+def find_rule(optimizer: OptimizerLike) -> Rule:
+    """Return the rule for an optimizer: one with a kernel, as `has_rule` finds it, else, for an object, one by which a
+    copy of it steps, which has to be elementwise.
+
+    ValueError for a name or a class without a kernel, and for an object that a tier cannot step (`probe_states`).
     """
     found = _lookup(optimizer)
+    if found is None and isinstance(optimizer, torch.optim.Optimizer):
+        return _stepping_copy(optimizer)
     if found is None:
         told = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", repr(optimizer))
         raise ValueError(f"optimizer: expected Adagrad, Adam, AdamW, Lion or SGD, by name or class, got {told}")
     return found
+
+
+def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
+    """Return the rule by which copies of ``optimizer`` step. Raises the ValueError of `probe_states`."""
+    probed: dict[tuple[tuple[str, bool], ...], ProbedStates] = {}
+
+    def states(group: Group) -> ProbedStates:
+        """Return what is kept with the options of ``group``, which depends on whether each of them is set."""
+        key = tuple((name, bool(value)) for name, value in group.items() if isinstance(value, (bool, int, float)))
+        if key not in probed:
+            probed[key] = probe_states(optimizer, group)
+        return probed[key]
+
+    numbers = {name: value for group in optimizer.param_groups for name, value in states(group).numbers.items()}
+    return Rule(
+        type(optimizer),
+        lambda group: tuple((name, False) for name in states(group).moments),
+        _zero,
+        None,
+        ("differentiable",),
+        make=partial(copy_of, optimizer, [torch.zeros(0)], optimizer.param_groups[0]),
+        numbers=numbers,
+    )

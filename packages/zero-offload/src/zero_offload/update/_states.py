@@ -61,7 +61,8 @@ def read_states(
                 if span.fragment in wanted:
                     _read_span(span, tensors, states.setdefault(span.fragment, {}), stale=stale)
             for fragment in [f for f in states if last[f] == visit.number]:
-                yield fragment, {_STEP: torch.tensor(float(fragment.step)), **states.pop(fragment)}
+                numbers = {name: number.clone() for name, number in fragment.numbers.items()}
+                yield fragment, {_STEP: torch.tensor(float(fragment.step)), **numbers, **states.pop(fragment)}
 
 
 def _read_span(span: FragmentSpan, tensors: Tensors, state: dict[str, torch.Tensor], *, stale: bool) -> None:
@@ -95,15 +96,16 @@ def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
     return "u5e3" if kind.second else "e4m3"
 
 
-def check_state(fragment: KeptFragment, state: State) -> None:
+def check_state(rule: Rule, fragment: KeptFragment, state: State) -> None:
     """Raise ValueError, naming the fragment, for a kind that it does not have, for a kind of another size, and for
-    8-bit codes without their scales. Kinds may be missing.
+    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names its numbers.
     """
     kinds = {kind.name: kind for kind in fragment.kinds}
-    unknown = sorted(set(state) - {_STEP, *kinds})
+    unknown = sorted(set(state) - {_STEP, *kinds, *rule.numbers})
     if unknown:
         raise ValueError(
-            f"'{fragment.name}': expected states among {sorted({_STEP, *kinds})}, got {', '.join(unknown)}"
+            f"'{fragment.name}': expected states among {sorted({_STEP, *kinds, *rule.numbers})}, "
+            f"got {', '.join(unknown)}"
         )
     for name in state.keys() & kinds.keys():
         items = kinds[name].items(fragment.plan.numel)
@@ -135,11 +137,14 @@ def write_states(
                         fill_moments(rule, groups, span.fragment, tensors)
                     _write_span(span, tensors, states[span.fragment])
     for fragment, state in states.items():
-        fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
+        fragment.has_moments |= bool(set(state) - {MASTER, _STEP, *rule.numbers}) or bool(state.get(_STEP))
         if MASTER in state:
             fragment.has_master, fragment.weights_changed = True, False
         if _STEP in state:
             fragment.step = int(state[_STEP])
+        for name in rule.numbers.keys() & state.keys():
+            like = torch.as_tensor(rule.numbers[name])
+            fragment.numbers[name] = torch.as_tensor(state[name]).to("cpu", like.dtype, copy=True).reshape(())
 
 
 def _has_state(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:
@@ -168,5 +173,5 @@ def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
 def forget_states(fragments: Sequence[KeptFragment]) -> None:
     """Mark the fragments as having no state and no steps taken; the tier's content is not touched."""
     for fragment in fragments:
-        fragment.step = 0
+        fragment.step, fragment.numbers = 0, {}
         fragment.has_moments = fragment.has_master = fragment.weights_changed = False

@@ -31,6 +31,7 @@ def run_step(
     tier: Tier,
     staged: StagedSlices,
     on_device: DeviceSteps,
+    on_host: DeviceSteps | None,
     fragments: Collection[KeptFragment],
     *,
     absent: Collection[str],
@@ -38,7 +39,7 @@ def run_step(
     trace: Trace | None,
 ) -> None:
     """Update the weights, masters and moments of ``fragments``, slice by slice, with the kernels of ``rule``, or by
-    ``on_device`` where it has the slice.
+    ``on_device`` where it has the slice; by ``on_host`` instead of kernels if it is not None.
 
     ``groups``: the parameter groups, by number. ``slices``: all slices of the update, whose states are on ``tier``;
     those without one of ``fragments`` are skipped. ``staged``: brings gradients and weights. ``fragments`` are all that
@@ -63,6 +64,8 @@ def run_step(
                             _prepare_states(rule, groups, staged_span, visit.tensors[staged_span.number])
                     if stays:
                         on_device.run(groups, staged_spans, visit.tensors, grad_scale)
+                    elif on_host is not None:
+                        on_host.run(groups, staged_spans, visit.tensors, grad_scale)
                     else:
                         run_kernels(rule, groups, staged_spans, visit.tensors, grad_scale)
                 staged.finish(position)
@@ -71,6 +74,9 @@ def run_step(
         staged.abort()
         raise
     count_step(fragments)
+    on_device.commit()
+    if on_host is not None:
+        on_host.commit()
 
 
 def count_step(fragments: Iterable[KeptFragment]) -> None:
@@ -163,8 +169,9 @@ def run_kernels(
             batch.common["copy_out"].append(out)
         for kind in fragment.moments:
             batch.states[kind.name].append(own[kind.name].data_ptr())
-    for key, batch in batches.items():
-        rule.run(batch, groups[key[0]])
+    if rule.run is not None:
+        for key, batch in batches.items():
+            rule.run(batch, groups[key[0]])
     for staged_span in staged_spans:
         fragment = staged_span.span.fragment
         if fragment.keeps_master and fragment.dtype == torch.float64:  # of which the kernels write no second copy

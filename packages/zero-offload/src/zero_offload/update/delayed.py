@@ -17,6 +17,7 @@ from ..sealed import Sealed
 from ..trace import Trace
 from ._gradients import HostGradients, borrowed_gradient, gradient_bytes, known_shard
 from ._mirror import Mirror, copy_options
+from ._rules import OptimizerLike
 from .plans import ShardPlan, Weights, check_shard_tensor
 from .tier_options import TierOptions
 from .update import OffloadedUpdate
@@ -44,7 +45,7 @@ class DelayedUpdate:
     def __init__(
         self,
         shards: Sequence[ShardPlan],
-        optimizer: str | type[torch.optim.Optimizer],
+        optimizer: OptimizerLike,
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         weights: Weights,
         tier_options: TierOptions | None = None,
@@ -225,6 +226,10 @@ class DelayedUpdate:
         would yield for it.
         """
         return self._after_step().held(fragment)
+
+    def numbers(self, fragment: str) -> dict[str, torch.Tensor]:
+        """Wait for the running step; return what `OffloadedUpdate.numbers` does: {}, as kernels keep none."""
+        return self._after_step().numbers(fragment)
 
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False

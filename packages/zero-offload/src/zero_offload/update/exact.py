@@ -20,7 +20,7 @@ from ._journal import Journal, chosen_shards, journal_bytes
 from ._lent_weights import LentWeights
 from ._mirror import copy_options
 from ._overlap_rate import OverlapRate
-from ._rules import find_rule
+from ._rules import OptimizerLike, find_rule
 from ._speculations import Assumed, Options, Speculations, traced
 from ._staging import StagedSlices
 from .plans import BoundedWeights, ShardPlan, Weights
@@ -59,7 +59,7 @@ class ExactUpdate(OffloadedUpdate):
     def __init__(
         self,
         shards: Sequence[ShardPlan],
-        optimizer: str | type[torch.optim.Optimizer],
+        optimizer: OptimizerLike,
         groups: Callable[[], Options],
         weights: Weights,
         tier_options: TierOptions | None = None,

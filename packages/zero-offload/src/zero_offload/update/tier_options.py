@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from .._extents import NvmePath
-from ._rules import find_rule
+from ._rules import OptimizerLike, find_rule
 from ._slices import GRAIN
 
 __all__ = ["TierOptions"]
@@ -68,20 +68,29 @@ class TierOptions:
         if self.state_dtype not in (None, torch.bfloat16, torch.int8):
             raise ValueError(f"state_dtype: expected None, torch.bfloat16 or torch.int8, got {self.state_dtype}")
 
-    def check_device(self, device: torch.device, optimizer: str | type[torch.optim.Optimizer], *, beside: bool) -> None:
-        """Raise ValueError if a part of the update would stay on an accelerator (``tier="host"`` with a ``ratio`` below
-        1 and a ``device`` that is not the CPU) and could not run there: moments in another dtype than the update's, an
-        ``optimizer`` that torch does not have, and an update ``beside`` forward and backward, which runs in host memory
-        only.
+    def check_device(self, device: torch.device, optimizer: OptimizerLike, *, beside: bool) -> None:
+        """Raise ValueError if the update of ``optimizer`` cannot be where these options put it.
+
+        Without a kernel for it, moments must have the update's dtype, and it cannot be ``beside`` forward and backward.
+        What stays on an accelerator (``tier="host"`` with a ``ratio`` below 1 and a ``device`` that is not the CPU) can
+        have neither as well, and torch must have the optimizer.
         """
-        if self.tier != "host" or self.ratio == 1.0 or device.type == "cpu":
+        rule = find_rule(optimizer)
+        name, stays = rule.template.__name__, self.tier == "host" and self.ratio != 1.0 and device.type != "cpu"
+        if rule.run is None and self.state_dtype is not None:
+            raise ValueError(f"state_dtype: expected None for {name}, which has no CPU kernel; got {self.state_dtype}")
+        if rule.run is None and beside:
+            raise ValueError(
+                f"device: {name} has no CPU kernel, so it cannot update beside training (delayed_update, overlap)"
+            )
+        if not stays:
             return
-        template, problem = find_rule(optimizer).template, ""
+        problem = ""
         if self.state_dtype is not None:
             problem = f"with moments in {self.state_dtype} (state_dtype), which torch's optimizers do not keep"
         elif beside:
             problem = "with an update beside training (delayed_update, overlap), which runs in host memory only"
-        elif not template.__module__.startswith("torch.optim."):
-            problem = f"with {template.__name__}, which torch has no optimizer for"
+        elif not rule.template.__module__.startswith("torch.optim."):
+            problem = f"with {name}, which torch has no optimizer for"
         if problem:
             raise ValueError(f"ratio: expected 1 on {device} {problem}; got {self.ratio}")

@@ -19,7 +19,7 @@ from ..sealed import Sealed
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
-from ._rules import find_rule, has_rule
+from ._rules import OptimizerLike, find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
 from ._states import as_values, check_state, forget_states, read_states, sealed_state, write_states
 from ._step import run_step
@@ -30,12 +30,14 @@ __all__ = ["OffloadedUpdate"]
 
 
 class OffloadedUpdate:
-    """Adam, AdamW, SGD, Adagrad or Lion over shards of flat weights; the caller owns the weights.
+    """Adam, AdamW, SGD, Adagrad, Lion or any elementwise optimizer over shards of flat weights; the caller owns the
+    weights.
 
-    ``optimizer``: a name or a class (see `supports`). ``groups`` returns the parameter groups and is called at every
-    step, so that changes by schedulers and by loading take effect; keys that are not options of the optimizer are
-    ignored. ``weights`` lends the shards. ``tier_options`` says where masters and moments are kept. ``gradients``:
-    collected during backward in ``"host"`` memory or in files (``"nvme"``), or kept by the ``"caller"``. ``device``:
+    ``optimizer``: a name or a class (see `supports`), or an optimizer, which must be elementwise: where there is no
+    kernel for it, copies of it step on the host, one fragment or a part of it at a time. ``groups`` returns the
+    parameter groups and is called at every step, so that changes by schedulers and by loading take effect; keys that
+    are not options of the optimizer are ignored. ``weights`` lends the shards. ``tier_options`` says where masters and
+    moments are kept. ``gradients``: collected during backward in ``"host"`` memory or in files (``"nvme"``), or kept by the ``"caller"``. ``device``:
     the device of weights and gradients, by default the current accelerator, else the CPU. ``budget`` collects the needs
     and checks them before anything is allocated (BudgetError). ``trace`` records the transfers.
 
@@ -53,7 +55,7 @@ class OffloadedUpdate:
     def __init__(
         self,
         shards: Sequence[ShardPlan],
-        optimizer: str | type[torch.optim.Optimizer],
+        optimizer: OptimizerLike,
         groups: Callable[[], Sequence[Mapping[str, Any]]],
         weights: Weights,
         tier_options: TierOptions | None = None,
@@ -93,9 +95,9 @@ class OffloadedUpdate:
         self._finalizer = weakref.finalize(self, _close_parts, self._parts)
 
     @staticmethod
-    def supports(optimizer: str | type) -> bool:
-        """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), or a class, not a subclass of
-        it.
+    def supports(optimizer: OptimizerLike) -> bool:
+        """Return whether there is a kernel for an optimizer: a name ("AdamW", any case), a class, not a subclass of
+        it, or an object with no option that the kernel lacks.
         """
         return has_rule(optimizer)
 
@@ -205,6 +207,7 @@ class OffloadedUpdate:
             self._parts.tier,
             self._parts.staged,
             self._parts.on_device,
+            self._parts.on_host,
             {
                 fragment
                 for shard, own in self._by_shard.items()
@@ -276,6 +279,12 @@ class OffloadedUpdate:
         known = self._fragment_named(fragment)
         return known.step, {kind.name: kind.dtype for kind in known.kinds if known.keeps(kind)}
 
+    def numbers(self, fragment: str) -> dict[str, torch.Tensor]:
+        """Return what torch's optimizer keeps of a fragment beside moments and ``step``: 0-D tensors, with the values
+        of an example before the first step. ShardError for an unknown fragment.
+        """
+        return {n: torch.as_tensor(v) for n, v in self._rule.numbers.items()} | self._fragment_named(fragment).numbers
+
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
@@ -316,7 +325,7 @@ class OffloadedUpdate:
         """Return ``states`` by fragment; raise the errors of `write` for those that do not fit. Nothing is changed."""
         found = {self._fragment_named(name): state for name, state in states.items()}
         for fragment, state in found.items():
-            check_state(fragment, state)
+            check_state(self._rule, fragment, state)
         return found
 
     def restart(self, fragments: Collection[str]) -> None:
@@ -327,7 +336,7 @@ class OffloadedUpdate:
         named = [self._fragment_named(name) for name in fragments]
         self.writes += 1
         for fragment in named:
-            fragment.step, fragment.has_moments = 0, False
+            fragment.step, fragment.has_moments, fragment.numbers = 0, False, {}
 
     def reset(self) -> None:
         """Discard all states and step counts, also after a failed step; the next step starts from the weights.

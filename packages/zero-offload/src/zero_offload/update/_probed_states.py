@@ -1,0 +1,94 @@
+"""What an optimizer without a kernel keeps of a parameter, found by steps of a copy of it on a small tensor."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["ProbedStates", "copy_of", "plain_step", "probe_states"]
+
+_STEP = "step"
+_ELEMENTS = 6
+_OF_SCHEDULES = frozenset([_STEP, "_opt_called", "_step_count"])  # attributes that torch's schedules set
+_OF_TORCH = frozenset(["defaults", "param_groups", "state"])
+
+
+@dataclass(frozen=True)
+class ProbedStates:
+    """What an optimizer keeps of a parameter: ``moments``, names of tensors of its shape; ``numbers``, 0-D tensors or
+    Python numbers by name, with the type that the optimizer gives them; ``counts``: one of these is ``step``, which is
+    not among ``numbers``."""
+
+    moments: tuple[str, ...]
+    numbers: Mapping[str, Any]
+    counts: bool
+
+
+def copy_of(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], group: Mapping[str, Any]) -> Any:
+    """Return a copy of ``optimizer``, with its attributes but without states and hooks, over ``params`` in one param
+    group with the options of ``group``."""
+    made = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes
+        if name not in _OF_SCHEDULES and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            made.__dict__.setdefault(name, copy.copy(value))
+    made.state = defaultdict(dict)
+    options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+    made.param_groups = [{**options, "params": params}]
+    return made
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Step without hooks, which belong to the user's step, and without what a schedule has put before it."""
+    step: Callable[..., Any] = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
+
+
+def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> ProbedStates:
+    """Return what ``optimizer`` keeps of a parameter with the options of the param group ``group``.
+
+    ValueError for an optimizer that a tier cannot step: it fails, keeps other values than ``step``, numbers and tensors
+    of the parameter's shape and dtype, or changes its attributes or its param group in a step.
+    """
+    kind = type(optimizer).__name__
+    parameter = nn.Parameter(torch.linspace(-1.0, 1.0, _ELEMENTS))
+    probe = copy_of(optimizer, [parameter], group)
+    before = _own_values(probe)
+    try:
+        for _ in range(2):
+            parameter.grad = parameter.detach().cos()
+            plain_step(probe)
+    except Exception as error:
+        raise ValueError(f"{kind} failed on a small probe: {error}") from error
+    changed = sorted(name for name, value in _own_values(probe).items() if before.get(name, probe) != value)
+    if changed:
+        raise ValueError(f"{kind} changes '{changed[0]}' in a step, which the slices of a tier would do several times")
+    moments: list[str] = []
+    numbers: dict[str, Any] = {}
+    for name, value in probe.state[parameter].items():
+        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+            numbers[name] = value
+        elif isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (parameter.shape, parameter.dtype):
+            moments.append(name)
+        elif value is not None:
+            told = f"a tensor of shape {tuple(value.shape)}, {value.dtype}" if torch.is_tensor(value) else repr(value)
+            raise ValueError(f"{kind} keeps '{name}' of a parameter, {told}, which a tier has no room for")
+    count = numbers.pop(_STEP, None)
+    if count is not None and float(count) != 2.0:
+        raise ValueError(f"{kind} keeps a 'step' of {float(count)} after two steps, which a tier counts itself")
+    return ProbedStates(tuple(moments), numbers, count is not None)
+
+
+def _own_values(optimizer: Any) -> dict[str, Any]:
+    """Return the text of the attributes and of the options of the param group, by name; those of torch, of schedules
+    and of parameters are left out."""
+    ours = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
+    attributes = {name: value for name, value in ours.items() if name not in _OF_TORCH | _OF_SCHEDULES}
+    options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
+    return {name: repr(value) for name, value in {**attributes, **options}.items()}
