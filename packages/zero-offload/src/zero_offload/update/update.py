@@ -37,9 +37,10 @@ class OffloadedUpdate:
     kernel for it, copies of it step on the host, one fragment or a part of it at a time. ``groups`` returns the
     parameter groups and is called at every step, so that changes by schedulers and by loading take effect; keys that
     are not options of the optimizer are ignored. ``weights`` lends the shards. ``tier_options`` says where masters and
-    moments are kept. ``gradients``: collected during backward in ``"host"`` memory or in files (``"nvme"``), or kept by the ``"caller"``. ``device``:
-    the device of weights and gradients, by default the current accelerator, else the CPU. ``budget`` collects the needs
-    and checks them before anything is allocated (BudgetError). ``trace`` records the transfers.
+    moments are kept. ``gradients``: collected during backward in ``"host"`` memory or in files (``"nvme"``), or kept by
+    the ``"caller"``. ``device``: that of weights and gradients, by default the current accelerator, else the CPU.
+    ``budget`` collects the needs and checks them before anything is allocated (BudgetError). ``trace`` records the
+    transfers.
 
     A step, in order: `borrow_gradient` and `give_back_gradient` (or `add_gradient`) for each shard, any number of
     times; `gradient` to inspect them; `step`, or not; `clear_gradients`. Nothing is written to the tier before the
