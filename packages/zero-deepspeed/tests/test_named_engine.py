@@ -276,3 +276,29 @@ def test_torchs_wrappers_around_an_engine_are_refused_by_name() -> None:
             ["DistributedDataParallel", "DataParallel", "fully_shard"] * 2, refusals, strict=True
         ):
             assert refusal.startswith(wrapper), refusal
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "same"), [(0, {}, True), (0, {"bf16": {"enabled": True}}, False), (1, {}, False)]
+)
+def test_the_scripts_optimizer_is_returned_where_nothing_wraps_it(stage: int, section: Any, same: bool) -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {key: value for key, value in settings(stage).items() if key != "optimizer"} | {"gradient_clipping": 0.0}
+    dtype = torch.bfloat16 if section else torch.float32
+    engine, returned, *_ = initialize(model=model, optimizer=optimizer, config={**config, **section})
+    assert (returned is optimizer) == same and engine.optimizer is returned
+    plain = build()
+    expected = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        engine.backward(engine(batch(step).to(dtype)))
+        engine.step()
+        returned.zero_grad()
+        plain(batch(step)).backward()
+        expected.step()
+        expected.zero_grad()
+    for ours, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(engine.full_param(ours).float(), theirs, atol=1e-6 if not section else 2e-2)
+    if same:
+        with pytest.raises(PartitionError, match=r"Call engine.step\(\)"):
+            returned.step()

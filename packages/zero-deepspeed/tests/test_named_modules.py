@@ -71,6 +71,11 @@ def test_facts_about_torch_and_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert get_accelerator().device_count() == 3
     monkeypatch.setenv("LOCAL_SIZE", "2")
     assert get_accelerator().device_count() == 2
+    for nothing in ("0", "", "-1", "many"):
+        monkeypatch.setenv("LOCAL_SIZE", nothing)
+        assert get_accelerator().device_count() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert get_accelerator().device_count() == 1
 
 
 def test_a_gradient_hook_is_called_until_it_is_removed() -> None:

@@ -91,9 +91,11 @@ class Accelerator:
 
     def device_count(self) -> int:
         """Return the number of devices of this host; on the CPU the number of ranks on this host, by LOCAL_SIZE or
-        else LOCAL_WORLD_SIZE."""
-        ranks = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return int(ranks) if self._on_cpu else torch.accelerator.device_count()
+        else LOCAL_WORLD_SIZE; a value that is no number above 0 counts as absent, and without either it is 1."""
+        if not self._on_cpu:
+            return torch.accelerator.device_count()
+        told = (os.environ.get(name, "").strip() for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+        return next((int(ranks) for ranks in told if ranks.isdecimal() and int(ranks) > 0), 1)
 
     def is_available(self) -> bool:
         """Return True: the device was found."""

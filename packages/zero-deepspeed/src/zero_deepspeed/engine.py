@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from zero_core.delegation import Delegated
@@ -44,7 +45,8 @@ class DeepSpeedEngine(nn.Module):
     """An `Engine` by DeepSpeed's names, and with DeepSpeed's semantics where they differ.
 
     Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a
-    `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`), and parameters at stage 3 have DeepSpeed's
+    `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`, at stage 0 in float32 the torch optimizer
+    itself), and parameters at stage 3 have DeepSpeed's
     attributes (`ZeroParameter`). Any other attribute is one of `GETTERS`, or is looked up in the model.
 
     Attributes:
@@ -135,9 +137,11 @@ class DeepSpeedEngine(nn.Module):
         self.mpu = mpu
         self.inside_no_sync_ctxt = False
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
-        self._named_optimizer: DeepSpeedOptimizer | None = offload
+        self._named_optimizer: DeepSpeedOptimizer | Optimizer | None = offload
         if core.sharded_optimizer is not None:
-            self._named_optimizer = ZeROOptimizer(core, core.sharded_optimizer, offload)
+            wraps = core.zero_optimization_stage() > 0 or core.training_state.precision.param_dtype != torch.float32
+            named = ZeROOptimizer(core, core.sharded_optimizer, offload)
+            self._named_optimizer = named if wraps else core.sharded_optimizer.inner
         if offload is not None:
             add_names(core.module.parameters())
         core.partition.set_user(self)
@@ -148,7 +152,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def optimizer(self) -> Any:
-        """Return the `ZeROOptimizer` or `ParameterOffload`; None without an optimizer below stage 3."""
+        """Return the `ZeROOptimizer` or `ParameterOffload`; at stage 0 in float32 the torch optimizer itself; None
+        without an optimizer below stage 3."""
         return self._named_optimizer
 
     @property

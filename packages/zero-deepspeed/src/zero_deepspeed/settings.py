@@ -21,7 +21,13 @@ logger = logging.getLogger("DeepSpeed")
 _READ_KEY_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
 _ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
 _CLIPPING = "DeepSpeed's default since 0.19"
-_STRICT = ("optimizer", "scheduler")
+_BY_MODELS = frozenset(
+    ["bf16", "bfloat16", "comet", "comms_logger", "compile", "csv_monitor", "fp16", "hybrid_engine", "tensor_parallel"]
+    + ["tensorboard", "timers", "wandb", "zero_optimization"]
+)
+"""Sections that DeepSpeed reads by pydantic models, which convert values."""
+_LEAVES = "zero_optimization.leaf_module"
+_HANDED_ON = frozenset(["optimizer", "scheduler"])
 """Sections whose values DeepSpeed hands on as they are, so that what torch refuses is refused."""
 _NUMBERS: dict[type, TypeAdapter[Any]] = {bool: TypeAdapter(bool), int: TypeAdapter(int), float: TypeAdapter(float)}
 
@@ -52,7 +58,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
     that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
-    steps, which becomes 1 step; booleans, numbers and lists written in another way (1 or "true", "16", one string).
+    steps, which becomes 1 step; booleans, numbers and lists written in another way, where DeepSpeed takes them.
     Raises `ConfigError`.
     """
     data = read(raw)
@@ -172,19 +178,29 @@ def _drop_idle_offload(data: dict[str, Any]) -> None:
 
 
 def _convert_values(data: dict[str, Any]) -> None:
-    """Replace, in ``data``, values that DeepSpeed converts: 0, 1, "true" or "off" for a boolean, a string for a number,
-    one string for a list of them. What cannot be converted stays."""
+    """Replace, in ``data``, values that are written in another way, where DeepSpeed takes them.
+
+    In the sections that it reads by models these are 0, 1, "true" or "off" for a boolean and a string for a number; in
+    `leaf_module` also one string for a list of them. What it reads key by key, at the top and in other sections, it
+    uses as it is, so there only 0 and 1 stand for a boolean: "false" would be true, and "16" would be no number. What
+    is not converted stays, to be refused by name.
+    """
     for path, section, kinds in value_kinds(data):
-        if path.partition(".")[0] not in _STRICT:
-            for key, kind in kinds.items():
-                section[key] = _converted(section[key], kind)
+        top = path.partition(".")[0]
+        if top in _HANDED_ON:
+            continue
+        for key, kind in kinds.items():
+            value = section[key]
+            if kind is tuple:
+                section[key] = [value] if path == _LEAVES and isinstance(value, str) and value != "auto" else value
+            elif top in _BY_MODELS:
+                section[key] = _converted(value, kind)
+            elif kind is bool and value in (0, 1) and isinstance(value, int):
+                section[key] = bool(value)
 
 
 def _converted(value: Any, kind: type) -> Any:
-    """Return ``value`` as ``kind`` (bool, int, float, or tuple for a list of strings) if DeepSpeed takes it for one;
-    else as it is."""
-    if kind is tuple:
-        return [value] if isinstance(value, str) and value != "auto" else value
+    """Return ``value`` as ``kind`` (bool, int or float) if a pydantic model takes it for one; else as it is."""
     if not isinstance(value, (int, str)) or isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         return value
     try:
