@@ -283,13 +283,13 @@ def test_torchs_wrappers_around_an_engine_are_refused_by_name() -> None:
 )
 def test_the_scripts_optimizer_is_returned_where_nothing_wraps_it(stage: int, section: Any, same: bool) -> None:
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     config = {key: value for key, value in settings(stage).items() if key != "optimizer"} | {"gradient_clipping": 0.0}
     dtype = torch.bfloat16 if section else torch.float32
     engine, returned, *_ = initialize(model=model, optimizer=optimizer, config={**config, **section})
     assert (returned is optimizer) == same and engine.optimizer is returned
     plain = build()
-    expected = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     for step in range(3):
         engine.backward(engine(batch(step).to(dtype)))
         engine.step()

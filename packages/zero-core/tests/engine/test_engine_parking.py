@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,3 +139,52 @@ def leaf(how: str) -> list[list[str]]:
 def test_leaf_modules_are_one_unit(how: str) -> None:
     assert max(map(len, run_ranks(leaf, RANKS, "")[0])) == 2
     assert max(map(len, run_ranks(leaf, RANKS, how)[0])) == 6
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors that exist in this process, each storage once."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
+
+
+def measured(stage: int, folder: str) -> dict[str, int]:
+    model = nn.Sequential(*(nn.Linear(1200, 1200, bias=False) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, "offload_param": {"device": "none", "nvme_path": folder}},
+    }
+    engine = zero_core.initialize(model=model, config=config)[0]
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 1200, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    engine.backward(engine(torch.ones(2, 1200, dtype=torch.bfloat16)).float().square().mean())
+    facts = {"before": live_bytes(), "resident before": resident_bytes()}
+    engine.offload_states(device="nvme")
+    facts |= {"parked": live_bytes(), "resident parked": resident_bytes()}
+    engine.reload_states()
+    facts |= {"after": live_bytes(), "resident after": resident_bytes()}
+    engine.step()
+    engine.destroy()
+    return facts
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parking_in_files_frees_the_memory_of_every_state(stage: int, tmp_path: Path) -> None:
+    for facts in run_ranks(measured, 2, stage, str(tmp_path)):
+        states = 3 * 4 * 4 * 1200 * 1200 // 2  # this rank's half of masters and two moments, float32
+        buffers = 5 * 2 * 1200 * 1200  # of the files, each for the largest tensor
+        assert facts["before"] - facts["parked"] > states and facts["parked"] < 1.1 * buffers
+        assert facts["after"] == facts["before"]
+        freed = facts["resident before"] - facts["resident parked"]
+        assert freed > states // 2 and facts["resident after"] - facts["resident parked"] > states // 2

@@ -379,6 +379,8 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "zero_deepspeed.configuration:",
+        "DeepSpeedZeroOffloadOptimizerConfig": "zero_settings:OffloadOptimizer",
+        "DeepSpeedZeroOffloadParamConfig": "zero_settings:OffloadParam",
         "OffloadDeviceEnum": "zero_deepspeed.words:",
         "ZeroStageEnum": "zero_deepspeed.words:",
     },

@@ -80,6 +80,10 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         """Return whether the loss scale is dynamic."""
         return isinstance(self._sharded.loss_scale, DynamicLossScale)
 
+    def needs_scaler(self) -> bool:
+        """Return whether losses have to be scaled before a backward pass of the script's own, by `engine.scale`."""
+        return self.loss_scale != 1.0 or self.dynamic_loss_scale
+
     @property
     def clip_grad(self) -> float:
         """Return the maximal global gradient norm of clipping; 0 without clipping."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from . import malloc
 from .errors import ShardError
 from .host import HostStore
 from .nvme import NvmeStore
@@ -14,7 +15,7 @@ __all__ = ["park", "unpark"]
 
 
 def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> int:
-    """Copy tensors to a store and free their memory; return the bytes freed.
+    """Copy tensors to a store and free their memory, for other processes too; return the bytes freed.
 
     The tensors stay the same objects, with their shapes; their content must not be touched until `unpark` (on an
     accelerator that is an illegal access, on the CPU a crash). Tensors that share memory are parked together; naming
@@ -36,7 +37,17 @@ def park(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> i
     store.flush()
     for storage in storages.values():
         storage.resize_(0)
+    for kind in {storage.device.type for storage in storages.values()}:
+        _return_free_memory(kind)
     return freed
+
+
+def _return_free_memory(kind: str) -> None:
+    """Return to the system what is free in the caches of the allocator of a kind of device, such as "cpu"."""
+    if kind == "cpu":
+        malloc.return_free_memory()
+    else:
+        torch.get_device_module(kind).empty_cache()
 
 
 def unpark(tensors: Mapping[str, torch.Tensor], store: HostStore | NvmeStore) -> None:
