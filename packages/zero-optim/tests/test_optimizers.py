@@ -160,3 +160,37 @@ def test_an_interval_without_a_learning_rate_keeps_the_momentum() -> None:
         optimizer.param_groups[0]["lr"] = 0.1 if step < 4 else 0.0
         optimizer.step()
         assert optimizer.state[p]["exp_avg"].min() > 0, step
+
+
+def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
+    """Five quintic iterations towards the nearest orthogonal matrix, in the dtype of ``matrix``."""
+    wide = matrix.shape[0] <= matrix.shape[1]
+    x = matrix if wide else matrix.T
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+    return x if wide else x.T
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 9), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.parametrize("shape", [(24, 24), (64, 24), (128, 512)])
+def test_muon_is_as_near_to_exact_iterations_as_bfloat16_allows(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, rate, beta, decay = nn.Linear(shape[1], shape[0], bias=False), 0.02, 0.95, 0.1
+    arguments = {"lr": rate, "momentum": beta, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": decay}
+    optimizer = MuonWithAdam.from_model(model, list(model.parameters()), arguments)
+    weight, momentum = model.weight.detach().double(), torch.zeros(shape, dtype=torch.float64)
+    for _ in range(3):
+        gradient = torch.randn(shape)
+        model.weight.grad = gradient.clone()
+        before = model.weight.detach().double()
+        optimizer.step()
+        momentum = momentum.lerp(gradient.double(), 1 - beta)
+        update = newton_schulz(gradient.double().lerp(momentum, beta)) * max(1.0, shape[0] / shape[1]) ** 0.5
+        expected = before * (1 - rate * decay) - rate * update
+        deviation = (model.weight.detach().double() - expected).abs().max() / (rate * update.square().mean().sqrt())
+        assert deviation < 0.25
+        weight = weight * (1 - rate * decay) - rate * update
+    drift = (model.weight.detach().double() - weight).abs().max() / (rate * update.square().mean().sqrt())
+    assert 1e-3 < drift < 3 * 0.25  # more than float32 would leave: what the page says is why it is not 1e-5

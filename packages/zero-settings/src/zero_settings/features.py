@@ -104,6 +104,7 @@ NO_EFFECT: dict[str, str] = {
     "log_level": 'set the level of the logger "zero_core"',
     "optimizer.params.comm_backend_name": "torch.distributed's backend is used",
     "optimizer.params.cuda_aware": "everything goes through torch.distributed",
+    "optimizer.params.ns_method": "torch.optim.Muon iterates on the matrix itself, in bfloat16",
     "pipeline": "one stage",
     "prescale_gradients": _MEAN,
     "seq_parallel_communication_data_type": "gradients of all ranks are averaged alike, in communication_data_type",
