@@ -158,6 +158,20 @@ state["epoch"] = state["best"] = 0
 strategy.load_checkpoint(sys.argv[2], state)
 assert torch.equal(weight, model[0].weight) and state["epoch"] == 3
 assert torch.equal(state["best"], torch.tensor(0.5))
+with strategy.module_sharded_context():
+    second = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+other, (optimizer,), _ = strategy.setup_module_and_optimizers(second, [kind(second.parameters(), lr=1e-2)])
+for trained in (other, engine, other):
+    strategy.backward(trained(torch.ones(4, 8)).square().mean(), trained)
+    strategy.optimizer_step(trained)
+moved, kept = model[0].weight.detach().clone(), second[0].weight.detach().clone()
+strategy.save_checkpoint("second", {"model": other, "optimizer": optimizer, "epoch": 7})
+strategy.backward(other(torch.ones(4, 8)).square().mean(), other)
+strategy.optimizer_step(other)
+strategy.load_checkpoint(sys.argv[2], state)
+strategy.load_checkpoint("second", {"model": other, "epoch": 0})
+assert torch.equal(weight, model[0].weight) and torch.equal(kept, second[0].weight)
+assert not torch.equal(moved, weight)
 if sys.argv[1] == "2":
     from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 
@@ -167,7 +181,7 @@ print(json.dumps(losses))
 """
 
 
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.soak), 3))
+@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(2, marks=pytest.mark.soak), 3))
 def test_lightnings_strategy_as_far_as_it_goes_without_an_accelerator(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses: list[Any] = json.loads(run(tmp_path, "-c", LIGHTNING, str(stage), "checkpoint").splitlines()[-1])
