@@ -181,7 +181,9 @@ print(json.dumps(losses))
 """
 
 
-@pytest.mark.parametrize("stage", (pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(2, marks=pytest.mark.soak), 3))
+@pytest.mark.parametrize(
+    "stage", (pytest.param(0, marks=pytest.mark.soak), 1, pytest.param(2, marks=pytest.mark.soak), 3)
+)
 def test_lightnings_strategy_as_far_as_it_goes_without_an_accelerator(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     losses: list[Any] = json.loads(run(tmp_path, "-c", LIGHTNING, str(stage), "checkpoint").splitlines()[-1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from named_cases import build, start, train
+from named_cases import batch, build, start, train
 from torch import nn
 
 from zero_ckpt import CheckpointError, verify
@@ -113,3 +116,48 @@ def test_save_16bit_model_at_stage_3_needs_the_key(asked: bool, tmp_path: Path) 
     engine = start(3, zero_optimization={"stage": 3, "stage3_gather_16bit_weights_on_model_save": asked})
     assert engine.save_16bit_model(tmp_path, "model.bin") is asked
     assert (tmp_path / "model.bin").exists() is asked
+
+
+def save_by_different_tags(folder: str, validation: str) -> tuple[str, list[str]]:
+    engine = start(2, checkpoint={"tag_validation": validation})
+    train(engine, 0, 1)
+    said = io.StringIO()
+    logging.getLogger("DeepSpeed").addHandler(handler := logging.StreamHandler(said))
+    try:
+        engine.save_checkpoint(folder, tag=f"tag-{dist.get_rank()}")
+        outcome = "saved"
+    except AssertionError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    logging.getLogger("DeepSpeed").removeHandler(handler)
+    engine.destroy()
+    return outcome, said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("validation", ["WARN", "ignore", "Fail"])
+def test_tags_that_differ_are_validated_as_the_configuration_says(validation: str, tmp_path: Path) -> None:
+    results = run_ranks(save_by_different_tags, 2, str(tmp_path), validation)
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    for rank, (outcome, said) in enumerate(results):
+        if validation == "Fail":
+            assert outcome.startswith("TagError: save_checkpoint: the ranks have different tags, tag-0, tag-1")
+        else:
+            assert outcome == "saved" and folders == ["tag-0"]
+        warned = [line for line in said if "the tag of rank 0 counts, 'tag-0'" in line]
+        assert len(warned) == (rank == 1 and validation == "WARN")
+    assert folders == ([] if validation == "Fail" else ["tag-0"])
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_checkpoint_needs_a_folder(folder: Any) -> None:
+    engine = start(0)
+    with pytest.raises(ValueError, match="expected a folder"):
+        engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_backward_returns_the_divided_loss_in_its_own_dtype() -> None:
+    engine = start(1, bf16={"enabled": True}, gradient_accumulation_steps=2)
+    loss = engine(batch(0).bfloat16())
+    divided = engine.backward(loss)
+    assert loss.dtype == divided.dtype == torch.bfloat16 and torch.equal(divided, loss.detach() / 2)
+    engine.destroy()

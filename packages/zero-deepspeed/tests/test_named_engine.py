@@ -194,7 +194,7 @@ def test_a_half_loss_is_divided_by_the_accumulation_steps_before_the_scale_makes
     engine = start(2, fp16={"enabled": True}, gradient_accumulation_steps=2)
     for number in range(2):
         loss = engine(batch(number).half())
-        assert loss.dtype == torch.float16 and engine.backward(loss).dtype == torch.float32
+        assert loss.dtype == torch.float16 and engine.backward(loss).dtype == torch.float16
         engine.step()
     assert engine.was_step_applied()
 

@@ -157,6 +157,9 @@ def test_a_configuration_file_may_be_hjson(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.undo()
     pytest.importorskip("hjson")
     assert raw_config(tmp_path / "ds.json") == {"train_batch_size": 4, "zero_optimization": {"stage": 2}}
+    (tmp_path / "ds.json").write_text('{"fp16": {"enabled": true, "enabled": false,},}')
+    with pytest.raises(ValueError, match=r"enabled: expected the key once"):
+        raw_config(tmp_path / "ds.json")
     (tmp_path / "ds.json").write_text('{"train_batch_size": 4')
     with pytest.raises(ValueError, match="expected JSON"):
         raw_config(tmp_path / "ds.json")

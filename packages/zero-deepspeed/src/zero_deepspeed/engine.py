@@ -25,6 +25,7 @@ from zero_precision import DynamicLossScale
 from zero_settings import Config
 
 from . import VERSION
+from .checkpoint_places import agreed_place
 from .client_state import from_plain, to_plain
 from .communication import get_world_group
 from .errors import UnsupportedError
@@ -61,7 +62,6 @@ class DeepSpeedEngine(nn.Module):
     module: nn.Module
 
     register_forward_pre_hook = register_unless_wrapper
-    backward = Delegated[Any]("zero_engine")
     scale = Delegated[Any]("zero_engine")
     is_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
     set_gradient_accumulation_boundary = Delegated[Any]("zero_engine")
@@ -149,6 +149,13 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module and return its output unchanged, as `Engine.forward`. Collective at stage 3."""
         return self.zero_engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run the backward pass as `Engine.backward`, and return the loss that it divided by the accumulation steps, in
+        the dtype of ``loss``.
+        """
+        divided: torch.Tensor = self.zero_engine.backward(loss, retain_graph, scale_wrt_gas)
+        return divided.to(loss.dtype)
 
     @property
     def optimizer(self) -> Any:
@@ -253,9 +260,10 @@ class DeepSpeedEngine(nn.Module):
 
         `load_checkpoint` returns ``client_state`` together with the ``ds_version`` that wrote it. The folder also gets
         small files with DeepSpeed's names (see `state_files`). Where ranks pass different folders, as scripts with
-        temporary ones do, the first rank's is used, with a warning on the others.
+        temporary ones do, the first rank's is used, with a warning on the others; so is its ``tag``, unless
+        `checkpoint.tag_validation` is "Fail", which raises `TagError` on every rank, or "Ignore", without a warning.
         """
-        folder = self._folder_of_first_rank("save_checkpoint", save_dir)
+        folder, tag = agreed_place(self, "save_checkpoint", save_dir, tag)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -274,10 +282,10 @@ class DeepSpeedEngine(nn.Module):
         ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks.
         Without a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`,
         the one of `latest_universal`; without either file it loads nothing and returns ``(None, None)``.
-        Where ranks pass different folders, the first rank's is used, as in `save_checkpoint`. Raises
+        Where ranks pass different folders or tags, the first rank's are used, as in `save_checkpoint`. Raises
         `zero_ckpt.CheckpointError` on every rank.
         """
-        folder = self._folder_of_first_rank("load_checkpoint", load_dir)
+        folder, tag = agreed_place(self, "load_checkpoint", load_dir, tag)
         universal = latest_universal(folder)
         if tag is None and self.resolved_config.checkpoint.load_universal:
             tag = universal
@@ -296,22 +304,6 @@ class DeepSpeedEngine(nn.Module):
         return path, from_plain(client_state)
 
     save_fp16_model = save_16bit_model
-
-    def _folder_of_first_rank(self, call: str, folder: str | os.PathLike[str]) -> str:
-        """Return the first rank's ``folder``, as a checkpoint is in one folder; warn if this rank's differs.
-        Collective.
-
-        ``call``: the method, for messages. Raises `UsageError` if the engine was destroyed or its states are offloaded.
-        """
-        self.zero_engine.training_state.check_open(call)
-        given = os.fspath(folder)
-        told = self.partition.runtime.agree(call, "", given)
-        if self.model_part.coordinator is not None:
-            told = self.model_part.coordinator.all_gather_object(told[0])
-        first = str(told[0])
-        if first != given:
-            logger.warning("%s(%r) on rank %d: the folder of rank 0 counts, %r", call, given, self.global_rank, first)
-        return first
 
     def get_data_parallel_rank(self) -> int:
         """Return this rank's index among the ranks that train the same model-parallel part; those of one sequence have

@@ -8,7 +8,9 @@ import difflib
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +101,19 @@ def _read_file(path: Path) -> dict[str, Any]:
             problem = Problem(str(path), "expected JSON", str(refused.__cause__), action=action)
             raise ConfigError(problem) from refused
         try:
-            return read(hjson.loads(path.read_text(encoding="utf-8")))
+            return read(hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_object, path)))
         except hjson.HjsonDecodeError:
             raise refused from None
+
+
+def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of the (key, value) ``pairs`` of a file. Raises `ConfigError` for a key that it has twice."""
+    counts = Counter(key for key, _ in pairs)
+    repeated = [key for key, count in counts.items() if count > 1]
+    if repeated:
+        action = "the last one would count: remove the others"
+        raise ConfigError(Problem(f"{path}: {repeated[0]}", "expected the key once", "it twice", action=action))
+    return dict(pairs)
 
 
 def _dialect_defaults(data: Mapping[str, Any], sequence: int) -> dict[str, tuple[Any, str]]:

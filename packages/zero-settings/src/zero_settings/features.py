@@ -94,7 +94,7 @@ NO_EFFECT: dict[str, str] = {
     "checkpoint.writer.io_multiplier": _WRITER,
     "checkpoint.writer.show_statistics": "`zero-ckpt inspect` has the sizes",
     "checkpoint.writer.type": _WRITER,
-    "checkpoint.tag_validation": "ranks always agree on the tag before anything is written",
+    "checkpoint.tag_validation": "all ranks have one tag; under DeepSpeed's names Fail refuses different ones",
     "comms_logger.debug": "every line names its unit or parameter",
     "compile": "DeepCompile is switched off",
     "disable_allgather": "parameters are always gathered by all-gather",

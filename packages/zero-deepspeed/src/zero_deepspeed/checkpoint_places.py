@@ -1,0 +1,51 @@
+"""The one folder and tag of a checkpoint, where ranks name different ones."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from zero_core.errors import UsageError
+
+if TYPE_CHECKING:
+    from .engine import DeepSpeedEngine
+
+logger = logging.getLogger("DeepSpeed")
+
+
+class TagError(UsageError, AssertionError):
+    """The ranks have different tags for one checkpoint; also an AssertionError, which DeepSpeed raises there."""
+
+
+def agreed_place(
+    engine: DeepSpeedEngine, call: str, folder: str | os.PathLike[str] | None, tag: str | None
+) -> tuple[str, str | None]:
+    """Return the first rank's ``folder`` and ``tag``, as a checkpoint is in one place; warn if this rank's differ, of a
+    tag only if `checkpoint.tag_validation` is not "Ignore". Collective.
+
+    ``call``: the method, for messages. Raises `UsageError` if the engine was destroyed or its states are offloaded, and
+    if the first rank has no folder; `TagError`, on every rank, for tags that differ if `checkpoint.tag_validation` is
+    "Fail".
+    """
+    engine.zero_engine.training_state.check_open(call)
+    given = ["" if folder is None else os.fspath(folder), None if tag is None else str(tag)]
+    told = engine.partition.runtime.agree(call, "", given)
+    if engine.model_part.coordinator is not None:
+        told = [place for places in engine.model_part.coordinator.all_gather_object(told) for place in places]
+    first, first_tag = told[0]
+    if not first:
+        raise UsageError(f"{call}: expected a folder, got {folder!r}")
+    validation = engine.resolved_config.checkpoint.tag_validation
+    tags = sorted({str(other) for _, other in told})
+    if len(tags) > 1 and validation == "Fail":
+        raise TagError(
+            f"{call}: the ranks have different tags, {', '.join(tags)}, and checkpoint.tag_validation is Fail: give all "
+            "of them the same"
+        )
+    rank = engine.global_rank
+    if first != given[0]:
+        logger.warning("%s(%r) on rank %d: the folder of rank 0 counts, %r", call, given[0], rank, first)
+    if first_tag != given[1] and validation != "Ignore":
+        logger.warning("%s(tag=%r) on rank %d: the tag of rank 0 counts, %r", call, given[1], rank, first_tag)
+    return first, first_tag
