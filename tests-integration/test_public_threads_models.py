@@ -269,7 +269,8 @@ for x in data:
     optimizer.step(); optimizer.zero_grad()
     (plain(x) - teacher(x).detach()).square().mean().backward()
     other.step(); other.zero_grad()
-apart = max(float((a - b).abs().max()) for a, b in zip(accelerator.unwrap_model(student).parameters(), plain.parameters()))
+pairs = zip(accelerator.unwrap_model(student).parameters(), plain.parameters())
+apart = max(float((a - b).abs().max()) for a, b in pairs)
 print("stages", student.zero_optimization_stage(), taught.zero_optimization_stage(), "apart", apart)
 assert apart < 1e-6
 """

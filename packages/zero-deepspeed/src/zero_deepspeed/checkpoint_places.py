@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zero_core.errors import UsageError
 
 if TYPE_CHECKING:
-    from .engine import DeepSpeedEngine
+    from zero_core.engine import Engine
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -19,7 +19,7 @@ class TagError(UsageError, AssertionError):
 
 
 def agreed_place(
-    engine: DeepSpeedEngine, call: str, folder: str | os.PathLike[str] | None, tag: str | None
+    engine: Engine, call: str, folder: str | os.PathLike[str] | None, tag: str | None
 ) -> tuple[str, str | None]:
     """Return the first rank's ``folder`` and ``tag``, as a checkpoint is in one place; warn if this rank's differ, of a
     tag only if `checkpoint.tag_validation` is not "Ignore". Collective.
@@ -28,7 +28,7 @@ def agreed_place(
     if the first rank has no folder; `TagError`, on every rank, for tags that differ if `checkpoint.tag_validation` is
     "Fail".
     """
-    engine.zero_engine.training_state.check_open(call)
+    engine.training_state.check_open(call)
     given = ["" if folder is None else os.fspath(folder), None if tag is None else str(tag)]
     told = engine.partition.runtime.agree(call, "", given)
     if engine.model_part.coordinator is not None:
@@ -40,10 +40,10 @@ def agreed_place(
     tags = sorted({str(other) for _, other in told})
     if len(tags) > 1 and validation == "Fail":
         raise TagError(
-            f"{call}: the ranks have different tags, {', '.join(tags)}, and checkpoint.tag_validation is Fail: give all "
-            "of them the same"
+            f"{call}: the ranks have different tags, {', '.join(tags)}, and checkpoint.tag_validation is Fail: give "
+            "all of them the same"
         )
-    rank = engine.global_rank
+    rank = engine.partition.data_rank
     if first != given[0]:
         logger.warning("%s(%r) on rank %d: the folder of rank 0 counts, %r", call, given[0], rank, first)
     if first_tag != given[1] and validation != "Ignore":

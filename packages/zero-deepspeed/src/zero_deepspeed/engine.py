@@ -263,7 +263,7 @@ class DeepSpeedEngine(nn.Module):
         temporary ones do, the first rank's is used, with a warning on the others; so is its ``tag``, unless
         `checkpoint.tag_validation` is "Fail", which raises `TagError` on every rank, or "Ignore", without a warning.
         """
-        folder, tag = agreed_place(self, "save_checkpoint", save_dir, tag)
+        folder, tag = agreed_place(self.zero_engine, "save_checkpoint", save_dir, tag)
         return self.zero_engine.save_checkpoint(folder, tag, client_state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(
@@ -285,7 +285,7 @@ class DeepSpeedEngine(nn.Module):
         Where ranks pass different folders or tags, the first rank's are used, as in `save_checkpoint`. Raises
         `zero_ckpt.CheckpointError` on every rank.
         """
-        folder, tag = agreed_place(self, "load_checkpoint", load_dir, tag)
+        folder, tag = agreed_place(self.zero_engine, "load_checkpoint", load_dir, tag)
         universal = latest_universal(folder)
         if tag is None and self.resolved_config.checkpoint.load_universal:
             tag = universal

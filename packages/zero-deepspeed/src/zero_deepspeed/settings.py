@@ -24,8 +24,10 @@ _READ_KEY_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types
 _ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
 _CLIPPING = "DeepSpeed's default since 0.19"
 _BY_MODELS = frozenset(
-    ["bf16", "bfloat16", "comet", "comms_logger", "compile", "csv_monitor", "fp16", "hybrid_engine", "tensor_parallel"]
-    + ["tensorboard", "timers", "wandb", "zero_optimization"]
+    [
+        *("bf16", "bfloat16", "comet", "comms_logger", "compile", "csv_monitor", "fp16", "hybrid_engine"),
+        *("tensor_parallel", "tensorboard", "timers", "wandb", "zero_optimization"),
+    ]
 )
 """Sections that DeepSpeed reads by pydantic models, which convert values."""
 _LEAVES = "zero_optimization.leaf_module"
