@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -49,6 +50,29 @@ def test_values_are_those_of_the_call_and_memory_is_reused(tmp_path: Path) -> No
         data[:] = b"c" * len(data)
     assert open_checkpoint(tmp_path, "t1").read("w", "param") == b"a" * len(data)
     assert open_checkpoint(tmp_path, "t2").read("w", "param") == b"b" * len(data)
+
+
+def test_close_frees_the_memory_of_snapshots(tmp_path: Path) -> None:
+    saver = AsyncSaver(open_sink=Gate, max_pending=2)
+    Gate.opened.set()
+    for step in range(2):
+        later = Interval("v", "param", (8,), "U8", 0, bytearray(8))
+        saver.save(
+            tmp_path,
+            f"t{step}",
+            [interval(bytearray(8))],
+            step=step,
+            memory=[bytearray(8)],
+            later_intervals=lambda _, later=later: [later],
+        )
+    saver.wait()
+    memories = [m for arena in list(saver._arenas.queue) for m in (arena._kept, arena._now, arena._later)]
+    blocks = [weakref.ref(memory._block) for memory in memories if memory._block is not None]
+    assert len(blocks) == 6
+    saver.close()
+    gc.collect()
+    assert [block() for block in blocks] == [None] * 6
+    saver.close()
 
 
 def test_a_relative_root_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,8 +47,8 @@ class AsyncSaver:
     and `open_sink` is that of `save_sharded`. `then` is called on the background thread with the path of every
     checkpoint that was written; an exception of it counts as a failure of that save. A save that failed raises its
     CheckpointError, on every rank, from the next call of `save`, `check`, `wait` or `close`; training may continue
-    after that. Memory of up to `max_pending` snapshots is kept as long as this object exists, after `close` too;
-    `allow` is called with the bytes of one before they are allocated, and may raise to refuse them.
+    after that. Memory of up to `max_pending` snapshots is kept until `close`; `allow` is called with the bytes of one
+    before they are allocated, and may raise to refuse them.
 
     A process that ends without `close`, by an exception too, first finishes the saves that were started, and logs what
     fails then. One that is forked has none of the threads: in it `close` and `copied` do nothing, and `save` and `wait`
@@ -178,10 +178,10 @@ class AsyncSaver:
         self.check()
 
     def close(self) -> None:
-        """Wait until the saves that were started have ended, and end the threads. Raises as `check` does.
+        """Wait until the saves that were started have ended, end the threads and free the memory of snapshots. Raises
+        as `check` does.
 
-        The memory of snapshots is freed with this object. Further calls only raise what `check` would. In a forked
-        process it does nothing.
+        Further calls only raise what `check` would. In a forked process it does nothing.
         """
         if os.getpid() != self._pid:
             return
@@ -191,6 +191,7 @@ class AsyncSaver:
             self._jobs.put(None)
             self._thread.join()
             self._copier.shutdown()
+            self._copying = None
             arenas = [self._arenas.get() for _ in range(self._pending)]
             for arena in arenas:
                 arena.close()

@@ -94,8 +94,11 @@ class Arena:
         )
 
     def close(self) -> None:
-        """End the threads, after the copies that they have begun. The memory stays while this arena is referred to."""
+        """End the threads, after the copies that they have begun, and free the memory; views that are still held keep
+        it alive."""
         self._pool.shutdown()
+        for memory in (self._kept, self._now, self._later):
+            memory.free()
 
     def _background_copies(self, intervals: Iterable[Interval]) -> tuple[list[Interval], list[_Copy]]:
         """Return intervals that a `LaterIntervals` returned, with their data in this arena, and the copies that have to
@@ -197,6 +200,10 @@ class _Memory:
             self._block = _private_memory(max(begins[-1], mmap.PAGESIZE))
         view = memoryview(self._block)
         return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
+
+    def free(self) -> None:
+        """Drop the block, which ends with the last view of it."""
+        self._block = None
 
     def has(self, data: object) -> bool:
         """Return whether `data` is a view of this memory."""
