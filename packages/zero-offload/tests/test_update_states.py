@@ -17,6 +17,7 @@ from shards import Lender, one_step, plans, same_states, states_of, update_of
 from zero_nvme_aio import ExtentStore
 from zero_offload import BudgetError, OffloadedUpdate, OffloadError, Sealed, ShardError, TierOptions
 from zero_offload.limits import Limit
+from zero_offload.sealed import _copy
 from zero_optim_kernels import dequantize_blocks
 
 DTYPES = {"master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
@@ -169,6 +170,18 @@ def test_a_sealed_state_is_copied_to_another_file_system(tmp_path: Path) -> None
         with pytest.raises(FileExistsError):
             sealed.link_to(folder)
     update.close()
+
+
+def test_a_copy_that_fails_leaves_what_was_there_and_nothing_of_its_own(tmp_path: Path) -> None:
+    (there := tmp_path / "there").write_bytes(b"of somebody else")
+    with pytest.raises(FileNotFoundError):
+        _copy(str(tmp_path / "missing"), str(there))
+    assert there.read_bytes() == b"of somebody else"
+    with pytest.raises(IsADirectoryError):
+        _copy(str(tmp_path), str(tmp_path / "new"))
+    with pytest.raises(OSError):
+        _copy("/proc/self/mem", str(tmp_path / "new"))  # opens, and cannot be sent from
+    assert os.listdir(tmp_path) == ["there"]
 
 
 def test_what_was_not_touched_since_stays_in_older_files(tmp_path: Path) -> None:

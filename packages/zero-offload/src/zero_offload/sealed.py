@@ -85,21 +85,19 @@ class Sealed:
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file to ``target``, read-only and synced; FileExistsError if that exists. After any other error there is
-    no ``target``.
+    """Copy a file to ``target``, read-only and synced; FileExistsError if that exists. After an error there is no
+    ``target`` of this call.
     """
-    try:
-        with open(source, "rb") as old, open(target, "xb") as new:
+    with open(source, "rb") as old, open(target, "xb") as new:
+        try:
             position = 0
             while moved := os.sendfile(new.fileno(), old.fileno(), position, 1 << 30):
                 position += moved
             os.fchmod(new.fileno(), 0o444)
             os.fsync(new.fileno())
-    except FileExistsError:
-        raise
-    except BaseException:
-        Path(target).unlink(missing_ok=True)
-        raise
+        except BaseException:
+            Path(target).unlink(missing_ok=True)
+            raise
 
 
 def _sync(folder: str | os.PathLike[str]) -> None:
