@@ -101,6 +101,9 @@ def test_the_device_is_the_one_that_the_variable_names(monkeypatch: pytest.Monke
     )
     assert device.is_bf16_supported() and device.total_memory() > device.available_memory() > 0
     assert device.FloatTensor([1.0]).dtype == torch.float32
+    for index in (None, 0):
+        with device.device(index):
+            assert torch.zeros(1).device == torch.device("cpu")
     with pytest.raises(NotImplementedError, match=r"torch\.accelerator"):
         device.capture_to_graph()
     monkeypatch.setenv("DS_ACCELERATOR", "npu")

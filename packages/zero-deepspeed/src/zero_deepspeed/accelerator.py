@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import psutil
@@ -79,10 +80,9 @@ class Accelerator:
         return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return torch's context manager in which the device with this index is current. Raises AttributeError on the
-        CPU, for which torch has none.
-        """
-        return self._module.device(device_index)
+        """Return torch's context manager in which the device with this index is current; on the CPU one that does
+        nothing."""
+        return nullcontext() if self._on_cpu else self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
         """Make the device with this index current; do nothing on the CPU."""
