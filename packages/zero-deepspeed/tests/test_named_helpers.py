@@ -6,6 +6,7 @@ import base64
 import contextvars
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,25 @@ def test_aio_handle_works_after_a_transfer_that_failed(tmp_path: Path) -> None:
         handle.wait()
     assert target.tolist() == list(range(8))
     assert handle.sync_pread(target, tmp_path / "a") == 1
+
+
+@pytest.mark.parametrize("begin", ["async_pread", "async_pwrite"])
+def test_a_transfer_that_cannot_begin_leaves_no_file_open_and_makes_none(tmp_path: Path, begin: str) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    from zero_deepspeed.aio import AsyncIOBuilder
+
+    handle = AsyncIOBuilder().load().aio_handle()
+    (tmp_path / "a").write_bytes(bytes(64))
+    kept = []  # what is raised holds the frames, and so a file that nobody closed
+    for tensor, name, offset in ((torch.zeros(4, 4).t()[1:], "a", 0), (torch.zeros(4), "a", -8)):
+        with pytest.raises(ValueError if offset else UsageError) as raised:
+            getattr(handle, begin)(tensor, tmp_path / name, offset)
+        kept.append(raised)
+    opened = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert str(tmp_path / "a") not in opened
+    with pytest.raises(UsageError):
+        getattr(handle, begin)(torch.zeros(4, 4).t()[1:], tmp_path / "new")
+    assert os.listdir(tmp_path) == ["a"] and handle.wait() == 0
 
 
 def test_a_long_configuration_may_come_as_base64() -> None:

@@ -102,14 +102,12 @@ class aio_handle:
 
     def async_pread(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Begin to read into ``buffer`` as `sync_pread` does; return 0. Do not use ``buffer`` until `wait`."""
-        file = self._engine.open(os.fspath(filename), "r")
-        self._pending.append((self._engine.read(file, _checked_buffer(buffer), file_offset), file, buffer))
+        self._begin(self._engine.read, buffer, filename, "r", file_offset)
         return 0
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str | os.PathLike[str], file_offset: int = 0) -> int:
         """Begin to write ``buffer`` as `sync_pwrite` does; return 0. Do not change ``buffer`` until `wait`."""
-        file = self._engine.open(os.fspath(filename), "rw")
-        self._pending.append((self._engine.write(file, _checked_buffer(buffer), file_offset), file, buffer))
+        self._begin(self._engine.write, buffer, filename, "rw", file_offset)
         return 0
 
     def wait(self) -> int:
@@ -122,6 +120,20 @@ class aio_handle:
                 ends.callback(file.close)
                 ends.callback(request.wait)
         return len(pending)
+
+    def _begin(
+        self, start: Any, buffer: torch.Tensor, filename: str | os.PathLike[str], mode: str, file_offset: int
+    ) -> None:
+        """Open the file and begin a transfer by ``start``, the engine's read or write. Leaves no file open if that
+        raises; `UsageError`, before the file is opened, for another tensor than the class says."""
+        data = _checked_buffer(buffer)
+        file = self._engine.open(os.fspath(filename), mode)
+        try:
+            request = start(file, data, file_offset)
+        except BaseException:
+            file.close()
+            raise
+        self._pending.append((request, file, buffer))
 
 
 def is_available() -> bool:
