@@ -42,9 +42,9 @@ _FAILED = "failed"
 class Message:
     """One rank's message at a point where all ranks agree.
 
-    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call; ``payload`` is plain data (JSON). `Control` fills
-    in the others from `Watched`: the micro-batches that the rank has counted, its request and the bits that it
-    announces.
+    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call; ``payload`` is plain data that goes through JSON,
+    so tuples arrive as lists. `Control` fills in the others from `Watched`: the micro-batches that the rank has
+    counted, its request and the bits that it announces.
     """
 
     kind: str
@@ -130,7 +130,8 @@ class Control:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
         Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
-        when a rank is gone, has aborted, or is in `confer`. Updates `watched`, and deletes the note of `leave_note`.
+        when a rank is gone, has aborted, or is in `confer`, and `CommError` in a forked process. Updates `watched`, and
+        deletes the note of `leave_note`.
         """
         messages = self._exchange(message)
         told = _distinct(messages)
@@ -191,9 +192,10 @@ class Control:
         return [decoded[body] for body in bodies]
 
     def agree(self, message: Message) -> list[Any]:
-        """Exchange ``message`` and return every rank's payload in rank order. Collective.
+        """Exchange ``message`` and return every rank's payload in rank order; ranks that sent the same share one
+        object. Collective.
 
-        Raises `DesyncError`, which lists every rank's call, when the ranks are at different calls, and `PeerError` as
+        Raises `DesyncError`, which lists every rank's call, when the ranks are at different calls, and else as
         `exchange` does.
         """
         messages = self.exchange(message)
@@ -219,7 +221,8 @@ class Control:
         )
 
     def abort(self, reason: str) -> None:
-        """Report ``reason`` to the ranks that wait for this one, and destroy the process group, without waiting.
+        """Report ``reason`` to the ranks that wait for this one, and destroy the process group, without waiting. The
+        watch goes on, see `end_watch`.
 
         [Note: the first cause] A message to a rank that is not listening is lost when the sender's process ends, so the
         reason goes into the store of the process group. The first reason there is never replaced: a rank that fails
@@ -276,7 +279,9 @@ class Control:
         return f"{self._name} note {rank}"
 
     def explain(self, error: CommError) -> CommError:
-        """Return a `PeerError` with the reason why a rank, or this one, left, if one is stored; else ``error``."""
+        """Return a `PeerError` with the reason why a rank left, or why this rank's watch gave up, if the store has one.
+        Return ``error`` if not, after `close`, when the store is gone, and when this rank itself reported the first
+        failure."""
         if self._process_group is None:
             return error
         notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)
@@ -330,7 +335,7 @@ class Control:
 
     def close(self) -> None:
         """Destroy the process group, without waiting for other ranks; after that only `meet_again` and `reopen` may be
-        called. May be called again."""
+        called. The watch goes on until `end_watch`. May be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)

@@ -30,8 +30,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def all_to_all(flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
-    """Return a tensor like ``flat`` whose slice r along the first dimension is what rank r sent to this rank; slice r
-    of ``flat`` goes to rank r. Waits. Collective, and so is the backward pass.
+    """Return a new tensor like ``flat`` whose slice r is what rank r sent to this rank; slice r of ``flat`` goes to
+    rank r. The N slices are equal runs of the elements in row-major order: where N divides the first dimension, slices
+    along it. Waits. Collective, and so is the backward pass.
 
     Sends (N-1)/N of ``flat``, and as much in backward. The elements of ``flat`` are a multiple of the number N of
     ranks; raises ValueError otherwise.

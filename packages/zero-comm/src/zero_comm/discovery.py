@@ -34,7 +34,8 @@ def discover(environ: Mapping[str, str] | None = None) -> RankEnvironment | None
     Looks, in this order, for RANK and WORLD_SIZE (torchrun, zero-launch, Kubernetes' training operator); Open MPI's
     mpirun; PMI (MPICH, Intel MPI); Slurm's srun with one task per rank; a Kubernetes indexed Job with WORLD_SIZE.
     MASTER_ADDR and MASTER_PORT are used wherever they are set. Raises ValueError when ranks are on several hosts and
-    nothing says where rank 0 is.
+    nothing says where rank 0 is, when RANK and WORLD_SIZE are set for several ranks without MASTER_ADDR, even on one
+    host, and for a value that is no number. Under Slurm the node list says where rank 0 is.
     """
     env = os.environ if environ is None else environ
     for find in (_torchrun, _open_mpi, _pmi, _slurm, _indexed_job):
@@ -52,7 +53,8 @@ def local_rank() -> int:
 
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by torchrun's variables, RANK and WORLD_SIZE; None without them. Raises as `discover` does."""
+    """Return the rank by torchrun's variables, RANK and WORLD_SIZE; None without them. Without local variables it is
+    alone on its host; without MASTER_PORT the port is 29500. Raises as `discover` does."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -76,7 +78,8 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by PMI's variables; None without them, and under Slurm. Raises as `discover` does."""
+    """Return the rank by PMI's variables; None without them, and under Slurm. Without local variables it counts as
+    alone on its host. Raises as `discover` does."""
     if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])

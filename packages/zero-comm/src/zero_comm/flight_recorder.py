@@ -201,8 +201,8 @@ class Ticket:
 
 @functools.cache
 def process_recorder() -> FlightRecorder | None:
-    """Return this process's flight recorder, made at the first call; None if the
-    environment names no file (`RECORDER_VARIABLE`)."""
+    """Return this process's flight recorder, made at the first call; None if the environment names no file
+    (`RECORDER_VARIABLE`). Raises OSError when the file cannot be written."""
     path = os.environ.get(RECORDER_VARIABLE)
     if not path:
         return None

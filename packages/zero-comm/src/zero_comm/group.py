@@ -25,8 +25,8 @@ _TAG_LIMIT = 1 << 30  # gloo's message tags are 32-bit signed
 class Group:
     """All-gather, reduce-scatter, all-to-all and broadcast over ``process_group``; None stands for a single rank.
 
-    Every rank of the group must issue the same calls in the same order, and wait for each `Work`. After `close` the
-    collectives of several ranks raise `CommError`. ``topology``: which
+    Every rank of the group must issue the same calls in the same order, and wait for each `Work`. Starting one raises
+    `PeerError` when a peer is known to be gone, and, with several ranks, `CommError` after `close`. ``topology``: which
     of the group's ranks share a node, for the ledger; by default all do. ``averages``: `reduce_scatter` divides by the
     number of ranks; if False, the owners get the sum. ``slice_sum``: sums slices that arrived. ``deterministic``:
     always sum in rank order, never by a backend's own reduction. ``explain``: replaces an error by one with its cause
@@ -85,8 +85,8 @@ class Group:
     def torch_group(self) -> dist.ProcessGroup:
         """Return torch's process group of these ranks, for the caller's own collectives.
 
-        For a single rank in a larger world the first call makes the group, without the other ranks. Raises ValueError
-        after `close`.
+        For a single rank in a larger world the first call makes the group, without the other ranks. In a world of one
+        rank it is the default group. Raises ValueError after `close` if the group has several ranks.
         """
         if self._process_group is not None:
             return self._process_group
@@ -99,7 +99,8 @@ class Group:
         return self._alone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Start to fill ``out`` (N*s elements, contiguous) with the ranks' ``shard`` (s elements) in rank order.
+        """Start to fill ``out`` (1-D, N*s elements, contiguous) with the ranks' ``shard`` (s elements, contiguous, same
+        dtype) in rank order.
 
         ``out`` is complete, and ``shard`` may change, once `Work.wait` has returned. ``shard`` may be this rank's slice
         of ``out``. Sends s*(N-1) elements. Raises ValueError for other sizes.
@@ -142,12 +143,12 @@ class Group:
         """Start to average the ranks' ``flat`` (N*s elements) and to give slice r to rank r, in its ``out`` (s
         elements).
 
-        `Work.wait` writes ``out``; ``flat`` may be reused once it has returned. Slices travel in ``flat``'s dtype, are
-        summed in rank order 0…N-1 in ``out``'s dtype and divided once by N (not with ``averages=False``); with
-        ``accumulate`` the average is added to ``out``. Sends s*(N-1) elements. If both dtypes are equal and the group
-        is not ``deterministic``, an accelerator's backend reduces, in its own order. If they differ it is not used: it
-        would either send ``out``'s wider numbers or sum in ``flat``'s narrower dtype. Raises ValueError for other
-        sizes.
+        Both are 1-D and contiguous. ``out`` is complete, and ``flat`` may change, once `Work.wait` has returned; a
+        backend may write ``out`` before. Slices travel in ``flat``'s dtype, are summed in rank order 0…N-1 in ``out``'s
+        dtype and divided once by N (not with ``averages=False``); with ``accumulate`` the average is added to ``out``.
+        Sends s*(N-1) elements. If both dtypes are equal and the group is not ``deterministic``, an accelerator's
+        backend reduces, in its own order. If they differ it is not used: it would either send ``out``'s wider numbers
+        or sum in ``flat``'s narrower dtype. Raises ValueError for other sizes.
         """
         size = out.numel()
         _check_size(
@@ -256,7 +257,7 @@ class Group:
 
     def close(self) -> None:
         """Destroy the process group, and the one that `torch_group` made; peers that still wait on it get an error.
-        Does not wait for them. May be called again."""
+        Does not wait for them. With several ranks only `reopen` may follow. May be called again."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)

@@ -87,7 +87,7 @@ class Ledger:
             self._row(self._device_times.unmeasured.pop()).untimed += 1
 
     def reset(self) -> None:
-        """Drop all counts."""
+        """Drop all counts, and the times of collectives that an accelerator has not completed."""
         self._rows.clear()
         self._device_times = DeviceTimes()
 
@@ -105,7 +105,7 @@ class Ledger:
 
     def seconds(self, *phases: str) -> tuple[float, float]:
         """Return ``(open, waited)``: the seconds in which collectives of ``phases`` were open, and the seconds of these
-        in which this rank waited, both summed over the collectives.
+        in which this rank waited, both summed over the collectives; zeros without ``phases``.
 
         A message that has arrived counts as open until this rank waits for it. So 1 - waited / open is the fraction of
         communication that overlaps with this rank's other work, not the fraction of time that the network was busy.
@@ -123,7 +123,8 @@ class Ledger:
         return rows + self._device_times.waiting(phases)
 
     def __iter__(self) -> Iterator[tuple[str, str, LedgerRow]]:
-        """Yield ``(phase, name, row)`` for every pair that was counted, in order of first use."""
+        """Yield ``(phase, name, row)`` for every pair that was counted, in order of first use. The rows are the
+        ledger's own and go on counting. An accelerator's times are in them as of the last `count_completed`."""
         for (phase, name), row in self._rows.items():
             yield phase, name, row
 

@@ -75,8 +75,8 @@ class EngineGroups:
         stopped_after: float = 60.0,
         for_cpu: bool = False,
     ) -> EngineGroups:
-        """Open the groups of one engine for each of ``rows``, and return those of this rank's row. Collective over the
-        world, with the same arguments on every rank.
+        """Open the groups of one engine for each of ``rows``, start the watch, and return the groups of this rank's
+        row; `close` ends both. Collective over the world, with the same arguments on every rank.
 
         ``slice_sum``, ``deterministic``, ``averages``: see `Group`. ``ranks_per_node``: see `node_name`.
         ``shard_size``: number of consecutive ranks of a row that shard one replica of the model (default: the whole
@@ -87,7 +87,7 @@ class EngineGroups:
         anything that depends on the arguments is made, to compare the arguments. ``stopped_after``: seconds without a
         heartbeat after which a rank that others wait for counts as gone. ``for_cpu``: tensors on the CPU are sent too,
         by gloo where the default process group has no backend for them. Raises ValueError when a size does not divide a
-        row.
+        row, `CommError` when a rank fails, and what ``check`` raises.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         secondary_rows = _blocks(rows, "secondary_size", secondary_size)

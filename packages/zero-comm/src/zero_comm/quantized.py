@@ -126,7 +126,8 @@ class QuantizedReduce:
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
     def drop_unfinished(self) -> None:
-        """Drop the reductions whose second hop has not started. See `Reduction.drop_unfinished`."""
+        """Drop the reductions whose second hop has not started; do not wait for them. See
+        `Reduction.drop_unfinished`."""
         self._open.clear()
 
     def _advance(self, until: _QuantizedReduction) -> None:

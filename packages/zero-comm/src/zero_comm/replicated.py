@@ -30,7 +30,8 @@ class Reduction(Protocol):
 
     def drop_unfinished(self) -> None:
         """Forget reductions whose later hops have not started. Called when a failure has ended the process groups and
-        new ones are open: the next reduction must not continue the old ones."""
+        new ones are open: the next reduction must not continue the old ones. Do not wait for their `Work`
+        afterwards."""
 
 
 class Gather(Protocol):
@@ -84,8 +85,9 @@ class ReplicatedReduce:
 
         `Work.wait` writes ``out``. With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype.
         Sends (S-1)*s elements of ``flat``'s dtype inside the replica, then 2*(R-1)/R*s of the same dtype (s rounded up
-        to a multiple of R) across the replicas; packets instead where there are codecs. Every rank must start its
-        reductions, and wait for them, in the same order.
+        to a multiple of R) across the replicas; packets instead where there are codecs. On the CPU the hops between
+        replicas run in `Work.advance` or `Work.wait`, as in `QuantizedReduce.reduce_scatter`. Every rank must start its
+        reductions, and wait for them, in the same order. Raises ValueError for sizes that ``shard`` refuses.
         """
         replicas = self._across.world_size
         partial = out.new_zeros(-(-out.numel() // replicas) * replicas)

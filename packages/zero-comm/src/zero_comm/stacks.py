@@ -68,8 +68,8 @@ def _users_line(failure: BaseException) -> str:
 
 
 def failed_backward() -> tuple[BaseException, BaseException] | None:
-    """Return the exception that the main thread is handling or has ended by, and the first cause of it that a backward
-    pass of torch raised; None without such a cause. May be called by any thread.
+    """Return the exception that the main thread is handling or has ended by, and the earliest in the chain of its
+    causes (it may be itself) that a backward pass of torch raised; None without one. May be called by any thread.
     """
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12

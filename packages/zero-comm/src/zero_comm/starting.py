@@ -26,12 +26,13 @@ def starting_together(what: str, timeout: timedelta | None = None, *, alike: str
     """Run the block on every rank of the world, and leave the context when all ranks are through. Issues no collective.
 
     ``alike``: what a rank brings that all must bring, in words; a rank with other words than the first raises
-    DesyncError instead of running the block.
+    DesyncError instead of running the block. A single rank compares nothing.
 
-    An exception of the block is raised on its rank; the others raise PeerError with that cause within a second of
-    reaching the end of their own blocks. They also raise PeerError after ``timeout`` (default: 30 minutes), naming the
-    ranks that have not come, and when the process that keeps the store is gone. ``what`` names the user's call in these
-    errors. Every rank must use this equally often.
+    An exception of the block, or that DesyncError, is raised on its rank; the others raise PeerError with that cause
+    within a second of reaching the end of their own blocks. They also raise PeerError after ``timeout`` (default: 30
+    minutes), naming the ranks that have not come, and when the process that keeps the store is gone by then; where it
+    was gone before the block, `dist.DistError` is raised. ``what`` names the user's call in these errors. Every rank
+    must use this equally often.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:

@@ -95,9 +95,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     in rank order.
 
     ``fn``, ``args`` and the results must be picklable (``fn``: a function at module level). Workers run torch with one
-    thread, each on a core of its own if there are as many cores, and are reused: what a call changes in its process
-    stays, except after an exception, which ends all workers. Raises `RanksFailedError` with the tracebacks of all ranks
-    that raised, and TimeoutError when no rank has answered for ``timeout`` seconds.
+    thread, each on a core of its own if there are exactly as many cores, and are reused: what a call changes in its
+    process stays, except after an exception, which ends all workers. Raises `RanksFailedError` with the tracebacks of
+    all ranks that raised, and TimeoutError when no rank has answered for ``timeout`` seconds.
     """
     pool = _pool()
     workers = pool.get_workers(world_size)
@@ -158,7 +158,8 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def cores_of(rank: int, world_size: int, cores: Sequence[int]) -> Sequence[int]:
-    """Return those of ``cores`` that a rank runs on: one of its own if there are as many cores as ranks, else all.
+    """Return those of ``cores`` that a rank runs on: one of its own if there are exactly as many cores as ranks, else
+    all.
 
     gloo's thread finds the lock of a connection taken while the rank's own thread sends, and tries again and again
     until it is free. On the rank's core it sleeps meanwhile, and the rank takes a third less processor time.

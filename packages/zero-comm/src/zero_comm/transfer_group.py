@@ -25,7 +25,8 @@ class TransferGroup:
 
     gloo carries tensors on the CPU, NCCL those on CUDA devices, where a transfer's wait only makes the current stream
     wait. Every tensor is contiguous and on ``device``. Made by `serve` on the sender and by `join` on the others,
-    together; both wait for all ranks, at most for ``timeout``. ``store``: through it they meet and tell small facts.
+    together; both wait for all ranks, at most for ``timeout``, and raise ValueError for another kind of device.
+    ``store``: through it they meet and tell small facts.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
@@ -104,8 +105,8 @@ class TransferGroup:
             raise PeerError(f"the sender of weights has not said how it sends: {error}") from error
 
     def abort(self) -> None:
-        """Cut the connections, so that no rank waits in a transfer, here or there; from any thread. Only `close` may
-        follow."""
+        """Cut the connections, so that no rank waits in a transfer, here or there; from any thread, before `close`.
+        Only `close` may follow."""
         self._connections.sever()
         if self.device.type != "cpu":
             self._group.abort()

@@ -131,7 +131,8 @@ class WeightSender:
         """Send all ``buckets`` (`Engine.iter_full_weights`) as one update. Every rank of the trainer calls it.
 
         Raises `PeerError` when the server fails, and ValueError when a rank of it wants a slice that a weight does not
-        have; both on the sender. The transfer is over then: make a new sender. ``buckets`` are closed in any case, so
+        have; both on the sender; errors of ``buckets`` pass through. The transfer is over then: make a new sender,
+        because this one's `send` only iterates from then on, as after `close`. ``buckets`` are closed in any case, so
         the trainer's other ranks raise too.
         """
         try:
@@ -147,7 +148,8 @@ class WeightSender:
             getattr(buckets, "close", lambda: None)()
 
     def close(self, *, abort: bool = False) -> None:
-        """Leave the process group. May be called again. ``abort``: cut transfers that the server waits in."""
+        """Leave the process group; a later `send` only iterates and sends nothing. May be called again. ``abort``: cut
+        transfers that the server waits in."""
         group, self._group = self._group, None
         if group is not None:
             if abort:
@@ -210,10 +212,10 @@ class WeightSender:
 class WeightReceiver:
     """One rank of a server: receives weights from a `WeightSender` and hands them to ``load``; see [Note: an update].
 
-    ``load``: called with a list of (name, tensor) for each bucket; the tensors are valid until it returns. ``rank``: of
-    this rank among the server's. ``device``: where the weights arrive. ``needs``: the weights that this rank wants, by
-    name: a `WeightSlice`, or None for all of it; by default all of every weight. ``max_bucket_bytes``: the largest
-    bucket that is accepted. ``timeout``: of each wait for the trainer.
+    ``load``: called with a list of (name, tensor) for each bucket of which this rank wants something; the tensors are
+    valid until it returns. ``rank``: of this rank among the server's. ``device``: where the weights arrive. ``needs``:
+    the weights that this rank wants, by name: a `WeightSlice`, or None for all of it; by default all of every weight.
+    ``max_bucket_bytes``: the largest bucket that is accepted. ``timeout``: of each wait for the trainer.
     """
 
     def __init__(
@@ -239,7 +241,7 @@ class WeightReceiver:
         """Join the trainer's process group, and leave an earlier one.
 
         ``init_info``: ``master_address``, ``master_port``, ``rank_offset`` and ``world_size``. Raises ValueError for
-        other values, and `PeerError` when the trainer is not there.
+        other values, in which case the earlier one stays, and `PeerError` when the trainer is not there.
         """
         try:
             address, port = str(init_info["master_address"]), int(init_info["master_port"])
@@ -266,7 +268,8 @@ class WeightReceiver:
 
         ``update_info``: ``names``, ``dtype_names`` and ``shapes`` of the bucket's weights. Raises ValueError for
         anything else, and for a bucket that is too large; `CommError` outside an update; `PeerError` when the trainer
-        is gone. After an error the trainer has to connect again.
+        is gone; what ``load`` raises. After any of these but the `CommError` the connection is cut and the trainer has
+        to connect again.
         """
         if self._group is None or self._missing is None:
             raise CommError("no update is under way; call start_weight_update first")
@@ -290,8 +293,8 @@ class WeightReceiver:
             raise
 
     def finish_weight_update(self) -> None:
-        """End the update. Raises `CommError` outside one, and, naming it, if a weight that this rank wants has not
-        come."""
+        """End the update. Raises `CommError` outside one, and, naming it, if a weight of ``needs`` has not come; the
+        update is over then too. Without ``needs`` nothing is missing."""
         if self._missing is None:
             raise CommError("no update is under way; call start_weight_update first")
         missing, self._missing = self._missing, None
@@ -299,7 +302,7 @@ class WeightReceiver:
             raise CommError(f"the trainer has not sent '{min(missing)}' ({len(missing)} weights are missing)")
 
     def close(self) -> None:
-        """Leave the process group. May be called again."""
+        """Leave the process group, and drop an update that is under way. May be called again."""
         group, self._group, self._missing = self._group, None, None
         if group is not None:
             group.close()

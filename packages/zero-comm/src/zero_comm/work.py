@@ -69,7 +69,8 @@ class Work:
 
     @property
     def has_hops(self) -> bool:
-        """Return whether `advance` has something to do: a collective of several hops whose last has not started."""
+        """Return whether `advance` may have something to do: a collective of several hops on which neither it nor
+        `wait` was called. An `advance` of a later one may have started its last hop."""
         return self._advance is not None
 
     def advance(self) -> None:
@@ -77,7 +78,7 @@ class Work:
 
         Blocks until the earlier hops are complete, for which every rank must have started this collective. Other ranks
         may wait for the last hop: call this before waiting for anything that another rank starts only after this
-        collective.
+        collective. Raises as `wait` does.
         """
         advance, self._advance = self._advance, None
         if advance is not None:
@@ -89,7 +90,8 @@ class Work:
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
         timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
-        ever when asked twice for one message.
+        ever when asked twice for one message. Where the waits are inside ``finish`` (several hops, a codec),
+        ``patience`` does not reach them, and only the first `wait` raises: another returns without a result.
         """
         if self._failure is not None:
             raise self._failure
