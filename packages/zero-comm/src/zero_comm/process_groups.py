@@ -87,7 +87,7 @@ class EngineGroups:
         anything that depends on the arguments is made, to compare the arguments. ``stopped_after``: seconds without a
         heartbeat after which a rank that others wait for counts as gone. ``for_cpu``: tensors on the CPU are sent too,
         by gloo where the default process group has no backend for them. Raises ValueError when a size does not divide a
-        row, `CommError` when a rank fails, and what ``check`` raises.
+        row, `PeerError` when a rank does not answer, and what ``check``, or torch in making groups, raises.
         """
         shards = rows if shard_size is None else _blocks(rows, "shard_size", shard_size)
         secondary_rows = _blocks(rows, "secondary_size", secondary_size)

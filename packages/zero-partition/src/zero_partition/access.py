@@ -31,11 +31,12 @@ def gathered(
     *,
     read_only: bool = False,
 ) -> Iterator[None]:
-    """Gather ``parameters`` for the block: one parameter or an iterable, in which objects that are no parameter of this
-    model are ignored.
+    """Gather the units of ``parameters`` for the block: one parameter or an iterable, in which objects that are no
+    parameter of this model are ignored.
 
-    ``modifier_rank``: at exit, the values of this data rank, written in place or by assigning ``p.data``, become every
-    rank's. Without it a change is kept if every rank has made the same; else the next call of the engine raises
+    ``modifier_rank``: at exit, the values of all parameters of these units on this data rank, written in place or by
+    assigning ``p.data``, become every rank's; `EditRefusedError` on every rank for another shape or another's memory.
+    Without it a change is kept if every rank has made the same; else the next call of the engine raises
     `EditRefusedError` on every rank. ``read_only``: the block changes nothing, so changes are not looked for. Passes in
     the block leave the units gathered. At exit they are released, unless an enclosing block has them too. If the block
     raises, nothing is broadcast, and with a ``modifier_rank`` the engine may end, as other ranks wait for this one.
@@ -94,7 +95,9 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     ``parameters``: one or an iterable, in which other objects are ignored. ``modifier_rank``: the rank whose values
     become every rank's at exit. Without it, changes to an engine's parameters are kept if every rank has made the same,
     else refused later, and changes to parameters that no engine owns are dropped if they were sharded before the block.
-    Collective: in the same order on every rank. Raises `PartitionError` inside a forward or backward pass.
+    Collective: in the same order on every rank. Raises as `gathered` does; for models that no engine owns,
+    `DesyncError` while their `Init` is open and ranks give other parameters, and `ReleasedParameterError` for one
+    written while it was released.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
@@ -172,8 +175,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, in
     its shape.
 
-    Zeros before the first step. Waits for updates that a tier still runs. Collective. Raises `PartitionError` for a
-    parameter that is not trained, and for a key other than those of its states with a value for each element.
+    Zeros before the first step, whatever ``key`` is. Waits for updates that a tier still runs. Collective. Raises
+    `PartitionError` for a parameter that is not trained, and for a key other than those of its states with a value for
+    each element.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)

@@ -228,16 +228,15 @@ class GradientAgreement:
 
     def learn_deferred(self) -> None:
         """Wait until the host knows the norm of the last step; do nothing if it was not deferred. Every rank calls it
-        at the same point.
-
-        Raises `NonFiniteGradientError` on every rank if it is not finite; the gradients are forgotten then.
+        at the same point. If it is not finite, raises on every rank: `ReleasedParameterError` where code wrote into a
+        released parameter, else `NonFiniteGradientError`, after the gradients were forgotten.
         """
         self._learn_deferred(None)
 
     def _learn_deferred(self, square: float | None) -> None:
         """Take ``square`` for the deferred sum of squares, None to wait for it; do nothing if none is deferred.
 
-        Raises `NonFiniteGradientError` on every rank if it is not finite, after the gradients were forgotten.
+        Raises as `learn_deferred` does.
         """
         deferred, self._deferred = self._deferred, None
         if deferred is None or self._device is None:

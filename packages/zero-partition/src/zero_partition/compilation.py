@@ -41,7 +41,8 @@ class CompiledRegions:
             module._compiled_call_impl = _Region(module, outer, inside, compiled)
 
     def remove(self) -> None:
-        """Have the modules run uncompiled again, and their own hooks report their calls."""
+        """Have the modules run uncompiled again, and their own hooks report their calls. A compiled call that a module
+        had before is not restored."""
         for module in self._modules:
             module._compiled_call_impl = None
         for watch in self._watches:

@@ -44,8 +44,9 @@ def set_leaf_modules(
     """Mark modules as leaves: each is gathered together with all its children, however large, and return them.
 
     For modules that choose at run time which children to run. ``chosen``: classes, names of classes (with or without
-    their package) or names of modules in ``model``. ``leaf``: False removes the mark. Call it before the model is
-    partitioned. Raises ValueError naming a choice that fits no module.
+    their package) or names of modules in ``model``. ``leaf``: False marks them as no leaves, even where `leaf_marker`
+    has their class or name. Call it before the model is partitioned. Raises ValueError, marking none, that names a
+    choice that fits no module.
     """
     found: dict[int, nn.Module] = {}
     for choice in chosen:

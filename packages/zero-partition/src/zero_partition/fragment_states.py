@@ -186,8 +186,8 @@ class WatchedFragmentStates(FragmentStates):
 class StateElsewhere(dict[str, Any]):
     """The state of a parameter that other ranks update entirely, so that a loop over parameters runs here as there.
 
-    Each kind is an empty tensor like ``tensor``, but "step" is what ``step`` returns; what code assigns is kept.
-    Pickles are plain dicts.
+    Each kind that is looked up by ``[kind]`` is an empty tensor like ``tensor``, but "step" is what ``step`` returns;
+    what code assigns is kept. `get`, ``in`` and iteration know only what was assigned. Pickles are plain dicts.
     """
 
     def __init__(self, tensor: torch.Tensor, step: Callable[[], Any]) -> None:

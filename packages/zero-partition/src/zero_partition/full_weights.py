@@ -90,8 +90,9 @@ class FullWeights:
         one is asked for: all buckets of a pass are in one piece of memory. Memory: the largest bucket and the largest
         unit; with adapters also the units of the adapters under way, a weight's copy and its change. Collective: every
         rank iterates with the same arguments, to the end or to the same bucket. When one stops earlier, the others
-        raise `PartitionError` and it warns. Raises `PartitionError` inside a forward or backward pass, and when the
-        optimizer has stepped between two buckets.
+        raise `PartitionError` and it warns. Raises `PartitionError` at once for a bound below 1; while iterating,
+        inside a forward or backward pass, when ranks have other weights, and when the optimizer has stepped between two
+        buckets.
         """
         self._check()
         if bucket_bytes < 1:

@@ -116,7 +116,8 @@ class UnitGradients:
 
     @contextmanager
     def averaged(self, *, dirty: bool = False) -> Iterator[torch.Tensor]:
-        """Lend the averaged gradient to the block: this rank's shard (1-D), or at stage 0 the flat buffer's elements.
+        """Lend the averaged gradient to the block: this rank's shard (1-D), or at stage 0 the flat buffer's elements,
+        of which only this rank's shard is averaged before `gather_full`.
 
         ``dirty``: the block changes it. Only when `is_reduced`, and valid inside the block only.
         """
@@ -155,8 +156,8 @@ class UnitGradients:
         """Add ``gradient``, of the unit's parameter number ``index``, to those that wait for a reduction; it is copied.
 
         The parameter counts as touched. ``more_follow``: no reduction follows this backward pass, so a new buffer has
-        the accumulate dtype. Raises `EditRefusedError` for a gradient of another shape than the parameter's at
-        initialize.
+        the accumulate dtype. Raises `EditRefusedError` for a gradient that does not broadcast to the parameter's shape
+        at initialize.
         """
         if self._flat is None:
             self._allocate(gradient.device, self._accumulate_dtype if more_follow else self.unit.plan.dtype)
@@ -356,7 +357,7 @@ class UnitGradients:
         """Copy elements that user code changed in the tensors of `full_gradients` to `reduced`; other elements keep all
         digits of the average.
 
-        Does nothing where these are views of `reduced`.
+        Only after `full_gradients`, and before the next; does nothing where these are views of `reduced`.
         """
         reduced = cast(torch.Tensor, self.reduced)
         if reduced.dtype != self.unit.plan.dtype:

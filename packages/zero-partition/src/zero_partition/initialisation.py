@@ -55,7 +55,8 @@ class Init:
     Generator states are compared on entry, and a parameter's values, by digest, whenever it is sharded. Where ranks
     differ (they drew with another generator, or only one of them drew), rank 0's values are used, and a warning names
     the first parameter. A parameter stays full while other code holds a tensor or an array in its memory. ``control``:
-    carries the messages among these ranks.
+    carries the messages among these ranks. When a module is attached, a parameter used, and at the end, `DesyncError`
+    is raised where ranks build different models, `PartitionError` where a parameter has other shapes.
 
     A model on the meta device may be given memory inside (``model.to_empty(device=…)``): each parameter gets its memory
     only when code writes its values, and is sharded from those. ``new_shard``: makes the memory in which shards live

@@ -36,6 +36,7 @@ class LeafTree:
 
     def add(self, node: torch.Tensor) -> torch.Tensor | None:
         """Add the reduction of the next micro-batch; return the mean over all leaves after the last one, else None.
+        `clear` comes before the next step's first.
 
         ``node``: the reduction (1-D), which the tree keeps and overwrites; or `neighbour`, to which it was added
         already. The mean is in the memory of one of the nodes, which the tree lets go.

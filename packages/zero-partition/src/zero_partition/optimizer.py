@@ -39,9 +39,9 @@ class ShardedOptimizer:
     """Wraps any ``torch.optim.Optimizer`` built over the model's parameters.
 
     The optimizer object stays the user's: its param groups keep their dicts and hyperparameters, and only their
-    ``params`` are replaced by the tensors that this rank updates. So schedulers and ``group["lr"] = …`` work. An
-    elementwise optimizer gets this rank's fragment of each parameter; one that needs full parameters (Muon, Adafactor)
-    gets the full parameters that are assigned to this rank.
+    ``params`` are replaced, for good, by the tensors that this rank updates. So schedulers and ``group["lr"] = …``
+    work. An elementwise optimizer gets this rank's fragment of each parameter; one that needs full parameters (Muon,
+    Adafactor) gets the full parameters that are assigned to this rank.
 
     ``clip``: maximal global norm, 0 for off. ``loss_scale``: the scale in the gradients, None for none.
     ``skip_non_finite``: skip the step instead of raising if the norm is not finite and there is no loss scale.
@@ -191,7 +191,7 @@ class ShardedOptimizer:
     def learn_deferred(self) -> None:
         """Wait until the host knows the norm of the last step, as something is about to depend on it.
 
-        Every rank calls it at the same point. Raises `NonFiniteGradientError` on every rank if it is not finite.
+        Every rank calls it at the same point. Raises as `GradientAgreement.learn_deferred` if it is not finite.
         """
         self._gradients.learn_deferred()
 

@@ -119,8 +119,8 @@ class OptimizerStates:
             self._optimizer.state = defaultdict(dict)
 
     def state_of(self, owned: OwnedFragment) -> Mapping[str, Any]:
-        """Return the state of a fragment that the optimizer itself holds; empty without one, or if a tier keeps the
-        states."""
+        """Return the state of a fragment that the optimizer itself holds, its tensors in the same memory; empty without
+        one, or if a tier keeps the states."""
         if self._tier is not None:
             return {}
         states = self._optimizer.state
@@ -136,7 +136,8 @@ class OptimizerStates:
             del states[owned.tensor]
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` once, before code next reads states that the optimizer holds, until `unwatch`."""
+        """Call ``read`` before code next reads states that the optimizer holds, and again at the first read after each
+        state dict or new mapping, until `unwatch`."""
         self._read = read
         if self._held is not None:
             self._held.watch(read)

@@ -52,7 +52,8 @@ class Partition:
 
     ``options``: how to shard. ``device``: where modules compute. ``trainable``: ids of the parameters to train, None
     for all that require gradients. ``residency``: the store that keeps the shards. ``make_states``: makes `states`,
-    None for none. Refers weakly to ``model``, whose parameters it changes in place.
+    None for none. Refers weakly to ``model``, whose parameters it changes in place, but its units hold their member
+    modules.
 
     Attributes:
         layout: maps parameters to units, and elements to ranks.

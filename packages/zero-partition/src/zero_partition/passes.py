@@ -303,7 +303,8 @@ class Passes:
     @outside_modes
     def end_backward(self) -> None:
         """Finish the backward pass: wait for its reductions and release all units (steps 10 to 12); do nothing if none
-        is running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine."""
+        is running. Collective if it gathers or reduces. Raises `CommError` if a failure has ended the engine, and as
+        `Reducer.settle_late`."""
         if not self._calls.in_backward:
             return
         self._liveness.check()  # a pass that ended the engine leaves reductions that nobody answers

@@ -184,7 +184,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Finish the backward pass: wait for its reductions and release all units; do nothing if none is running.
-        Collective if it gathers or reduces."""
+        Collective if it gathers or reduces. Raises as `Passes.end_backward`."""
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:

@@ -42,7 +42,8 @@ class TiledLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, in_splits: int = 1, out_splits: int = 1) -> TiledLinear:
-        """Return a tiled layer with copies of the weights of ``linear``, which computes the same up to rounding.
+        """Return a tiled layer with copies of the weights of ``linear``, which computes the same up to rounding. The
+        copies require gradients, also where those of ``linear`` do not.
 
         Raises `PartitionError` when there are more splits than features.
         """

@@ -181,7 +181,8 @@ class Unit:
         self._free_flat()
 
     def release(self, *, keep: bool = False) -> None:
-        """Free the flat buffer and make the parameters placeholders; do nothing for a unit that is never released.
+        """Free the flat buffer and make the parameters placeholders, pinned or not; do nothing for a unit that is never
+        released.
 
         A gather in flight is finished first, and what user code wrote is kept as edits. Memory of which code still
         holds a view is left to that view; see [Note: views that code keeps] in flat_memory.py. ``keep``: keep the flat
@@ -214,7 +215,7 @@ class Unit:
 
     def forget_copies(self) -> None:
         """Drop what earlier gathers have left besides the shards, as the weights have changed: secondary shards, and a
-        kept flat buffer."""
+        kept flat buffer. Of a releasable unit every rank does so at the same point."""
         self.route.weights_changed()
         self.drop_kept()
 
@@ -295,7 +296,7 @@ class Unit:
     def write_back(self) -> None:
         """Copy the gathered parameters' present values into the shard and the master, after user code changed them.
         Elements of the master that round to the present value stay, as they have more digits. Waits for `readers`;
-        sends nothing."""
+        sends nothing. See `forget_copies`."""
         self.readers.wait()
         self.forget_copies()
         start, end = self.layout.shard_range(self.route.rank)

@@ -25,7 +25,7 @@ class UnitLimits:
 
     Module subtrees above ``max_numel`` are divided further (None: those above 64,000,000, layers above 1,000,000,000,
     where a layer is a subtree without a list of layers of its own); neighbouring small units are merged up to
-    ``min_numel``; parameters below ``persistence_threshold`` are persistent.
+    ``min_numel``; parameters of one element, and those below ``persistence_threshold``, are persistent.
     """
 
     max_numel: int | None = None

@@ -327,16 +327,16 @@ def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Upd
 
 
 def connect_positions(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size;
-    do nothing for another optimizer."""
+    """Under virtual ranks, give a `PositionedOptimizer` positions of elements that are the same at any world size, for
+    good; do nothing for another optimizer."""
     if partition.options.virtual_ranks and isinstance(optimizer, PositionedOptimizer):
         positions = element_positions((unit.layout for unit in partition.units if unit.plan.trainable), GRID)
         optimizer.positions = {o.tensor: positions[o.fragment.entry.name] + o.fragment.param_offset for o in fragments}
 
 
 def connect_norms(optimizer: Optimizer, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
-    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks; do nothing for another
-    optimizer."""
+    """Give a `NormOptimizer` the function that adds up its partial norms over all ranks, for good: it keeps
+    ``partition`` alive. Do nothing for another optimizer."""
     if isinstance(optimizer, NormOptimizer):
         optimizer.reduce_norms = NormReduction(partition, fragments)
 

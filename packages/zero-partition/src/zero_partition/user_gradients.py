@@ -92,7 +92,8 @@ class UserGradients:
         """Make gradients that user code has written to ``.grad`` this rank's gradients. Does not communicate.
 
         ``stepping``: no backward pass follows before the step, so in-place changes of averages can stay if they are the
-        same on every rank; else they are reduced again. Raises `PartitionError` if gradients may not be written now.
+        same on every rank; else they are reduced again. Raises `PartitionError` if gradients may not be written now,
+        and as `UnitGradients.add` does.
         """
         if self._is_as_left():
             if not stepping and self._edited:

@@ -19,7 +19,8 @@ class ZeroGrad:
     """Replaces `zero_grad` of ``owner``, an optimizer or a module, while an engine holds its parameters' gradients.
 
     It is in the object's own ``__dict__``, as torch's schedulers do with ``optimizer.step``; no class is changed.
-    Copies and pickles of the object have the method of their class. ``discard``: called before the object's own method.
+    Copies and pickles of the object have the method of their class. ``discard``: called before the object's own method,
+    which this object holds, and with it ``owner``.
     """
 
     def __init__(self, owner: Any, discard: Discard) -> None:
@@ -65,7 +66,7 @@ def watch_modules(model: nn.Module, discard: Callable[..., None]) -> list[ZeroGr
 
     def discard_for(module: nn.Module) -> Discard:
         """Return the function that discards the gradients of ``module``, to which it refers weakly, by a call of the
-        outer ``discard``."""
+        outer ``discard``; to ``model`` it refers strongly."""
         reference = weakref.ref(module)
 
         def discard_of_module(*, set_to_none: bool) -> None:
