@@ -102,8 +102,8 @@ class WeightSender:
     ``server``: the calls that drive it. ``ranks``: of the server. ``is_sender``: whether this rank of the trainer
     sends, which exactly one does; the others only iterate, so that the buckets can be gathered. ``address``: of this
     host, where the server's ranks reach it; ``port``: 0 takes a free one. ``device``: of the buckets. ``timeout``: of
-    each wait for the server's ranks. Raises OSError when the sender cannot listen there, and `PeerError` when the
-    server refuses or its ranks do not come.
+    each wait for the server's ranks. Raises OSError when the sender cannot listen there, ValueError for another kind of
+    device than CPU and CUDA, `PeerError` when the server's ranks do not come, and what the server's call raises.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class WeightSender:
     def send(self, buckets: Iterable[WeightBucket]) -> None:
         """Send all ``buckets`` (`Engine.iter_full_weights`) as one update. Every rank of the trainer calls it.
 
-        Raises `PeerError` when the server fails, and ValueError when a rank of it wants a slice that a weight does not
-        have; both on the sender; errors of ``buckets`` pass through. The transfer is over then: make a new sender,
-        because this one's `send` only iterates from then on, as after `close`. ``buckets`` are closed in any case, so
-        the trainer's other ranks raise too.
+        Raises on the sender what the server's calls raise, `PeerError` when one of its ranks is gone, and ValueError
+        when one wants a slice that a weight does not have; on every rank what ``buckets`` raises. The transfer is over
+        then: make a new sender, because this one's `send` only iterates from then on, as after `close`. ``buckets`` are
+        closed in any case, so the trainer's other ranks raise too.
         """
         try:
             if self._group is None:

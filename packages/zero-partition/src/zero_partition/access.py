@@ -95,9 +95,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
     ``parameters``: one or an iterable, in which other objects are ignored. ``modifier_rank``: the rank whose values
     become every rank's at exit. Without it, changes to an engine's parameters are kept if every rank has made the same,
     else refused later, and changes to parameters that no engine owns are dropped if they were sharded before the block.
-    Collective: in the same order on every rank. Raises as `gathered` does; for models that no engine owns,
-    `DesyncError` while their `Init` is open and ranks give other parameters, and `ReleasedParameterError` for one
-    written while it was released.
+    Collective: in the same order on every rank. Raises as `gathered` does; without an engine also `DesyncError` where
+    ranks give other parameters in an open `Init`, and `ReleasedParameterError`.
     """
     given = [parameters] if isinstance(parameters, nn.Parameter) else list(parameters)
     found = {r.number: r for p in given if (r := sharded_record(p)) is not None}
@@ -175,9 +174,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, in
     its shape.
 
-    Zeros before the first step, whatever ``key`` is. Waits for updates that a tier still runs. Collective. Raises
-    `PartitionError` for a parameter that is not trained, and for a key other than those of its states with a value for
-    each element.
+    Zeros before the first step, for any ``key``. Waits for updates that a tier still runs. Collective. Raises
+    `PartitionError` for a parameter that is not trained, and for a key that is none of its states with a value per
+    element.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)

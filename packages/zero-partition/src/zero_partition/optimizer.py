@@ -191,7 +191,7 @@ class ShardedOptimizer:
     def learn_deferred(self) -> None:
         """Wait until the host knows the norm of the last step, as something is about to depend on it.
 
-        Every rank calls it at the same point. Raises as `GradientAgreement.learn_deferred` if it is not finite.
+        Every rank calls it at the same point. Raises as `GradientAgreement.learn_deferred` does.
         """
         self._gradients.learn_deferred()
 

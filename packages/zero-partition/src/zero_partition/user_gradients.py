@@ -50,8 +50,8 @@ class UserGradients:
     def show(self) -> None:
         """Make full averaged gradients, of units that keep them (stage 0), the parameters' ``.grad``.
 
-        A parameter gets None if this rank had no gradient of it and the average is zero; one whose shape has changed
-        keeps what it has. Does not communicate.
+        A parameter gets None if this rank had no gradient of it and the average is zero, for which the device is waited
+        for; one whose shape has changed keeps what it has. Does not communicate.
         """
         self._casts.clear()
         for index, gradients in self._gradients.items():
