@@ -68,8 +68,8 @@ class FeedbackAverage:
         return Work(tag, buffers=(x, sent, arrived), finish=finish)
 
     def _answer(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
-        """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks'
-        averages, and write them into ``x``; waits."""
+        """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks' averages, and
+        write them into ``x``; waits. Collective."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
         coded = self._group.coded_ranks(x.device)
         for rank in coded:

@@ -215,8 +215,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's weights, masters included, by rank 0's ``value``. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Waits for updates that still run. Raises `PartitionError` for
-    another shape, and for a parameter of another model.
+    Other ranks pass any tensor of the parameter's shape. Call it outside `gathered` of the parameter: at stage 3 the
+    block keeps the old values, and with a ``modifier_rank`` its end writes them back. Waits for updates that still run.
+    Raises `PartitionError` on every rank if one passes another shape, and for a parameter of another model.
     """
     partition.runtime.reopen("set_full_param")
     if is_whole(partition, parameter):
@@ -241,7 +242,8 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     Collective.
 
     Late gradients are reduced first; the parameter counts as one that has a gradient from then on. Raises
-    `PartitionError` for another shape, and when no backward has reached its unit since the last step.
+    `PartitionError` on every rank if one passes another shape, when no backward has reached its unit since the last
+    step, and for a parameter that no unit holds.
     """
     partition.runtime.reopen("set_full_grad")
     unit, index = _find(partition, parameter)
@@ -262,8 +264,8 @@ def set_full_state(
     """Replace the optimizer's state ``key`` of a parameter by rank 0's ``value`` (the full state); other ranks pass any
     tensor of that shape. Collective.
 
-    Raises `PartitionError` on every rank if one rank has a value of another shape or the optimizer has no such state
-    yet, and for a parameter that is not trained.
+    Waits for updates that still run. Raises `PartitionError` on every rank if one rank has a value of another shape or
+    the optimizer has no such state yet, and for a parameter that is not trained.
     """
     partition.runtime.reopen("set_full_state")
     unit, index = _find(partition, parameter)

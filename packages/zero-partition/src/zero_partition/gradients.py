@@ -281,7 +281,7 @@ class UnitGradients:
             self._arriving = mean
 
     def reduce_again(self, flat: torch.Tensor, before: torch.Tensor | None, step: int) -> torch.Tensor:
-        """Average ``flat``, a copy of a buffer that a watch was called with, once more, and return the result.
+        """Average ``flat``, a copy of a buffer that a watch was called with, once more, wait, and return the result.
 
         The average is added to ``before``, a copy of an earlier `averaged` that may be overwritten; None: to nothing.
         The result has the form that `averaged` gives: a shard, or at stage 0 the full gradient. Collective, outside
