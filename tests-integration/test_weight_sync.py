@@ -106,7 +106,7 @@ def test_what_the_server_refuses_is_said_on_every_rank_and_the_engine_goes_on(tm
 
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(PeerError, match=r"127\.0\.0\.1:9 did not answer init_weight_transfer_engine"):
-        WeightSender(WeightServerClient("http://127.0.0.1:9"), ranks=1)
+        WeightSender(WeightServerClient("http://127.0.0.1:9"), ranks=1).send([])
 
 
 FUSED = (

@@ -186,7 +186,7 @@ def test_a_sender_whose_server_refuses_says_so_and_does_not_wait() -> None:
             raise PeerError("not now")
 
     with pytest.raises(PeerError, match="not now"):
-        WeightSender(Refusing({}), ranks=1, timeout=timedelta(minutes=10))
+        WeightSender(Refusing({}), ranks=1, timeout=timedelta(minutes=10)).send(buckets(100))
 
 
 def test_a_server_with_fewer_ranks_than_the_sender_expects_is_named() -> None:
@@ -195,7 +195,7 @@ def test_a_server_with_fewer_ranks_than_the_sender_expects_is_named() -> None:
             """Take the connection, and have no rank join."""
 
     with pytest.raises(PeerError, match="2 ranks of it have not come"):
-        WeightSender(Idle({}), ranks=2, timeout=timedelta(minutes=10))
+        WeightSender(Idle({}), ranks=2, timeout=timedelta(minutes=10)).send(buckets(100))
 
 
 def test_arithmetic_of_buckets() -> None:

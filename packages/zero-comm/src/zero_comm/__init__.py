@@ -27,7 +27,8 @@ from .starting import starting_together
 from .tag import NO_STEP, Tag
 from .testing import RanksFailedError, run_ranks
 from .topology import Topology, node_name
-from .weight_transfer import WeightReceiver, WeightSender, WeightServer, WeightServerClient
+from .weight_server import WeightServer, WeightServerClient
+from .weight_transfer import WeightReceiver, WeightSender
 from .weights import (
     WeightBucket,
     WeightInfo,

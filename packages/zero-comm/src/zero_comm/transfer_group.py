@@ -108,8 +108,9 @@ class TransferGroup:
         """Cut the connections, so that no rank waits in a transfer, here or there; from any thread, before `close`.
         Only `close` may follow."""
         self._connections.sever()
-        if self.device.type != "cpu":
-            self._group.abort()
+        group = self._group
+        if group is not None and self.device.type != "cpu":
+            group.abort()
 
     def close(self) -> None:
         """Leave the group, without waiting for others. May be called again; no transfer may follow."""

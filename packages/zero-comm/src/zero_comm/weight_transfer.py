@@ -5,23 +5,25 @@ both join one process group: the trainer is rank 0, the server's ranks follow fr
 ``start_weight_update``, then ``update_weights`` for each bucket, then ``finish_weight_update``. The bytes of a bucket
 travel over the process group while ``update_weights`` runs. Ranks that want all weights get each bucket by one
 broadcast; if any rank wants slices, each rank is sent what it wants, in one message per bucket, and nothing else.
+
+[Note: the trainer's ranks] All ranks of the trainer iterate over the buckets and meet before the next one and after the
+last. So everything that can fail on the sender alone comes between its first bucket and that last meeting: connecting,
+``start_weight_update`` and ``finish_weight_update`` too. What fails there is thrown into the iterator, which tells the
+others.
 """
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .errors import CommError, PeerError
 from .transfer_group import TransferGroup, are_here, open_transfer_store
+from .weight_server import ServerCall, WeightServer
 from .weights import (
     Needs,
     WeightBucket,
@@ -37,73 +39,14 @@ _LOOK_SECONDS = 0.02
 """How often the sender looks whether the server's ranks have come."""
 
 
-class WeightServer(Protocol):
-    """The calls by which a trainer drives a server; vLLM's ``VLLMWeightSyncClient`` has the same. Each returns when
-    every rank of the server is done."""
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> object:
-        """Have every rank of the server join the process group that ``init_info`` describes."""
-
-    def start_weight_update(self) -> object:
-        """Prepare for new weights."""
-
-    def update_weights(self, update_info: dict[str, Any], /) -> object:
-        """Receive and load the weights that ``update_info`` names."""
-
-    def finish_weight_update(self) -> object:
-        """End the update: all weights are there."""
-
-
-class WeightServerClient:
-    """Drives a server over HTTP, by the routes of a vLLM server. ``url``: its address, as "http://127.0.0.1:8000".
-    ``timeout``: seconds that one call may take. No proxy is used. Calls raise `PeerError` when the server refuses them
-    or cannot be reached."""
-
-    def __init__(self, url: str, timeout: float = 300.0) -> None:
-        self._url = url.rstrip("/")
-        self._timeout = timeout
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any], /) -> None:
-        """Have every rank of the server join the process group that ``init_info`` describes."""
-        self._post("init_weight_transfer_engine", {"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        """Prepare the server for new weights."""
-        self._post("start_weight_update", {})
-
-    def update_weights(self, update_info: dict[str, Any], /) -> None:
-        """Have the server receive and load the weights that ``update_info`` names."""
-        self._post("update_weights", {"update_info": update_info})
-
-    def finish_weight_update(self) -> None:
-        """End the server's update: all weights are there."""
-        self._post("finish_weight_update", {})
-
-    def _post(self, route: str, content: dict[str, Any]) -> None:
-        """Post ``content`` as JSON to ``route`` and wait for the answer, whose body is ignored. Raises `PeerError`,
-        with the server's words if it answered, when it refuses or cannot be reached."""
-        request = urllib.request.Request(
-            f"{self._url}/{route}", json.dumps(content).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with self._opener.open(request, timeout=self._timeout):
-                pass
-        except urllib.error.HTTPError as error:
-            told = error.read(2000).decode(errors="replace")
-            raise PeerError(f"the server at {self._url} answered {error.code} to {route}: {told}") from error
-        except OSError as error:
-            raise PeerError(f"the server at {self._url} did not answer {route}: {error}") from error
-
-
 class WeightSender:
-    """Sends buckets of full weights to the ranks of a server; see [Note: an update].
+    """Sends buckets of full weights to the ranks of a server; see [Note: an update] and [Note: the trainer's ranks].
 
     ``server``: the calls that drive it. ``ranks``: of the server. ``is_sender``: whether this rank of the trainer
     sends, which exactly one does; the others only iterate, so that the buckets can be gathered. ``address``: of this
     host, where the server's ranks reach it; ``port``: 0 takes a free one. ``device``: of the buckets. ``timeout``: of
-    each wait for the server's ranks. Raises OSError when the sender cannot listen there, ValueError for another kind of
-    device than CPU and CUDA, `PeerError` when the server's ranks do not come, and what the server's call raises.
+    each wait for the server: for its ranks, for each call's answer and for each transfer. Nothing is connected before
+    the first `send`.
     """
 
     def __init__(
@@ -118,84 +61,106 @@ class WeightSender:
         timeout: timedelta = _TIMEOUT,
     ) -> None:
         self._server = server
+        self._ranks = ranks
+        self._is_sender = is_sender
+        self._address = (address, port)
+        self._device = torch.device(device)
+        self._timeout = timeout
         self._group: TransferGroup | None = None
         self._needs: list[Needs | None] = []
         self._broadcasts = True
-        if is_sender:
-            self._group = self._connect(address, port, ranks, torch.device(device), timeout)
-            self._needs = self._group.hear_needs()
-            self._broadcasts = all(needs is None for needs in self._needs)
-            self._group.tell_way(broadcasts=self._broadcasts)
 
     def send(self, buckets: Iterable[WeightBucket]) -> None:
         """Send all ``buckets`` (`Engine.iter_full_weights`) as one update. Every rank of the trainer calls it.
 
-        Raises on the sender what the server's calls raise, `PeerError` when one of its ranks is gone, and ValueError
-        when one wants a slice that a weight does not have; on every rank what ``buckets`` raises. The transfer is over
-        then: make a new sender, because this one's `send` only iterates from then on, as after `close`. ``buckets`` are
-        closed in any case, so the trainer's other ranks raise too.
+        Connects to the server if that is not done. Raises on the sender: OSError when it cannot listen at its address,
+        `PeerError` when the server fails, refuses, or does not answer in time or its ranks do not come, ValueError when
+        a rank of it wants a slice that a weight does not have, and what ``server`` itself raises. ``buckets`` hear of
+        it, so the trainer's other ranks raise too, with the reason. The next call connects again.
         """
         try:
-            if self._group is None:
+            if self._is_sender:
+                self._update(buckets)
+            else:
                 for _ in buckets:
                     pass
-            else:
-                self._update(self._group, buckets)
-        except BaseException:
+        except BaseException as failure:
             self.close(abort=True)
+            _end(buckets, failure)
             raise
-        finally:
-            getattr(buckets, "close", lambda: None)()
 
     def close(self, *, abort: bool = False) -> None:
-        """Leave the process group; a later `send` only iterates and sends nothing. May be called again. ``abort``: cut
-        transfers that the server waits in."""
+        """Leave the process group; a later `send` connects again. May be called again. ``abort``: cut transfers that
+        the server waits in."""
         group, self._group = self._group, None
         if group is not None:
             if abort:
                 group.abort()
             group.close()
 
-    def _connect(self, address: str, port: int, ranks: int, device: torch.device, timeout: timedelta) -> TransferGroup:
-        """Listen for the server's ranks, ask the server to have them join, and return the process group when all have.
-
-        A thread runs the server's call meanwhile. Raises OSError when this host cannot listen there, `PeerError` when
-        the ranks do not come within ``timeout``, and what the server's call raises.
-        """
-        store, port = open_transfer_store(address, port, timeout)
-        told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(self._server.init_weight_transfer_engine, told)
-            begin = time.monotonic()
-            while not are_here(store, 1 + ranks):
-                if wait([asked], _LOOK_SECONDS).done:
-                    asked.result()  # the server's own reason, if it has one
-                    raise PeerError(f"the server has taken the connection, but {ranks} ranks of it have not come")
-                if time.monotonic() - begin > timeout.total_seconds():
-                    raise PeerError(f"the server's {ranks} ranks have not come in {timeout.total_seconds():.0f} s")
-            group = TransferGroup.serve(store, 1 + ranks, device, timeout)
+    def _update(self, buckets: Iterable[WeightBucket]) -> None:
+        """Send ``buckets`` as one update, each while the server's ranks receive it; see [Note: the trainer's ranks]."""
+        begun = finished = False
+        for bucket in buckets:
+            group = self._connected()
+            if not begun:
+                self._ask("start_weight_update", self._server.start_weight_update).result()
+                begun = True
+            asked = self._ask("update_weights", self._server.update_weights, describe_weights(bucket.infos), failed=group.abort)
+            try:
+                self._send(group, bucket)
+            except PeerError:
+                group.abort()
+                asked.result()  # the server's own reason, if it has one
+                raise
             asked.result()
+            if bucket.number == bucket.count - 1:
+                self._ask("finish_weight_update", self._server.finish_weight_update).result()
+                finished = True
+        if not begun:
+            self._connected()
+            self._ask("start_weight_update", self._server.start_weight_update).result()
+        if not finished:
+            self._ask("finish_weight_update", self._server.finish_weight_update).result()
+
+    def _connected(self) -> TransferGroup:
+        """Return the process group with the server's ranks, opened if there is none."""
+        if self._group is None:
+            self._group = self._connect(*self._address)
+            self._needs = self._group.hear_needs()
+            self._broadcasts = all(needs is None for needs in self._needs)
+            self._group.tell_way(broadcasts=self._broadcasts)
+        return self._group
+
+    def _connect(self, address: str, port: int) -> TransferGroup:
+        """Open the process group with the server's ranks."""
+        store, port = open_transfer_store(address, port, self._timeout)
+        world_size = 1 + self._ranks
+        told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
+        begin = time.monotonic()
+        asked = self._ask("init_weight_transfer_engine", self._server.init_weight_transfer_engine, told)
+        while not are_here(store, world_size):
+            if asked.is_done(_LOOK_SECONDS):
+                asked.result()  # the server's own reason, if it has one
+                if not are_here(store, world_size):
+                    raise PeerError(f"the server has taken the connection, but {self._ranks} ranks of it have not come")
+            if time.monotonic() - begin > self._timeout.total_seconds():
+                seconds = self._timeout.total_seconds()
+                raise PeerError(f"the server's {self._ranks} ranks have not come in {seconds:g} s")
+        group = TransferGroup.serve(store, world_size, self._device, self._timeout)
+        try:
+            asked.result()
+        except BaseException:
+            group.abort()
+            group.close()
+            raise
         return group
 
-    def _update(self, group: TransferGroup, buckets: Iterable[WeightBucket]) -> None:
-        """Send ``buckets`` as one update, each while the server's ranks receive it.
-
-        A thread runs the server's `update_weights` meanwhile; if it fails, the group is aborted, so that no transfer
-        waits, and its error is raised.
-        """
-        self._server.start_weight_update()
-        with ThreadPoolExecutor(1) as pool:
-            for bucket in buckets:
-                asked: Future[object] = pool.submit(self._server.update_weights, describe_weights(bucket.infos))
-                asked.add_done_callback(lambda done: group.abort() if done.exception() is not None else None)
-                try:
-                    self._send(group, bucket)
-                except BaseException:
-                    group.abort()
-                    asked.result()  # the server's own reason, if it has one
-                    raise
-                asked.result()
-        self._server.finish_weight_update()
+    def _ask(
+        self, name: str, call: Callable[..., object], *arguments: Any, failed: Callable[[], object] | None = None
+    ) -> ServerCall:
+        """Begin the server's ``call``."""
+        return ServerCall(name, call, *arguments, timeout=self._timeout.total_seconds(), failed=failed)
 
     def _send(self, group: TransferGroup, bucket: WeightBucket) -> None:
         """Send ``bucket`` to every rank of the server that wants some of it, by one broadcast or a message to each, and
@@ -306,6 +271,18 @@ class WeightReceiver:
         group, self._group, self._missing = self._group, None, None
         if group is not None:
             group.close()
+
+
+def _end(buckets: Iterable[WeightBucket], failure: BaseException) -> None:
+    """Throw ``failure`` into ``buckets`` if it is a generator; an engine's tells the trainer's other ranks."""
+    if isinstance(buckets, Generator):
+        try:
+            buckets.throw(failure)
+        except BaseException as error:
+            if error is not failure and hasattr(failure, "add_note"):  # of Python 3.11 and later
+                failure.add_note(f"The trainer's other ranks could not be told: {type(error).__name__}: {error}")
+        finally:
+            buckets.close()
 
 
 def _wanted(infos: Sequence[WeightInfo], needs: Needs | None) -> list[WeightInfo]:

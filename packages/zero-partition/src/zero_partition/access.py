@@ -52,12 +52,16 @@ def gathered(
     units = _units_of(partition, given)
     watched = modifier_rank is None and not read_only
     runtime.agree("gathered", ",".join(str(u.index) for u in units), None)
-    partition.finish_updates()
-    opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
-    for unit in opened:
-        unit.issue_gather(runtime.step, exact=True)
-    for unit in opened:
-        unit.wait_gather()
+    try:
+        partition.finish_updates()
+        opened = [u for u in units if u.releasable and u.state is UnitState.RELEASED]
+        for unit in opened:
+            unit.issue_gather(runtime.step, exact=True)
+        for unit in opened:
+            unit.wait_gather()
+    except BaseException as failure:  # the others wait in the gathers
+        runtime.failed_in("gathered", failure, awaited=True)
+        raise
     held = [u for u in units if u.releasable]
     for unit in held:
         unit.pin()

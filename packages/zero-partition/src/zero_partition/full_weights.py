@@ -1,9 +1,11 @@
 """Full weights in bounded buckets, for a program that computes with them: one unit is gathered at a time.
 
-[Note: a rank that stops] Ranks meet before each bucket but the first. A loop that ends early closes its iterator, which
-takes part in the next meeting and says there that it has stopped. If all ranks stop at the same bucket, nothing else
-happens; otherwise those that went on raise, and no rank waits. A rank that calls something else of the engine while its
-iterator is open meets the others with another message, which they all raise as a `DesyncError`.
+[Note: a rank that stops] Ranks meet after each bucket, the last one too. A loop that ends early closes its iterator,
+which takes part in the next meeting and says there that it has stopped, with the exception that was thrown into it. If
+all ranks stop at the same bucket, nothing else happens; otherwise those that went on raise, and no rank waits. A rank
+that calls something else of the engine while its iterator is open meets the others with another message, which they all
+raise as a `DesyncError`. A step and a further pass end the open one on every rank (`WeightPasses`): its units are
+released, and it meets nobody any more.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -26,10 +28,14 @@ from .access import gathered
 from .adapters import NamedWeight, base_buffers, base_weights, merged_values, plain_buffers, plain_weights
 from .errors import PartitionError
 from .partition import Partition
+from .weight_passes import WeightPass
 
 BUCKET_BYTES = 1 << 26
 """The default bound of a bucket, in bytes: 64 MiB."""
 _KIND = "full weights"
+_NEXT, _STOPPED = "next", "stopped"
+_TOLD = 1000
+"""Characters of a reason that other ranks are told."""
 
 
 @dataclass(frozen=True)
@@ -94,86 +100,117 @@ class FullWeights:
         inside a forward or backward pass, when ranks have other weights, and when the optimizer has stepped between two
         buckets.
         """
+        return self._checked(bucket_bytes)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the name and the value of each weight, as a tensor of its own that stays valid. Collective, as
+        `buckets`."""
+        buckets = self._checked(BUCKET_BYTES)
+        for bucket in buckets:
+            for name, tensor in bucket:
+                try:
+                    copy = tensor.clone()
+                except BaseException as failure:
+                    buckets.throw(failure)
+                    raise
+                yield name, copy
+
+    def _checked(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
+        """Return the buckets of a new pass, which begins when the first is asked for."""
         self._check()
         if bucket_bytes < 1:
             raise PartitionError(f"full weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         return self._pass(bucket_bytes)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the value of each weight, as a tensor of its own that stays valid. Collective, as
-        `buckets`."""
-        for bucket in self.buckets():
-            for name, tensor in bucket:
-                yield name, tensor.clone()
-
-    def _pass(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Yield the buckets of one pass, each in the same memory, which is allocated at the first; see [Note: a rank
-        that stops]. Collective. Raises as `buckets` says."""
+    def _pass(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
+        """Yield the buckets of one pass; see [Note: a rank that stops]."""
         runtime = self._partition.runtime
         runtime.reopen("iter_full_weights")
         if runtime.gathers.active:
             raise PartitionError("full weights were asked for inside a forward or backward pass; ask before or after")
-        entries = self._entries()
-        plan = plan_buckets([entry.info for entry in entries], bucket_bytes)
-        self._begin(entries, bucket_bytes)
-        size = max((bucket_offsets(infos)[1] for infos in plan), default=0)
-        memory = torch.empty(size, dtype=torch.uint8, device=self._partition.device)
-        step, given = runtime.step, 0
-        try:
-            with _Gathers(self._partition, entries) as gathers:
-                for number, infos in enumerate(plan):
-                    if number:
-                        self._meet(number, len(plan), step)
-                    first, given = given, given + len(infos)
-                    bucket = WeightBucket(number, len(plan), infos, memory[: bucket_offsets(infos)[1]])
-                    try:
-                        self._fill(bucket, entries[first:given], gathers)
-                    except BaseException as failure:
-                        runtime.failed_in("iter_full_weights", failure, awaited=True)
-                        raise
+        entries, plan, memory = self._begin(bucket_bytes)
+        given = 0
+        with _Gathers(self._partition, entries) as gathers, runtime.weight_passes.opened(gathers.close) as opened:
+            for number, infos in enumerate(plan):
+                first, given = given, given + len(infos)
+                bucket = WeightBucket(number, len(plan), infos, memory[: bucket_offsets(infos)[1]])
+                try:
+                    self._fill(bucket, entries[first:given], gathers)
+                except BaseException as failure:
+                    runtime.failed_in("iter_full_weights", failure, awaited=True)
+                    raise
+                try:
                     yield bucket
-        except GeneratorExit:
-            if given < len(entries):
-                self._stop(bucket.number + 1, len(plan))
+                except GeneratorExit:
+                    self._stop(opened, bucket, "")
+                    raise
+                except BaseException as failure:
+                    self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
+                    raise
+                self._meet(opened, bucket)
 
-    def _begin(self, entries: Sequence[_Entry], bucket_bytes: int) -> None:
-        """Meet the other ranks, and finish updates that still run. Raises `PartitionError` if the ranks have other
-        weights. Collective."""
+    def _begin(self, bucket_bytes: int) -> tuple[list[_Entry], list[tuple[WeightInfo, ...]], torch.Tensor]:
+        """Return what there is to hand on, divided into buckets, and memory for the largest; meet the other ranks, and
+        finish updates that still run. Raises `PartitionError` if the ranks have other weights, or one cannot begin.
+        Collective."""
+        entries: list[_Entry] = []
+        plan: list[tuple[WeightInfo, ...]] = []
+        memory, failure = torch.empty(0, dtype=torch.uint8), None
+        try:
+            entries = self._entries()
+            plan = plan_buckets([entry.info for entry in entries], bucket_bytes)
+            size = max((bucket_offsets(infos)[1] for infos in plan), default=0)
+            memory = torch.empty(size, dtype=torch.uint8, device=self._partition.device)
+        except Exception as error:
+            failure = error
         described = json.dumps(describe_weights([entry.info for entry in entries]))
         digest = hashlib.sha256(described.encode()).hexdigest()[:16]
-        told = self._partition.runtime.agree(_KIND, f"in buckets of {bucket_bytes} bytes", [digest, len(entries)])
+        problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_TOLD]
+        told = self._partition.runtime.agree(
+            _KIND, f"in buckets of {bucket_bytes} bytes", [digest, len(entries), problem]
+        )
+        if failure is not None:
+            raise failure
+        for rank, (_, _, reason) in enumerate(told):
+            if reason:
+                raise PartitionError(f"full weights: rank {rank} cannot begin: {reason}. The engine is as before.")
         apart = next((rank for rank, other in enumerate(told) if other != told[0]), None)
         if apart is not None:
             raise PartitionError(
                 f"full weights: rank {apart} has other weights than rank 0 ({told[apart][1]} and {told[0][1]}): other "
                 "names, dtypes or shapes. Pass the same arguments and switch adapters on every rank."
             )
-        self._partition.finish_updates()
+        try:
+            self._partition.finish_updates()
+        except BaseException as failed:
+            self._partition.runtime.failed_in("iter_full_weights", failed, awaited=True)
+            raise
+        return entries, plan, memory
 
-    def _meet(self, number: int, count: int, step: int) -> None:
-        """Meet the other ranks before bucket ``number`` of ``count``. Raises `PartitionError` if one has stopped, or if
-        the training loop has moved on from ``step``. Collective."""
-        runtime = self._partition.runtime
-        stopped = [rank for rank, word in enumerate(runtime.agree(_KIND, f"bucket {number}", "next")) if word != "next"]
-        if stopped:
+    def _meet(self, opened: WeightPass, bucket: WeightBucket) -> None:
+        """Meet the other ranks after ``bucket``. Raises `PartitionError` if one has stopped, or if something has ended
+        the pass. Collective, unless the pass has ended."""
+        done = f"after bucket {bucket.number + 1} of {bucket.count}"
+        if opened.ended:
+            raise PartitionError(f"full weights: {opened.ended} {done}, which ends the pass. Iterate to the end first.")
+        told = self._partition.runtime.agree(_KIND, _after(bucket), _NEXT)
+        stopped = next((rank for rank, word in enumerate(told) if word != _NEXT), None)
+        if stopped is not None:
             raise PartitionError(
-                f"full weights: rank {stopped[0]} stopped iterating after bucket {number} of {count} and this rank "
-                "went on. Every rank has to iterate to the end, or to stop at the same bucket. The engine is as before."
-            )
-        if runtime.step != step:
-            raise PartitionError(
-                f"full weights: the optimizer has stepped after bucket {number} of {count}: the buckets would have "
-                "weights of two steps. Iterate to the end, then step."
+                f"full weights: rank {stopped} stopped iterating {done} and this rank went on{told[stopped][1]}. Every "
+                "rank has to iterate to the end, or to stop at the same bucket. The engine is as before."
             )
 
-    def _stop(self, number: int, count: int) -> None:
-        """Tell the other ranks that this one has stopped before bucket ``number`` of ``count``, and warn if they went
-        on to it. Collective, unless a failure has ended the engine."""
+    def _stop(self, opened: WeightPass, bucket: WeightBucket, reason: str) -> None:
+        """Tell the other ranks that this one has stopped after ``bucket``, with the ``reason``; warn if they went on.
+        Collective, unless the pass or the engine has ended or another pass computes."""
         runtime = self._partition.runtime
-        if not runtime.failed and "next" in runtime.agree(_KIND, f"bucket {number}", "stopped"):
+        if opened.ended or runtime.failed or runtime.gathers.active:
+            return
+        if _NEXT in runtime.agree(_KIND, _after(bucket), [_STOPPED, reason[:_TOLD]]):
             warnings.warn(
-                f"this rank stopped iterating full weights after bucket {number} of {count}, and other ranks went on; "
-                "they raise PartitionError",
+                f"this rank stopped iterating full weights after bucket {bucket.number + 1} of {bucket.count}, and "
+                "other ranks went on; they raise PartitionError",
                 stacklevel=2,
             )
 
@@ -262,7 +299,16 @@ class _Gathers:
     def __exit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release every unit that is gathered still."""
+        """Call `close`."""
+        self.close()
+
+    def close(self) -> None:
+        """Release every unit that is gathered still. May be called again."""
         self._merged = (None, {})
         for index in list(self._open):
             self._open.pop(index).__exit__(None, None, None)
+
+
+def _after(bucket: WeightBucket) -> str:
+    """Return the name of the meeting after ``bucket``."""
+    return f"bucket {bucket.number + 1} of {bucket.count}"

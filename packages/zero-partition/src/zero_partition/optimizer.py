@@ -151,6 +151,7 @@ class ShardedOptimizer:
         self._states.install_mapping()
         self._tensors.check_states()
         runtime.end_backward()
+        runtime.weight_passes.end("the optimizer has stepped")
         runtime.gradient_watch.end()
         runtime.released_use.step_begins()
         self._gradients.refuse_incomplete()

@@ -42,6 +42,7 @@ from .unit import Unit
 from .unit_watch import UnitWatch, WatchedUnits
 from .user_edits import UserEdits
 from .user_gradients import UserGradients
+from .weight_passes import WeightPasses
 from .zeroing import ZeroGrad, watch_modules
 
 
@@ -64,6 +65,7 @@ class Runtime:
         edits, user_gradients, gradient_watch, step_hook_watch, released_use: find, apply or refuse uses and changes of
             parameters and gradients by user code.
         held_gradients: averaged gradients between backward and step.
+        weight_passes: the pass over full weights that is open.
         hints: warnings of what a script probably did not mean.
     """
 
@@ -86,6 +88,7 @@ class Runtime:
         self.gradients = {g.unit.index: g for g in gradients}
         self.groups = groups
         self.loop = FollowedLoop()
+        self.weight_passes = WeightPasses()
         self._sharded = any(u.releasable for u in self.units)
         self._step = step = StepNumber()
         self._liveness = Liveness(
