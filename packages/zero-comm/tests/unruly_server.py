@@ -40,7 +40,7 @@ class UnrulyServer:
         self._receiver = WeightReceiver(self._load, timeout=timedelta(seconds=timeout))
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def end(self) -> None:
         """End every answer under way, and the server."""
