@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,16 @@ from zero_comm import WeightSender, run_ranks
 
 
 @contextmanager
-def little_memory(spare: int) -> Iterator[None]:
-    """Let this process have ``spare`` bytes more than it has now, inside the block."""
+def little_memory() -> Iterator[None]:
+    """Let this process have no piece of 32 MiB inside the block, neither a new one nor one that was freed."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + spare, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (16 << 20), before[1]))
+    taken = []
     try:
+        with suppress(RuntimeError):
+            while True:
+                taken.append(torch.empty(32 << 20, dtype=torch.uint8))
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
@@ -42,17 +46,17 @@ def without_memory(stage: int, when: str) -> dict[str, Any]:
 
     def loop() -> None:
         if when == "begin":
-            with little_memory(1 << 20) if last else little_memory(1 << 40):
+            with little_memory() if last else nullcontext():
                 names(engine)
             return
         if when == "copy":
             for number, _ in enumerate(engine.full_weights()):
                 if last and number == 0:
-                    block.enter_context(little_memory(1 << 20))
+                    block.enter_context(little_memory())
             return
         for bucket in engine.iter_full_weights(1):
             if last and bucket.number == 0:
-                block.enter_context(little_memory(1 << 20))
+                block.enter_context(little_memory())
 
     with ExitStack() as block:
         said = outcome(loop)
