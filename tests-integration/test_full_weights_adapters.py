@@ -160,3 +160,36 @@ def without_adapters(kind: str) -> tuple[list[str], list[str]]:
 def test_adapters_that_are_switched_off_are_not_merged() -> None:
     for off, on in run_ranks(without_adapters, 2, "some layers"):
         assert off == [] and on and all(name.startswith("model.layers.1.") for name in on)
+
+
+def switched(where: str) -> list[str]:
+    """Adapters are switched on one rank or on all, before a pass or inside it; then training goes on."""
+    engine = trained("two", 3, "fp32")
+    adapters = engine.module.base_model
+    here = dist.get_rank() == 0 or where.startswith("all")
+    said = "no error"
+    try:
+        if where == "one, before" and here:
+            adapters.set_adapter("other0")
+        for bucket in engine.iter_full_weights(1):
+            if bucket.number == 2 and here and where.endswith("switched"):
+                adapters.set_adapter("other0")
+            if bucket.number == 2 and here and where.endswith("off"):
+                adapters.disable_adapter_layers()
+            if bucket.number == 2 and here and where.endswith("renewed"):
+                adapters.set_adapter(["first", "other0"])
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    adapters.enable_adapter_layers()
+    adapters.set_adapter(["first", "other0"])
+    return [said, str(len([name for bucket in engine.iter_full_weights() for name, _ in bucket]))]
+
+
+@pytest.mark.parametrize("where", ("one, before", "one, switched", "all, switched", "one, off", "all, off", "renewed"))
+def test_adapters_that_differ_or_change_while_iterating_are_refused_on_every_rank(where: str) -> None:
+    words = {
+        "one, before": "PartitionError: full weights: rank 1 has other weights than rank 0",
+        "renewed": "no error",
+    }.get(where, "PartitionError: full weights: adapters were switched or merged on rank 0 after bucket 3 of ")
+    for said, count in run_ranks(switched, 2, where):
+        assert said.startswith(words) and count == "21", (said, count)

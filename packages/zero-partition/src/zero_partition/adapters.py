@@ -114,6 +114,15 @@ def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
     return alone
 
 
+def adapter_state(model: nn.Module) -> list[Any]:
+    """Return which adapters of ``model`` are active and which are merged, by module, as plain data."""
+    return [
+        [name, _active(module), list(getattr(module, "merged_adapters", ()))]
+        for name, module in model.named_modules()
+        if _is_adapted(module) or "original_module" in module._modules
+    ]
+
+
 def base_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the persistent buffers of ``model`` and their names in the model inside its adapters."""
     return _walk_buffers(_base_of(model), "")

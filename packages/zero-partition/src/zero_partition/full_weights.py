@@ -25,7 +25,15 @@ from torch import nn
 from zero_comm import WeightBucket, WeightInfo, bucket_offsets, bucket_views, describe_weights, plan_buckets
 
 from .access import gathered
-from .adapters import NamedWeight, base_buffers, base_weights, merged_values, plain_buffers, plain_weights
+from .adapters import (
+    NamedWeight,
+    adapter_state,
+    base_buffers,
+    base_weights,
+    merged_values,
+    plain_buffers,
+    plain_weights,
+)
 from .errors import PartitionError
 from .partition import Partition
 from .weight_passes import WeightPass
@@ -129,7 +137,7 @@ class FullWeights:
         if runtime.gathers.active:
             raise PartitionError("full weights were asked for inside a forward or backward pass; ask before or after")
         entries, plan, memory = self._begin(bucket_bytes)
-        given = 0
+        given, adapters = 0, _digest(adapter_state(self._model))
         with _Gathers(self._partition, entries) as gathers, runtime.weight_passes.opened(gathers.close) as opened:
             for number, infos in enumerate(plan):
                 first, given = given, given + len(infos)
@@ -147,7 +155,7 @@ class FullWeights:
                 except BaseException as failure:
                     self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
                     raise
-                self._meet(opened, bucket)
+                self._meet(opened, bucket, adapters)
 
     def _begin(self, bucket_bytes: int) -> tuple[list[_Entry], list[tuple[WeightInfo, ...]], torch.Tensor]:
         """Return what there is to hand on, divided into buckets, and memory for the largest; meet the other ranks, and
@@ -163,8 +171,7 @@ class FullWeights:
             memory = torch.empty(size, dtype=torch.uint8, device=self._partition.device)
         except Exception as error:
             failure = error
-        described = json.dumps(describe_weights([entry.info for entry in entries]))
-        digest = hashlib.sha256(described.encode()).hexdigest()[:16]
+        digest = _digest([describe_weights([entry.info for entry in entries]), adapter_state(self._model)])
         problem = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_TOLD]
         told = self._partition.runtime.agree(
             _KIND, f"in buckets of {bucket_bytes} bytes", [digest, len(entries), problem]
@@ -178,7 +185,7 @@ class FullWeights:
         if apart is not None:
             raise PartitionError(
                 f"full weights: rank {apart} has other weights than rank 0 ({told[apart][1]} and {told[0][1]}): other "
-                "names, dtypes or shapes. Pass the same arguments and switch adapters on every rank."
+                "names, dtypes or shapes, or other active adapters. Pass the same arguments and switch adapters on every rank."
             )
         try:
             self._partition.finish_updates()
@@ -187,18 +194,24 @@ class FullWeights:
             raise
         return entries, plan, memory
 
-    def _meet(self, opened: WeightPass, bucket: WeightBucket) -> None:
-        """Meet the other ranks after ``bucket``. Raises `PartitionError` if one has stopped, or if something has ended
-        the pass. Collective, unless the pass has ended."""
+    def _meet(self, opened: WeightPass, bucket: WeightBucket, adapters: str) -> None:
+        """Meet the other ranks after ``bucket``. Raises `PartitionError` if one has stopped, if something has ended the
+        pass, and if adapters are not as at its begin (``adapters``). Collective, unless the pass has ended."""
         done = f"after bucket {bucket.number + 1} of {bucket.count}"
         if opened.ended:
             raise PartitionError(f"full weights: {opened.ended} {done}, which ends the pass. Iterate to the end first.")
-        told = self._partition.runtime.agree(_KIND, _after(bucket), _NEXT)
-        stopped = next((rank for rank, word in enumerate(told) if word != _NEXT), None)
+        told = self._partition.runtime.agree(_KIND, _after(bucket), [_NEXT, _digest(adapter_state(self._model))])
+        stopped = next((rank for rank, (word, _) in enumerate(told) if word != _NEXT), None)
         if stopped is not None:
             raise PartitionError(
                 f"full weights: rank {stopped} stopped iterating {done} and this rank went on{told[stopped][1]}. Every "
                 "rank has to iterate to the end, or to stop at the same bucket. The engine is as before."
+            )
+        switched = next((rank for rank, (_, now) in enumerate(told) if now != adapters), None)
+        if switched is not None and bucket.number < bucket.count - 1:
+            raise PartitionError(
+                f"full weights: adapters were switched or merged on rank {switched} {done}: the buckets would have "
+                "weights of two models. Switch adapters before the pass or after it, on every rank."
             )
 
     def _stop(self, opened: WeightPass, bucket: WeightBucket, reason: str) -> None:
@@ -207,7 +220,8 @@ class FullWeights:
         runtime = self._partition.runtime
         if opened.ended or runtime.failed or runtime.gathers.active:
             return
-        if _NEXT in runtime.agree(_KIND, _after(bucket), [_STOPPED, reason[:_TOLD]]):
+        told = runtime.agree(_KIND, _after(bucket), [_STOPPED, reason[:_TOLD]])
+        if any(word == _NEXT for word, _ in told):
             warnings.warn(
                 f"this rank stopped iterating full weights after bucket {bucket.number + 1} of {bucket.count}, and "
                 "other ranks went on; they raise PartitionError",
@@ -307,6 +321,11 @@ class _Gathers:
         self._merged = (None, {})
         for index in list(self._open):
             self._open.pop(index).__exit__(None, None, None)
+
+
+def _digest(described: Any) -> str:
+    """Return a digest of plain data."""
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def _after(bucket: WeightBucket) -> str:
