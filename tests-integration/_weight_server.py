@@ -1,14 +1,17 @@
-"""An inference server of its own process: FOLDER has the configuration of its model; prints its port.
+"""An inference server of its own process: FOLDER [FAULT ROUTE NTH]; FOLDER has the configuration of its model.
 
 Holds a Transformers model in float32, answers the routes of vLLM's weight transfer, and two more: `generate` continues
-prompts greedily, `digests` tells the SHA-256 of each weight and how many updates there were. Ends with its standard
-input.
+prompts greedily, `digests` tells the SHA-256 of each weight and how many updates there were. Prints its port. Ends with
+its standard input. FAULT is what happens at call NTH of ROUTE: `die` ends the process, `halt` stops it as SIGSTOP does,
+`silence` never answers, `error` answers 500.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -66,7 +69,28 @@ class Inference:
         return {"weights": weights, "updates": self.updates}
 
 
-def serve(inference: Inference) -> None:
+class Fault:
+    """What goes wrong, and when."""
+
+    def __init__(self, fault: str = "", route: str = "", nth: str = "0") -> None:
+        self._fault, self._route, self._left = fault, route, int(nth)
+        self.over = threading.Event()
+
+    def happen(self, route: str) -> None:
+        if route != self._route:
+            return
+        self._left -= 1
+        if self._left == 0:
+            if self._fault == "die":
+                os._exit(9)
+            if self._fault == "halt":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if self._fault == "silence":
+                self.over.wait()
+            raise RuntimeError("out of memory while loading")
+
+
+def serve(inference: Inference, fault: Fault) -> None:
     """Answer requests until standard input ends."""
     alone = threading.Lock()
 
@@ -74,6 +98,7 @@ def serve(inference: Inference) -> None:
         def do_POST(self) -> None:
             content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             try:
+                fault.happen(self.path.strip("/"))
                 with alone:
                     status, answer = 200, getattr(inference, self.path.strip("/"))(content)
             except Exception as error:
@@ -91,9 +116,10 @@ def serve(inference: Inference) -> None:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(server.server_port, flush=True)
     sys.stdin.read()
+    fault.over.set()
     server.shutdown()
 
 
 if __name__ == "__main__":
     torch.manual_seed(99)
-    serve(Inference(sys.argv[1]))
+    serve(Inference(sys.argv[1]), Fault(*sys.argv[2:]))

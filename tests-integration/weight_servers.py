@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -13,10 +14,11 @@ from typing import Any
 
 
 @contextmanager
-def running_server(folder: Path) -> Iterator[str]:
-    """A server of the model whose configuration is in ``folder``, and its address."""
+def running_server(folder: Path, *fault: str) -> Iterator[str]:
+    """A server of the model whose configuration is in ``folder``, and its address. ``fault``: what, route and at which
+    call of it."""
     script = Path(__file__).with_name("_weight_server.py")
-    command = [sys.executable, str(script), str(folder)]
+    command = [sys.executable, str(script), str(folder), *fault]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -24,6 +26,7 @@ def running_server(folder: Path) -> Iterator[str]:
         finally:
             assert process.stdin is not None
             process.stdin.close()
+            process.send_signal(signal.SIGCONT)  # a server that has stopped itself
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:
