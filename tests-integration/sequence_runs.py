@@ -122,8 +122,8 @@ def token_losses(model: Any, batch: dict[str, torch.Tensor], *, tiled: bool = Fa
     return cross_entropy(model(**inputs).logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
-def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
-    """Weights, the losses of the first data group, and gradient norms."""
+def one_process(run: Run, data: int, factor: int = 1) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Weights, the losses of the first data group, and gradient norms; with ``factor`` times the mean gradients."""
     model = make(run).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LR, weight_decay=0.01)
@@ -139,7 +139,7 @@ def one_process(run: Run, data: int) -> tuple[dict[str, torch.Tensor], list[floa
                 if "labels" in batch:
                     batch["shift_labels"] = shift_labels(batch.pop("labels"))
                 loss = token_losses(model, batch)
-                (loss / data / run.accumulation).backward()
+                (loss * factor / data / run.accumulation).backward()
                 losses += [float(loss.detach())] if group == 0 else []
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, CLIP)))
         optimizer.step()
@@ -176,13 +176,19 @@ def steps(
     return losses, norms
 
 
-def over_ranks(runs: list[Run], folder: str = "") -> list[dict[str, Any]]:
-    """Train each run; return weights, losses, norms and facts of this rank. ``folder``: for activations in files."""
+def over_ranks(
+    runs: list[Run], folder: str = "", more: dict[str, Any] | None = None, zero: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Train each run; return weights, losses, norms and facts of this rank. ``folder``: for activations in files.
+    ``more``: further sections of the configuration, ``zero``: further keys of ``zero_optimization``."""
     answers = []
     for run in runs:
         groups = SequenceGroups.open(run.sequence)
         activations = {"device": "nvme", "nvme_path": folder, "min_bytes": 1}
-        engine = start(run, groups, **({"offload": {"activations": activations}} if run.tiled else {}))
+        sections = {**({"offload": {"activations": activations}} if run.tiled else {}), **(more or {})}
+        if zero:
+            sections["zero_optimization"] = {**settings(run)["zero_optimization"], **zero}
+        engine = start(run, groups, **sections)
         losses, norms = steps(engine, groups, STEPS * run.accumulation, tiled=run.tiled)
         sampler = engine.training_dataloader.data_sampler
         answers.append(
