@@ -34,6 +34,24 @@ def build(kind: str, **sizes: Any) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(configuration).train()
 
 
+class SeparateExperts(nn.Module):
+    """Experts that are modules, called as the packed ones of Transformers are."""
+
+    def __init__(self, count: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, inner, bias=False), nn.SiLU(), nn.Linear(inner, width, bias=False))
+            for _ in range(count)
+        )
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        for number in chosen.unique().tolist():
+            rows, place = torch.where(chosen == number)
+            out = out.index_add(0, rows, self.each[number](hidden[rows]) * weights[rows, place, None])
+        return out
+
+
 def with_adapters(model: nn.Module) -> Any:
     """The model, frozen, with LoRA on its packed experts and its attention."""
     from peft import LoraConfig, get_peft_model

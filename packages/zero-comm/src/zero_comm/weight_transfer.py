@@ -106,7 +106,9 @@ class WeightSender:
             if not begun:
                 self._ask("start_weight_update", self._server.start_weight_update).result()
                 begun = True
-            asked = self._ask("update_weights", self._server.update_weights, describe_weights(bucket.infos), failed=group.abort)
+            asked = self._ask(
+                "update_weights", self._server.update_weights, describe_weights(bucket.infos), failed=group.abort
+            )
             try:
                 self._send(group, bucket)
             except PeerError:

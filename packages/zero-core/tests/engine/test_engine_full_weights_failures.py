@@ -18,7 +18,6 @@ import zero_core
 from zero_comm import WeightSender, run_ranks
 
 
-
 @contextmanager
 def little_memory() -> Iterator[None]:
     """Let this process have no piece of 32 MiB inside the block, neither a new one nor one that was freed."""
@@ -177,10 +176,10 @@ def told_why(stage: int, at: int) -> list[str]:
 @pytest.mark.parametrize("stage", (0, 3))
 def test_what_is_thrown_into_the_iterator_is_the_reason_on_the_others(stage: int, at: int) -> None:
     first, *others = run_ranks(told_why, 2, stage, at)
-    assert first == ["KeyError: \"the server's reason\"", "8"]
+    assert first == ['KeyError: "the server\'s reason"', "8"]
     for said, count in others:
         assert count == "8" and f"rank 0 stopped iterating after bucket {at + 1} of 8 and this rank went on" in said
-        assert "KeyError: \"the server's reason\"" in said
+        assert 'KeyError: "the server\'s reason"' in said
 
 
 def connected_in_vain(stage: int) -> list[str]:
