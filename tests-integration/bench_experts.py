@@ -2,9 +2,10 @@
 
 Two ranks, a Qwen3-MoE whose experts are packed or modules, AdamW, gloo; each contestant is a job of its own. "Bounded"
 is DeepSpeed with `stage3_max_live_parameters`, `stage3_max_reuse_distance` and `stage3_prefetch_bucket_size` of 10^5,
-as a model that does not fit needs it; ours prefetches as much, and experts that are modules are units. Bytes are those that
-collectives bring to a rank, as torch's dispatcher sees them, in the second step after two that learn. The peak is of the
-memory behind the model's parameters, looked at around every module's forward and backward. Times are not taken.
+as a model that does not fit needs it; ours prefetches as much, and experts that are modules are units. Bytes are those
+that collectives bring to a rank, of DeepSpeed's as torch's dispatcher sees them, in the step after three that learn.
+The peak is of the memory behind the model's parameters, looked at after every module's forward and backward. Times are
+not taken.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_",
 
 
 def measured(kind: str, name: str) -> dict[str, float]:
-    """Train as contestant ``name`` on this rank, a model with experts of ``kind``; return MiB gathered in one step, the peak, and the model's own."""
+    """Train as contestant ``name`` on this rank, with experts of ``kind``; return MiB gathered in one step, at
+    most at a time, and of the model."""
+    import _experts_training as experts
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
-
-    import _experts_training as experts
 
     model = experts.build("Qwen3Moe", **SIZES)
     if kind == "modules":
@@ -85,7 +86,7 @@ def measured(kind: str, name: str) -> dict[str, float]:
             module.register_forward_hook(look)
             module.register_full_backward_hook(look)
     tokens = torch.randint(512, (1, KINDS[kind]), generator=torch.Generator().manual_seed(rank))
-    for step in range(LEARNING + 1):
+    for _ in range(LEARNING + 1):
         seen.update(gathered=0.0, peak=0.0)
         before = engine.ledger.sent_bytes("gather") if name == "ours" else 0
         with Counting():

@@ -22,6 +22,7 @@ from weight_servers import ask, running_server
 import zero_core
 from zero_comm import RanksFailedError, WeightSender, WeightServerClient, run_ranks
 
+SOAK = pytest.mark.soak
 SECONDS = 3.0
 BUCKET = 1000
 """Bytes: less than the embedding has."""
@@ -70,13 +71,13 @@ def attacked(url: str, stage: int, folder: str) -> dict[str, Any]:
     [
         (3, 2, "die", "update_weights", 2),
         (3, 3, "silence", "update_weights", 3),
-        (3, 1, "error", "finish_weight_update", 1),
+        pytest.param(3, 1, "error", "finish_weight_update", 1, marks=SOAK),
         (0, 2, "error", "start_weight_update", 1),
-        (1, 2, "halt", "update_weights", 2),
-        (2, 3, "die", "finish_weight_update", 1),
-        (3, 2, "silence", "finish_weight_update", 1),
-        (3, 2, "die", "init_weight_transfer_engine", 1),
-        (0, 2, "halt", "start_weight_update", 1),
+        pytest.param(1, 2, "halt", "update_weights", 2, marks=SOAK),
+        pytest.param(2, 3, "die", "finish_weight_update", 1, marks=SOAK),
+        pytest.param(3, 2, "silence", "finish_weight_update", 1, marks=SOAK),
+        pytest.param(3, 2, "die", "init_weight_transfer_engine", 1, marks=SOAK),
+        pytest.param(0, 2, "halt", "start_weight_update", 1, marks=SOAK),
         ("nvme", 2, "error", "update_weights", 4),
     ],
 )
@@ -122,7 +123,7 @@ def killed(url: str, victim: int, folder: str) -> None:
     Path(folder, f"told-{rank}.json").write_text(json.dumps([said, time.monotonic() - begin]))
 
 
-@pytest.mark.parametrize("victim", (0, 1, 2))
+@pytest.mark.parametrize("victim", (1, *(pytest.param(rank, marks=SOAK) for rank in (0, 2))))
 def test_a_rank_that_dies_in_a_transfer_is_named_on_the_others_and_the_server_takes_the_next_trainer(
     victim: int, tmp_path: Path
 ) -> None:

@@ -75,6 +75,26 @@ def test_a_rank_without_memory_is_named_on_every_rank_and_the_engine_goes_on(sta
         assert f"rank {ranks - 1}" in told["said"]
 
 
+def gathers_without_memory() -> dict[str, Any]:
+    engine = start(3, build(torch.float32, blocks=1, width=4096), data_types={"param_dtype": "fp32"})
+
+    def block() -> None:
+        with engine.gathered(list(engine.module.parameters())):
+            pass
+
+    with little_memory() if dist.get_rank() == 1 else nullcontext():
+        said = outcome(block)
+    engine.zero_grad()
+    return {"said": said, "names": names(engine)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc to bound a process's memory")
+def test_a_rank_without_memory_in_gathered_is_named_on_the_others_too() -> None:
+    first, second = run_ranks(gathers_without_memory, 2)
+    assert "PeerError" in first["said"] and "rank 1" in first["said"] and "allocate memory" in first["said"]
+    assert "allocate memory" in second["said"] and first["names"] == second["names"] == 6
+
+
 def two_at_once(stage: int) -> list[Any]:
     engine = start(stage)
     train(engine, 0, 1)
@@ -127,7 +147,6 @@ def kept_over_steps(stage: int, tier: str) -> list[Any]:
     losses += train(engine, 2, 3)
     said = outcome(lambda: next(held))
     after = outcome(lambda: next(held))
-    del held
     return [said, after, left and same, losses, names(engine)]
 
 
