@@ -87,9 +87,7 @@ class Accumulation:
         reduced, else the boundary's outside `no_sync`; none without an optimizer."""
         if self._state.optimizer is None:
             return False
-        if self._state.partition.options.reduces_each:
-            return True
-        return self._synchronises and self.is_boundary()
+        return self._state.partition.options.reduces_each or (self._synchronises and self.is_boundary())
 
     def refuse_plain_backward(self) -> str | None:
         """Return why ``loss.backward()``, without the engine, is refused (unscaled loss, virtual ranks); else None."""

@@ -186,11 +186,9 @@ class TrainingState:
         return torch.autocast(self.device.type, dtype=parse_dtype(section.dtype or "bf16"))
 
     def check_open(self, call: str) -> None:
-        """Raise `UsageError`, naming ``engine.call``, if the engine was destroyed or its states are offloaded, or this
-        process was forked from the engine's."""
-        if self.lifetime.process != (here := os.getpid()):
-            own = f"process {self.lifetime.process}, and process {here} was forked from it"
-            raise UsageError(f"engine.{call}: this engine is that of {own}; call it there, and hand data over")
+        """Raise `UsageError`, naming ``engine.call``, if the engine is another process's, destroyed or offloaded."""
+        if self.lifetime.process != os.getpid():
+            raise UsageError(f"engine.{call}: this process was forked from the engine's; call it there, hand over data")
         if self.lifetime.destroyed:
             raise UsageError(f"engine.{call}: this engine was destroyed; use the plain model, or call initialize again")
         if self.lifetime.parked:

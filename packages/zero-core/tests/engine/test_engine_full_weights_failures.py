@@ -247,4 +247,6 @@ def test_an_engine_in_a_forked_process_says_where_it_can_be_used(ranks: int) -> 
     for said in run_ranks(in_a_fork, ranks):
         assert len(said) == 6
         for line in said:
-            assert line.startswith("UsageError: engine.") and "was forked from it; call it there" in line, line
+            assert line.startswith("UsageError: engine.") and "was forked from the engine's; call it there" in line, (
+                line
+            )
