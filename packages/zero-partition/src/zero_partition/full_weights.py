@@ -185,8 +185,8 @@ class FullWeights:
         if apart is not None:
             raise PartitionError(
                 f"full weights: rank {apart} has other weights than rank 0 ({told[apart][1]} and {told[0][1]}): other "
-                "names, dtypes or shapes, or other active adapters. Pass the same arguments on every rank, and switch adapters "
-                "on every rank."
+                "names, dtypes or shapes, or other active adapters. Pass the same arguments, and switch adapters, on "
+                "every rank."
             )
         try:
             self._partition.finish_updates()
