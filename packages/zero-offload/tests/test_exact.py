@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import wait
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from shards import FRAGMENTS, GROUPS, NUMELS, Lender, gradient, plans, same_states, states_of, update_of
+from exact_updates import backward, computed, exact_of
+from shards import FRAGMENTS, GROUPS, NUMELS, Lender, plans, same_states, states_of, update_of
 
-from zero_offload import ExactUpdate, OffloadedUpdate, OffloadError, TierOptions
+from zero_offload import OffloadedUpdate, OffloadError, TierOptions
 from zero_optim_kernels.torch import CPUSGD, CPUAdagrad, CPUAdamW, CPULion
 
 Factors = Callable[[int], float]
@@ -33,26 +33,6 @@ OPTIMIZERS: dict[str, Any] = {
 
 def groups_of(optimizer: str) -> list[dict[str, Any]]:
     return [{**OPTIMIZERS[optimizer], "lr": 1e-2, "weight_decay": 0.1}, {**OPTIMIZERS[optimizer], "lr": 3e-3}]
-
-
-def exact_of(lender: Lender, dtype: torch.dtype, options: TierOptions | None = None, **more: Any) -> ExactUpdate:
-    groups, optimizer = more.pop("groups", GROUPS), more.pop("optimizer", "AdamW")
-    shards = plans(dtype, in_place=more.pop("in_place", False))
-    return ExactUpdate(shards, optimizer, lambda: groups, lender, options, device="cpu", **more)
-
-
-def backward(update: OffloadedUpdate, step: int, dtype: torch.dtype = torch.float32, parts: int = 1) -> None:
-    for _ in range(parts):
-        for shard in reversed(NUMELS):
-            into, again = update.borrow_gradient(shard)
-            value = gradient(step, shard, dtype)
-            into.copy_(into + value if again else value)
-            update.give_back_gradient(shard)
-
-
-def computed(update: ExactUpdate) -> None:
-    """Wait until all that was begun beforehand is computed."""
-    wait(future for future, _ in update._speculations._begun.values())
 
 
 @pytest.mark.parametrize("way", FACTORS)

@@ -146,6 +146,12 @@ class Journal:
         spans = [place.span for place in self._places[shard]]
         return [(span.of_shard(weights).view(), span.of_shard(mirror).view()) for span in spans]
 
+    def close(self) -> None:
+        """Free the memory; other methods must not be called then."""
+        self._places.clear()
+        self._states.close()
+        self._weights.close()
+
     def _chunks(self, shard: str) -> list[list[tuple[_Place, FragmentSpan]]]:
         """Return the spans of a shard in groups of at most `_CHUNK` elements, each with the place that it is in."""
         places = self._places[shard]

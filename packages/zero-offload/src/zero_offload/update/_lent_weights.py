@@ -28,8 +28,9 @@ class LentWeights:
 
     def give_back_lent(self, name: str, *, dirty: bool) -> None:
         """Give a shard back to the owner if it is borrowed; ``dirty``: it was written."""
-        if self._lent.pop(name, None) is not None:
+        if name in self._lent:
             self._owner.give_back(name, dirty=dirty)
+            del self._lent[name]
 
     def borrow(self, name: str, *, fresh: bool = False) -> torch.Tensor:
         """Return the weights of a shard that is lent; ``fresh`` changes nothing."""

@@ -47,10 +47,25 @@ class Mirror:
     def give_back(self, name: str, *, dirty: bool) -> None:
         """Do nothing: the copy stays."""
 
+    def close(self) -> None:
+        """Free the memory; tensors over it keep it alive."""
+        self._views.clear()
+        self.nbytes = 0
+
 
 def copy_options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the parameter groups' current options, without ``params``; schedulers change the originals while
-    a step runs.
+    a step runs, and what is in them: a list of betas, a tensor.
     """
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in options]
+    return [{key: _copied(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of an option: of a tensor, and of all that lists, tuples and dicts hold; other values are the same
+    objects.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value

@@ -45,7 +45,7 @@ class Speculations:
     """The updates of one step that were begun beforehand, in ``thread``, into ``journal``; at most one per shard.
 
     ``fragments``: those of each shard. ``rate`` gets the counts. ``trace``: records the computation. Per shard:
-    `begin` if `may_begin`, then `take` or `drop`, before anything that the update reads is written.
+    `begin` if `may_begin`, then `validate` and `commit`, or `drop`, before anything that the update reads is written.
     """
 
     def __init__(
@@ -104,36 +104,44 @@ class Speculations:
         with torch.no_grad(), traced(self._trace, shard):
             self._journal.compute(shard, assumed.options, gradient, weights, assumed.grad_scale)
 
-    def take(self, shard: str, true: Assumed, absent: Collection[str]) -> bool:
-        """Make the computed states of a shard those of its tier, and count its step, if what they assume is ``true``
-        and no fragment of the shard is named in ``absent``; return whether that was done.
+    def validate(self, shard: str, true: Assumed, absent: Collection[str]) -> bool:
+        """Return whether the new states of a shard are computed and right, so that `commit` may follow: what they
+        assume is ``true``, and no fragment of the shard is named in ``absent``. They are dropped if not.
 
-        Waits for what is being computed, and drops what has not begun. Warns of a computation that failed.
+        Waits for what is being computed, and drops what has not begun. Warns of a computation that failed. No state
+        changes here.
         """
-        future, assumed = self._begun.pop(shard, (None, true))
-        if future is None or future.cancel():
+        future, assumed = self._begun.get(shard, (None, true))
+        computed = future is not None and not future.cancel()
+        if future is not None and computed:
+            wait([future])
+        self._begun.pop(shard, None)
+        if future is None or not computed:
             self._rate.left += 1
             return False
-        wait([future])
         fragments = self._fragments[shard]
         if (error := future.exception()) is not None:
             text = f"'{shard}': the update beside backward failed and is computed again: {error}"
             warnings.warn(text, stacklevel=3)
         elif assumed.equals(true) and _are_settled(fragments) and not any(f.name in absent for f in fragments):
-            self._journal.commit(shard)
-            count_step(fragments)
-            self._rate.committed += 1
             return True
         self._rate.redone += 1
         return False
+
+    def commit(self, shard: str) -> None:
+        """Make the computed states of a shard, which `validate` has found right, those of its tier; count its step."""
+        self._journal.commit(shard)
+        count_step(self._fragments[shard])
+        self._rate.committed += 1
 
     def drop(self, shard: str) -> bool:
         """Drop what was begun for a shard, after waiting for it if it is being computed; return whether there was
         something.
         """
-        future, _ = self._begun.pop(shard, (None, None))
+        future, _ = self._begun.get(shard, (None, None))
         if future is not None and not future.cancel():
             wait([future])
+        self._begun.pop(shard, None)
         return future is not None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ..budget import HostBudget
 from ..errors import OffloadError
 from ..sealed import Sealed
 from ..trace import Trace
-from ._gradients import CollectedGradients, HostGradients, gradient_bytes, known_shard
+from ._gradients import CallerGradients, CollectedGradients, HostGradients, gradient_bytes, known_shard
 from ._journal import Journal, chosen_shards, journal_bytes
 from ._lent_weights import LentWeights
 from ._mirror import copy_options
@@ -108,7 +108,7 @@ class ExactUpdate(OffloadedUpdate):
         self._asked: dict[str, None] = {}
         self.rate = OverlapRate()
         self._speculations = Speculations(self._journal, self._thread, self._by_shard, self.rate, trace)
-        self._stop = weakref.finalize(self, _stop, self._thread, self._gradients)
+        self._stop = weakref.finalize(self, _stop, self._thread, self._gradients, self._journal)
 
     # Gradients
 
@@ -139,11 +139,17 @@ class ExactUpdate(OffloadedUpdate):
 
     def gradient(self, shard: str, *, dirty: bool = False) -> AbstractContextManager[torch.Tensor]:
         """Return a context manager that yields a shard's gradient in host memory, as `OffloadedUpdate.gradient`. With
-        ``dirty``, what was computed with the gradient is discarded.
+        ``dirty``, this waits for an update that `step` has left running with the gradient, and what was computed
+        beforehand is discarded.
         """
-        if dirty:
-            self._discard([shard])
-        return super().gradient(shard, dirty=dirty)
+        return self._changed_gradient(shard) if dirty else super().gradient(shard)
+
+    @contextmanager
+    def _changed_gradient(self, shard: str) -> Iterator[torch.Tensor]:
+        """Yield a shard's gradient, once nothing reads it any more; return the context manager of `gradient`."""
+        self._prepare_change(shard)
+        with super().gradient(shard, dirty=True) as tensor:
+            yield tensor
 
     def clear_gradients(self) -> None:
         """Discard all gradients, and what was computed with them. Updates that `step` has left running keep theirs."""
@@ -211,7 +217,8 @@ class ExactUpdate(OffloadedUpdate):
         """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before it is done.
 
         ValueError for ``gradients``, which are collected, and for options of a group that cannot be updated with;
-        nothing was changed then.
+        nothing was changed then. If an exception ends this in the middle, KeyboardInterrupt for one, steps and reads of
+        states are refused until `reset`, as after any step that failed.
         """
         self.finish()
         if gradients is not None:
@@ -227,15 +234,28 @@ class ExactUpdate(OffloadedUpdate):
         self._gradients.flush()
         weights = {shard: self._lent.lend(shard) for shard in shards}
         true = Assumed(self._options, grad_scale)
-        taken = {shard for shard in shards if self._speculations.take(shard, true, absent)}
-        given = {shard: self._gradients.memory_of(shard) for shard in shards}
+        right = {shard for shard in shards if self._speculations.validate(shard, true, absent)}
+        given = {shard: self._gradients.memory_of(shard) for shard in shards if shard not in right}
+        self._failed = True
+        for shard in right:
+            self._speculations.commit(shard)
         if any(map(StagedSlices.is_away, weights.values())):
-            self._write_now(weights, taken, {s: g for s, g in given.items() if s not in taken}, grad_scale, absent)
-            return
-        absent = frozenset(absent)
-        for shard in shards:
-            what = shard, weights[shard], None if shard in taken else given[shard]
-            self._late[shard] = self._thread.submit(self._finish_shard, *what, grad_scale, absent)
+            self._write_now(weights, right, given, grad_scale, absent)
+        else:
+            absent = frozenset(absent)
+            for shard in shards:
+                what = shard, weights[shard], given.get(shard)
+                self._late[shard] = self._thread.submit(self._finish_shard, *what, grad_scale, absent)
+        self._failed = False
+
+    def _run_with(self, gradients: Mapping[str, torch.Tensor], grad_scale: float, absent: Collection[str]) -> None:
+        """Update the shards of these ``gradients`` (1-D, by shard) in place, as `step` does, without its checks."""
+        given = self._parts.gradients
+        if isinstance(given, CallerGradients):
+            given.give(gradients)
+            with torch.no_grad():
+                self._run(grad_scale, absent)
+            given.clear()
 
     def _write_now(
         self,
@@ -253,7 +273,7 @@ class ExactUpdate(OffloadedUpdate):
                 self._copied = self._copies.copy(target, source)
         self._copies.join(self._copied)
         if gradients:
-            super().step(grad_scale=grad_scale, absent=absent, gradients=gradients)
+            self._run_with(gradients, grad_scale, absent)
         for shard in weights:
             self._lent.give_back_lent(shard, dirty=True)
 
@@ -273,13 +293,16 @@ class ExactUpdate(OffloadedUpdate):
         number = max((fragment.step for fragment in self._by_shard[shard]), default=0) + (gradient is not None)
         try:
             if gradient is not None:
-                super().step(grad_scale=grad_scale, absent=absent, gradients={shard: gradient})
+                self._run_with({shard: gradient}, grad_scale, absent)
                 return
             with torch.no_grad(), traced(self._trace, shard):
                 for target, source in self._journal.installed(shard, weights):
                     target.copy_(source)
-        except Exception as error:
-            self._failure = OffloadError(f"step {number}: the update of '{shard}' failed beside forward: {error}")
+        except BaseException as error:
+            self._failure = OffloadError(
+                f"step {number}: the update of '{shard}' failed beside forward: {error}. Some of this rank's weights "
+                "and states have taken that step and others not: load a saved state"
+            )
             raise self._failure from error
 
     def await_update(self, shard: str) -> None:
@@ -296,8 +319,9 @@ class ExactUpdate(OffloadedUpdate):
             wait([future])
         if self._failure is not None:
             raise self._failure
-        if self._late.pop(shard, None) is not None:
+        if future is not None:
             self._lent.give_back_lent(shard, dirty=True)
+            self._late.pop(shard)
 
     def is_updating(self, shard: str) -> bool:
         """Return whether an update of the shard still runs, so that `await_update` would wait."""
@@ -348,13 +372,17 @@ class ExactUpdate(OffloadedUpdate):
     def reset(self) -> None:
         """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
         self._discard(self._speculations.begun)
-        wait(self._late.values())
-        for shard in self._late:
-            self._lent.give_back_lent(shard, dirty=True)
-        self._late.clear()
+        self._end_late()
         self._failure = None
         self._options = copy_options(self._live_groups())
         super().reset()
+
+    def _end_late(self) -> None:
+        """Wait for all updates that `step` has left running, failed or not, and give back all weights."""
+        wait(self._late.values())
+        for shard in self._by_shard:
+            self._lent.give_back_lent(shard, dirty=True)
+        self._late.clear()
 
     def _begin_writing(self) -> None:
         """Wait for updates, and drop those that were begun beforehand; states are about to be written."""
@@ -398,14 +426,14 @@ class ExactUpdate(OffloadedUpdate):
     def close(self) -> None:
         """Wait for the updates that `step` has left running, end the thread, free the memory. May be called twice."""
         self._copies.synchronize()
-        for shard in list(self._late):
-            wait([self._late.pop(shard)])
-            self._lent.give_back_lent(shard, dirty=True)
+        self._discard(self._speculations.begun)
+        self._end_late()
         self._stop()
         super().close()
 
 
-def _stop(thread: ThreadPoolExecutor, gradients: HostGradients) -> None:
-    """Wait for the update that runs in the thread, end the thread, and free the memory of the gradients."""
+def _stop(thread: ThreadPoolExecutor, gradients: HostGradients, journal: Journal) -> None:
+    """Wait for the update that runs in the thread, end the thread, and free the memory of gradients and journal."""
     thread.shutdown(wait=True, cancel_futures=True)
     gradients.close()
+    journal.close()

@@ -201,28 +201,34 @@ class OffloadedUpdate:
         if isinstance(self._parts.gradients, CallerGradients) and gradients is not None:
             self._parts.gradients.give(gradients)
         self._failed = True
+        self._run(grad_scale, absent)
+        self._failed = False
+        if caller:
+            self._parts.gradients.clear()
+
+    def _run(self, grad_scale: float, absent: Collection[str]) -> None:
+        """Update the fragments of all shards that have a gradient, except those named in ``absent``, as `step` does."""
+        fragments = {
+            fragment
+            for shard, own in self._by_shard.items()
+            if self._parts.gradients.has(shard)
+            for fragment in own
+            if fragment.name not in absent
+        }
+        parts = self._parts
         run_step(
             self._rule,
             self._groups(),
-            self._parts.slices,
-            self._parts.tier,
-            self._parts.staged,
-            self._parts.on_device,
-            self._parts.on_host,
-            {
-                fragment
-                for shard, own in self._by_shard.items()
-                if self._parts.gradients.has(shard)
-                for fragment in own
-                if fragment.name not in absent
-            },
+            parts.slices,
+            parts.tier,
+            parts.staged,
+            parts.on_device,
+            parts.on_host,
+            fragments,
             absent=absent,
             grad_scale=grad_scale,
             trace=self._trace,
         )
-        self._failed = False
-        if caller:
-            self._parts.gradients.clear()
 
     def _check_step(self) -> None:
         """Raise OffloadError after a step that failed, and after `close`."""
