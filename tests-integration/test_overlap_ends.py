@@ -20,8 +20,9 @@ from offload_runs import facts, start
 from simulated_accelerator.ranks import run_simulated
 from training import Run
 
-from zero_comm import run_ranks
+from zero_comm import CommError, run_ranks
 from zero_comm.testing import RanksFailedError
+from zero_offload import OffloadError
 
 EXACT = {"offload_optimizer": {"device": "cpu", "overlap": "exact"}}
 
@@ -115,19 +116,29 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(seed: int, kills: int, tmp
     assert killed("exact", tmp_path / "exact", 20, kills, seed) == expected
 
 
-def failed_late(run: Run) -> None:
-    """Let the update fail on rank 1 only, after its step has returned; train on."""
-    engine = start(run, 3, EXACT)
-    training.train(engine, run, 0, 2)
+def break_updates(engine: Any) -> None:
+    """Let what follows `step` fail in the update, on the last rank only."""
     update = engine.offloading.update
 
     def fail(*_: Any) -> None:
         raise OSError("the arithmetic broke")
 
-    if dist.get_rank() == 1:
+    if dist.get_rank() == dist.get_world_size() - 1:
         update.rate.is_on = False
         update._rule = dataclasses.replace(update._rule, run=fail)
+
+
+def fail_late(engine: Any, run: Run) -> None:
+    """Let the update of step 3 fail on the last rank only, after its step has returned."""
+    training.train(engine, run, 0, 2)
+    break_updates(engine)
     training.train(engine, run, 2, 3)  # which returns
+
+
+def failed_late(run: Run) -> None:
+    """Let an update fail; train on."""
+    engine = start(run, 3, EXACT)
+    fail_late(engine, run)
     training.train(engine, run, 3, 4)
 
 
@@ -139,6 +150,67 @@ def test_a_late_failure_is_raised_with_step_and_unit_on_every_rank() -> None:
         assert "step 3: the update of '" in text
         assert "failed beside forward: the arithmetic broke" in text
         assert text.count("training.train(engine, run, 3, 4)") == 1
+
+
+def told_after_a_late_failure(run: Run, folder: str) -> list[str]:
+    """What forward, a save and zero_grad say, by then, on this rank."""
+    engine = start(run, 3, EXACT)
+    fail_late(engine, run)
+    told = []
+    for call in (
+        lambda: training.train(engine, run, 3, 4),
+        lambda: engine.save_checkpoint(folder, tag="torn"),
+        lambda: engine.zero_grad(),
+    ):
+        with pytest.raises((CommError, OffloadError)) as found:
+            call()
+        told.append(str(found.value))
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_after_a_late_failure_every_rank_says_what_the_state_is_and_nothing_is_saved(
+    ranks: int, tmp_path: Path
+) -> None:
+    for told in run_ranks(told_after_a_late_failure, ranks, Run(dtype="bf16"), str(tmp_path / "saves")):
+        forward, *later = told
+        assert "step 3: the update of '" in forward and "have taken that step and others not" in forward
+        for text in later:
+            assert f"rank {ranks - 1} failed while the update of '" in text and "' in step 3 was writing" in text
+            assert "a mixture of two steps" in text and "load the last checkpoint" in text
+    assert not list(tmp_path.glob("saves/torn*"))
+
+
+def recovered(run: Run, overlap: str, folder: str) -> list[Any]:
+    """Break an update of the only rank, save, load the checkpoint of step 2 into a new engine, train on."""
+    zero = {"offload_optimizer": {"device": "cpu", "overlap": overlap}}
+    engine = start(run, 3, zero)
+    told: list[str] = []
+    training.train(engine, run, 0, 2)
+    if overlap == "exact":
+        engine.save_checkpoint(folder, tag="good")
+        break_updates(engine)
+        with pytest.raises(OffloadError) as found:
+            training.train(engine, run, 2, 3)
+        with pytest.raises(CommError) as refused:
+            engine.save_checkpoint(folder, tag="torn")
+        told += [str(found.value), str(refused.value)]
+        engine.destroy()
+        engine = start(run, 3, zero)
+        engine.load_checkpoint(folder, tag="good")
+    training.train(engine, run, 2, 6)
+    ends = [facts(engine), told]
+    engine.destroy()
+    return ends
+
+
+def test_one_rank_goes_on_after_a_failed_update_from_a_checkpoint(tmp_path: Path) -> None:
+    run = Run(dtype="bf16")
+    ((off, _),), ((exact, told),) = (run_ranks(recovered, 1, run, o, str(tmp_path)) for o in ("off", "exact"))
+    assert exact == off
+    assert "step 3: the update of '" in told[0] and "have taken that step and others not" in told[0]
+    assert "the ranks have a mixture of two steps" in told[1]
+    assert not list(tmp_path.glob("torn*"))
 
 
 def simulated(stage: int, dtype: str, overlap: str, **more: Any) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Parts:
             self.gradients, self.gathers, step, torch.device("cpu"), bucket_numel=bucket_numel
         )
         self.user_gradients = UserGradients(self.gradients, FollowedLoop())
-        self.liveness = Liveness(self.ended.append, sharded=True)
+        self.liveness = Liveness(self.ended.append, lambda: None, sharded=True)
         self.calls = ModuleCalls()
         edits = UserEdits(self.units, world_size, rank.broadcast)
         self.agreement = Agreement(

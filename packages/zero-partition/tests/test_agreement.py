@@ -33,7 +33,7 @@ class Made:
         reductions = OrderedReductions(gradients, self.gathers, step, torch.device("cpu"), bucket_numel=100)
         self.user_gradients = UserGradients(gradients, FollowedLoop())
         self.failures: list[BaseException] = []
-        self.liveness = Liveness(self.failures.append, sharded=True)
+        self.liveness = Liveness(self.failures.append, lambda: None, sharded=True)
         edits = UserEdits(self.units, rank.control.world_size, rank.broadcast)
         self.agreement = Agreement(
             rank.control, self.liveness, self.units, step, self.gathers, reductions, edits, self.user_gradients

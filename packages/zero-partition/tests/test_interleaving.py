@@ -37,7 +37,7 @@ class Made:
             self.gradients, self.gathers, step, torch.device("cpu"), bucket_numel=1000, complete=complete
         )
         edits, users = UserEdits(self.units, 1, rank.broadcast), UserGradients(self.gradients, FollowedLoop())
-        alive = Liveness(lambda failure: None, sharded=True)
+        alive = Liveness(lambda failure: None, lambda: None, sharded=True)
         self.agreement = Agreement(rank.control, alive, self.units, step, self.gathers, self.reductions, edits, users)
         self.interleaving = Interleaving(self.gathers, self.reductions, self.meet)
         self.gatherer = Gatherer(

@@ -7,6 +7,7 @@ from memory_groups import MemoryRank, run_threads
 from pass_parts import UNITS, Parts
 
 from zero_comm import CommError
+from zero_partition.recovery import add_advice
 
 FAILURE = ValueError("the user's")
 
@@ -88,3 +89,16 @@ def told(rank: MemoryRank) -> list[str]:
 
 def test_a_failure_is_told_with_its_call_and_step() -> None:
     assert run_threads(told, 1) == [["ValueError: the user's, in backward of step 7"]]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_advice_after_an_update_that_failed_in_the_middle_is_to_load_a_checkpoint(
+    torn: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for half_written, continues in ((None, True), ("the update of 'layer' in step 3", False)):
+        caplog.clear()
+        failure = ValueError("broke")
+        add_advice(failure, torn=torn, half_written=half_written)
+        words = " ".join(getattr(failure, "__notes__", [caplog.text]))
+        assert ("the engine continues" in words) == continues
+        assert continues or ("the update of 'layer' in step 3 has left" in words and "load_checkpoint" in words)

@@ -41,7 +41,9 @@ class Liveness:
     """The record of whether the engine works, or an earlier failure has ended it.
 
     ``abort``: tells the other ranks of this rank's failure, so that none waits for it. ``sharded``: parameters are
-    sharded. ``can_reopen``: the process groups can be made again after a failure (see reopening.py).
+    sharded. ``half_written``: returns what has failed in the middle outside of `writing`, as an update that runs beside
+    forward, and left weights and states of two steps; None for nothing. ``can_reopen``: the process groups can be made
+    again after a failure (see reopening.py).
 
     Attributes:
         failure: the failure that has ended the engine, as text; empty while the engine works.
@@ -49,8 +51,16 @@ class Liveness:
         restart_ruled_out: no call can make the engine work again.
     """
 
-    def __init__(self, abort: Callable[[BaseException], None], *, sharded: bool, can_reopen: bool = False) -> None:
+    def __init__(
+        self,
+        abort: Callable[[BaseException], None],
+        half_written: Callable[[], str | None],
+        *,
+        sharded: bool,
+        can_reopen: bool = False,
+    ) -> None:
         self._abort = abort
+        self._half_written = half_written
         self._sharded = sharded
         self._can_reopen = can_reopen
         self._writes: list[str] = []
@@ -63,6 +73,11 @@ class Liveness:
     def failed(self) -> bool:
         """Return whether an earlier failure has ended the engine."""
         return bool(self.failure)
+
+    def half_written(self) -> str | None:
+        """Return what has failed in the middle outside of `writing` and left weights and states of two steps; None for
+        nothing."""
+        return self._half_written()
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
@@ -96,6 +111,7 @@ class Liveness:
             self.interrupted = self._writes[0] if self._writes else self._left
             self.restart_ruled_out = not self._can_reopen
             self._abort(failure)
+            self.interrupted = self.interrupted or self.half_written()  # which may wait, as no rank does for this one
 
     def rule_out_restart(self, problem: BaseException) -> None:
         """Rule out a restart of the ended engine, as making its process groups again has failed with ``problem``."""
@@ -112,9 +128,10 @@ class Liveness:
             return
         if self.interrupted is None and not self.restart_ruled_out:
             raise CommError(
-                f"this engine has failed earlier: {self.failure}. The weights are those before the step under way. "
-                "Call engine.save_checkpoint(...), read weights, or call engine.zero_grad() on every rank: that makes "
-                "the process groups again. After engine.zero_grad() training continues with the next batch."
+                f"this engine has failed earlier: {self.failure}. This rank's weights are those before the step under "
+                "way. If that is true of every rank, engine.save_checkpoint(...), reading weights and "
+                "engine.zero_grad(), called on all of them, make the process groups again, and after "
+                "engine.zero_grad() training continues with the next batch; else they name the rank."
             )
         here = (
             "What this rank has of the weights is its shards, which cannot be gathered any more."

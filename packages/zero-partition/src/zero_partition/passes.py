@@ -377,7 +377,7 @@ class Passes:
         if in_backward or call == STEP:
             self._reducer.torn = f"{type(failure).__name__}: {failure}"
         self._recovery.announce_failure(call, failure)
-        add_advice(failure, torn=self._reducer.torn is not None)
+        add_advice(failure, torn=self._reducer.torn is not None, half_written=self._liveness.half_written())
         return True
 
     def forget_pass(self) -> None:

@@ -91,14 +91,17 @@ class Recovery:
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 
-def add_advice(failure: BaseException, *, torn: bool) -> None:
+def add_advice(failure: BaseException, *, torn: bool, half_written: str | None) -> None:
     """Add a note to ``failure`` that says how the user can continue; before Python 3.11 log it.
 
-    ``torn``: the gradients hold a part of a failed backward pass.
+    ``torn``: the gradients hold a part of a failed backward pass. ``half_written``: what has left weights and states of
+    two steps; None for nothing.
     """
     words = "the engine continues, with the next forward; gradients and weights are as before this call"
     if torn:
         words = "the engine continues: call engine.zero_grad(), which restarts the accumulation, then the next batch"
+    if half_written is not None:
+        words = f"{half_written} has left weights and states of two steps: call engine.load_checkpoint(...)"
     if hasattr(failure, "add_note"):
         failure.add_note(words)
     else:

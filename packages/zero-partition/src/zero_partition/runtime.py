@@ -93,6 +93,7 @@ class Runtime:
         self._step = step = StepNumber()
         self._liveness = Liveness(
             lambda failure: groups.abort(failure, when=f"in step {step.value}"),
+            self._half_written,
             sharded=self._sharded,
             can_reopen=groups.can_reopen,
         )
@@ -288,6 +289,11 @@ class Runtime:
             self.gatherer.end(joined=True)
 
     # -- failures ----------------------------------------------------------------------------------------------------
+
+    def _half_written(self) -> str | None:
+        """Return what a tier's update that failed in the middle has left half written; None for nothing."""
+        tier = next((unit.states for unit in self.units if unit.states is not None), None)
+        return None if tier is None else tier.half_written()
 
     @property
     def failed(self) -> bool:

@@ -76,6 +76,10 @@ class StateTier(Protocol):
     def is_updating(self, shard: str, /) -> bool:
         """Return whether `await_update` would wait, so that the shard cannot be prefetched."""
 
+    def half_written(self) -> str | None:
+        """Wait for an update that still runs after `step`; return, in words for messages, what has failed in the middle
+        and left weights and states of two steps; None for nothing. Raises nothing for it."""
+
     def finish(self) -> bool:
         """Wait for an update that still runs after `step`; return whether there was one, so that weights changed."""
 

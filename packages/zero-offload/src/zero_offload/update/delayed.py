@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -197,6 +197,12 @@ class DelayedUpdate:
     def is_updating(self, shard: str) -> bool:
         """Return False: forward never waits for the running step."""
         return False
+
+    def half_written(self) -> str | None:
+        """Wait for the running step; return what `OffloadedUpdate.half_written` does. The error stays for `finish`."""
+        if self._running is not None:
+            wait([self._running])
+        return self._inner.half_written()
 
     def _borrow_weights(self, shard: str, *, fresh: bool) -> torch.Tensor:
         """Borrow a shard that forward reads; ``fresh``: its content may be arbitrary. ShardError for a wrong size or

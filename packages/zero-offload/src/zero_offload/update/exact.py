@@ -105,6 +105,7 @@ class ExactUpdate(OffloadedUpdate):
         self._usual: dict[str, int] = {}
         self._late: dict[str, Future[None]] = {}
         self._failure: OffloadError | None = None
+        self._failed_late: str | None = None
         self._asked: dict[str, None] = {}
         self.rate = OverlapRate()
         self._speculations = Speculations(self._journal, self._thread, self._by_shard, self.rate, trace)
@@ -299,6 +300,7 @@ class ExactUpdate(OffloadedUpdate):
                 for target, source in self._journal.installed(shard, weights):
                     target.copy_(source)
         except BaseException as error:
+            self._failed_late = f"the update of '{shard}' in step {number}"
             self._failure = OffloadError(
                 f"step {number}: the update of '{shard}' failed beside forward: {error}. Some of this rank's weights "
                 "and states have taken that step and others not: load a saved state"
@@ -338,6 +340,13 @@ class ExactUpdate(OffloadedUpdate):
             raise self._failure
         return False
 
+    def half_written(self) -> str | None:
+        """Wait for the updates that `step` has left running; return what `OffloadedUpdate.half_written` does, with step
+        and shard of an update that failed since.
+        """
+        wait(self._late.values())
+        return self._failed_late or super().half_written()
+
     def weights_changed(self, shard: str) -> None:
         """Record that a shard's weights were changed from outside, as `OffloadedUpdate.weights_changed`; waits for the
         shard's update.
@@ -373,7 +382,7 @@ class ExactUpdate(OffloadedUpdate):
         """Discard all states and step counts, as `OffloadedUpdate.reset`, and the error of an update that failed."""
         self._discard(self._speculations.begun)
         self._end_late()
-        self._failure = None
+        self._failure = self._failed_late = None
         self._options = copy_options(self._live_groups())
         super().reset()
 

@@ -250,6 +250,12 @@ class OffloadedUpdate:
         """Return False: no step is running after `step` (compare `ExactUpdate.is_updating`)."""
         return False
 
+    def half_written(self) -> str | None:
+        """Return what has failed in the middle, as words for messages, so that some weights and states have taken a
+        step and others not; None if all of them are those of whole steps.
+        """
+        return "a step" if self._failed else None
+
     def weights_changed(self, shard: str) -> None:
         """Record that a shard's weights were changed from outside: the next step replaces each master that does not
         round to its weight. ShardError for an unknown shard.
