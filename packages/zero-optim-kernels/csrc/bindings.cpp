@@ -31,6 +31,7 @@ struct Call {
     bool zero_grad;
     uint64_t element_offset, seed, step;
     int threads;
+    py::object out;  // None, or operands like param, param_low, state1, state2, scale1 and scale2, each None where that is
 };
 
 void check_formats(const Format& f, bool has_low) {
@@ -105,15 +106,24 @@ void parse_runs(const Call& call, Operands& operands, const Format& f, const std
     const Dtype wide = f.param == Dtype::f64 ? Dtype::f64 : Dtype::f32;
     const auto narrow = [](char* data) { return reinterpret_cast<uint16_t*>(data); };
     const auto single = [](char* data) { return reinterpret_cast<float*>(data); };
-    operands.each(call.param, "param", f.param, sizes, list, true, [&](size_t i, char* p) { runs[i].param = p; });
-    operands.each(call.param_low, "param_low", Dtype::bf16, sizes, list, true, [&](size_t i, char* p) { runs[i].param_low = narrow(p); });
+    const bool written = !f.apart;
+    operands.each(call.param, "param", f.param, sizes, list, written, [&](size_t i, char* p) { runs[i].param = p; });
+    operands.each(call.param_low, "param_low", Dtype::bf16, sizes, list, written, [&](size_t i, char* p) { runs[i].param_low = narrow(p); });
     operands.each(call.grad, "grad", f.grad, sizes, list, f.zero_grad, [&](size_t i, char* p) { runs[i].grad = p; });
-    operands.each(call.state1, "the first state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].state[0] = p; });
-    operands.each(call.state2, "the second state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].state[1] = p; });
-    operands.each(call.scale1, "the first state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].scale[0] = single(p); });
-    operands.each(call.scale2, "the second state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].scale[1] = single(p); });
+    operands.each(call.state1, "the first state", f.state, sizes, list, written, [&](size_t i, char* p) { runs[i].state[0] = p; });
+    operands.each(call.state2, "the second state", f.state, sizes, list, written, [&](size_t i, char* p) { runs[i].state[1] = p; });
+    operands.each(call.scale1, "the first state's scale", Dtype::f32, blocks, list, written, [&](size_t i, char* p) { runs[i].scale[0] = single(p); });
+    operands.each(call.scale2, "the second state's scale", Dtype::f32, blocks, list, written, [&](size_t i, char* p) { runs[i].scale[1] = single(p); });
     operands.each(call.copy_out, "copy_out", f.copy, sizes, list, true, [&](size_t i, char* p) { runs[i].copy_out = p; });
     operands.each(call.update, "update", wide, sizes, list, true, [&](size_t i, char* p) { runs[i].update = p; });
+    if (!f.apart) return;
+    const py::tuple out = call.out;
+    operands.each(out[0], "out: param", f.param, sizes, list, true, [&](size_t i, char* p) { runs[i].to.param = p; });
+    operands.each(out[1], "out: param_low", Dtype::bf16, sizes, list, true, [&](size_t i, char* p) { runs[i].to.param_low = narrow(p); });
+    operands.each(out[2], "out: the first state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].to.state[0] = p; });
+    operands.each(out[3], "out: the second state", f.state, sizes, list, true, [&](size_t i, char* p) { runs[i].to.state[1] = p; });
+    operands.each(out[4], "out: the first state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].to.scale[0] = single(p); });
+    operands.each(out[5], "out: the second state's scale", Dtype::f32, blocks, list, true, [&](size_t i, char* p) { runs[i].to.scale[1] = single(p); });
 }
 
 Format parse_format(const Call& call) {
@@ -124,6 +134,7 @@ Format parse_format(const Call& call) {
     f.state = parse_dtype(call.state_dtype, "state_dtype");
     f.copy = call.copy_dtype.is_none() ? Dtype::none : parse_dtype(call.copy_dtype.cast<std::string>(), "copy_dtype");
     f.zero_grad = call.zero_grad;
+    f.apart = !call.out.is_none();
     f.key = mix(mix(call.seed + 0x9e3779b97f4a7c15u) + call.step);
     check_formats(f, !call.param_low.is_none());
     if (call.copy_out.is_none() != call.copy_dtype.is_none()) throw py::value_error("copy_out and copy_dtype go together; one of them is None");
@@ -295,9 +306,9 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
           [](int rule, bool apply, py::object n, py::object param, py::object param_low, py::object grad, py::object state1, py::object state2,
              py::object scale1, py::object scale2, py::object copy_out, py::object update, const std::string& param_dtype,
              const std::string& grad_dtype, const std::string& state_dtype, py::object copy_dtype, py::list rows, bool zero_grad,
-             uint64_t element_offset, uint64_t seed, uint64_t step_number, int threads) {
+             uint64_t element_offset, uint64_t seed, uint64_t step_number, int threads, py::object out) {
               return step({rule, n, param, param_low, grad, state1, state2, scale1, scale2, copy_out, update, param_dtype, grad_dtype,
-                           state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step_number, threads}, apply);
+                           state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step_number, threads, out}, apply);
           });
     m.def("norm_squared", &norm_squared);
     m.def("norms_squared", &norms_squared);

@@ -3,9 +3,11 @@
 
 // The operands of one update, all at the same element: inside one tile, one row and, for 8-bit state, one block.
 struct Piece {
-    char* p;
+    const char* p;
+    char* to;        // the new parameters: p, or memory apart from it
     const char* g;
-    char* state[2];
+    const char* state[2];
+    char* state_to[2];
     float* wide[2];  // float32 scratch of an 8-bit block
     float scale[2];  // what its codes are multiplied with
     char* update;
@@ -16,6 +18,26 @@ struct Piece {
     int64_t n;
     const Ahead* ahead;
     int64_t begin;   // in the run
+};
+
+// Memory for new values of `Item`s. They are written past the cache, which would read their lines first, where that memory is apart from the
+// old values and the alignment allows it.
+template <class Item>
+struct Destination {
+    Item* data;
+    bool past;
+    Destination(const char* old, char* to)
+        : data(reinterpret_cast<Item*>(to)), past(to != old && reinterpret_cast<uintptr_t>(to) % (Vector::W * sizeof(Item)) == 0) {}
+    template <class T>
+    ZOK_MEMBER void store(int64_t i, typename T::F x) const {
+        if (past) T::stream_lanes(data + i, T::bits(x));
+        else T::store(data + i, x);
+    }
+    template <class T>
+    ZOK_MEMBER void store_h(int64_t i, typename T::H x) const {
+        if (past) T::stream_h(data + i, x);
+        else T::store_h(data + i, x);
+    }
 };
 
 template <bool kSecond>
@@ -34,12 +56,13 @@ template <bool kSecond>
 struct State32 {
     static constexpr int64_t kItem = 4;
     static constexpr bool kAskedByEncoder = false;
-    float* data;
-    explicit State32(const Piece& x) : data(reinterpret_cast<float*>(x.state[kSecond])) {}
+    const float* data;
+    Destination<float> to;
+    explicit State32(const Piece& x) : data(reinterpret_cast<const float*>(x.state[kSecond])), to(x.state[kSecond], x.state_to[kSecond]) {}
     template <class T>
     ZOK_MEMBER typename T::F load(int64_t i) const { return T::load(data + i); }
     template <class T>
-    ZOK_MEMBER void store(int64_t i, typename T::F x) { T::store(data + i, x); }
+    ZOK_MEMBER void store(int64_t i, typename T::F x) { to.template store<T>(i, x); }
     ZOK_MEMBER void ask(int64_t i) const { __builtin_prefetch(data + i); }
 };
 
@@ -48,17 +71,19 @@ template <bool kSecond>
 struct State16 {
     static constexpr int64_t kItem = 2;
     static constexpr bool kAskedByEncoder = false;
-    uint16_t* data;
+    const uint16_t* data;
+    Destination<uint16_t> to;
     uint64_t key;
     uint32_t index;
-    explicit State16(const Piece& x) : data(reinterpret_cast<uint16_t*>(x.state[kSecond])), key(x.key), index(x.index) {}
+    explicit State16(const Piece& x)
+        : data(reinterpret_cast<const uint16_t*>(x.state[kSecond])), to(x.state[kSecond], x.state_to[kSecond]), key(x.key), index(x.index) {}
     template <class T>
     ZOK_MEMBER typename T::F load(int64_t i) const { return T::from_bits(T::load_u16(data + i) << 16); }
     template <class T>
     ZOK_MEMBER void store(int64_t i, typename T::F x) {
         if constexpr (kSecond)
-            T::store_h(data + i, T::narrow(bf16_stochastic<T>(x, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 16)));
-        else T::store_h(data + i, T::narrow(bf16_nearest<T>(x)));
+            to.template store_h<T>(i, T::narrow(bf16_stochastic<T>(x, random_bits<T>(key, index + static_cast<uint32_t>(i)) >> 16)));
+        else to.template store_h<T>(i, T::narrow(bf16_nearest<T>(x)));
     }
     ZOK_MEMBER void ask(int64_t i) const { __builtin_prefetch(data + i); }
 };
@@ -72,7 +97,7 @@ struct State8 {
     float* wide;
     float scale;
     Largest largest;
-    explicit State8(const Piece& x) : codes(reinterpret_cast<uint8_t*>(x.state[kSecond])), wide(x.wide[kSecond]), scale(x.scale[kSecond]) {}
+    explicit State8(const Piece& x) : codes(reinterpret_cast<const uint8_t*>(x.state[kSecond])), wide(x.wide[kSecond]), scale(x.scale[kSecond]) {}
     template <class T>
     ZOK_MEMBER typename T::F load(int64_t i) const {
         if constexpr (kSecond) return u5e3_value<T>(T::load_u8(codes + i)) * T::set(scale);

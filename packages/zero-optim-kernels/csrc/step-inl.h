@@ -13,12 +13,17 @@ static char* open_parameter(const Format& f, const Run& run, int64_t b, int64_t 
     return reinterpret_cast<char*>(scratch);
 }
 
-static void close_parameter(const Format& f, const Run& run, int64_t b, int64_t n, const float* scratch) {
+static void close_parameter(const Format& f, const Run& run, const Results& to, int64_t b, int64_t n, const float* scratch) {
     if (is_wide(f.param)) return;
     const uint64_t index = run.offset + static_cast<uint64_t>(b);
-    uint16_t* p = reinterpret_cast<uint16_t*>(run.param) + b;
-    if (run.param_low) for_lanes(SplitLow{scratch, p, run.param_low + b}, n);
+    uint16_t* p = reinterpret_cast<uint16_t*>(to.param) + b;
+    if (to.param_low) for_lanes(SplitLow{scratch, p, to.param_low + b}, n);
     else for_lanes(NarrowStochastic{scratch, p, tile_key(f.key, index, Stream::parameter), static_cast<uint32_t>(index)}, n);
+}
+
+static Results results_of(const Format& f, const Run& run) {
+    if (f.apart) return run.to;
+    return {run.param, run.param_low, {run.state[0], run.state[1]}, {run.scale[0], run.scale[1]}};
 }
 
 // Whether the update loop itself writes the copy.
@@ -49,13 +54,14 @@ static int64_t stretch_end(const Run& run, int64_t b, int64_t end, int64_t lengt
 class Stepper {
 public:
     Stepper(const Format& f, const Run& run, const Row* rows, const Ahead& ahead, RowNorms* norms)
-        : length(has_phases(f) ? kTile : kChunk), f_(f), run_(run), row_(rows), ahead_(ahead), norms_(norms), update_(update_function(f, run)),
-          stretch_(f.state == Dtype::int8 ? kQuantBlock : length) {}
+        : length(has_phases(f) ? kTile : kChunk), f_(f), run_(run), to_(results_of(f, run)), row_(rows), ahead_(ahead), norms_(norms),
+          update_(update_function(f, run)), stretch_(f.state == Dtype::int8 ? kQuantBlock : length) {}
 
     const int64_t length;  // of a tile
 
     void tile(int64_t begin, int64_t end) {
         char* p = open_parameter(f_, run_, begin, end - begin, parameters_);
+        char* to = is_wide(f_.param) ? to_.param + begin * item_size(f_.param) : p;
         const uint64_t key = tile_key(f_.key, run_.offset + static_cast<uint64_t>(begin), Stream::second_moment);
         for (int64_t b = begin, e; b < end; b = e) {
             e = stretch_end(run_, b, end, stretch_);
@@ -63,7 +69,7 @@ public:
             for (int64_t i = b, j; i < e; i = j) {
                 for (; row_->end <= i; ++row_) norms_ += norms_ != nullptr;
                 j = row_->end < e ? row_->end : e;
-                piece(p + (i - begin) * item_size(wide()), b, i, j, key, largest);
+                piece(p + (i - begin) * item_size(wide()), to + (i - begin) * item_size(wide()), b, i, j, key, largest);
             }
             if (f_.state != Dtype::int8) continue;
             encode_waiting();
@@ -72,8 +78,8 @@ public:
         }
         encode_waiting();
         if (f_.rule != Rule::lamb) {
-            close_parameter(f_, run_, begin, end - begin, parameters_);
-            if (!copies_in_loop(f_)) write_copy(f_, run_, p, begin, end - begin);
+            close_parameter(f_, run_, to_, begin, end - begin, parameters_);
+            if (!copies_in_loop(f_)) write_copy(f_, run_, to, begin, end - begin);
         }
         const int64_t grad_size = item_size(f_.grad);
         if (f_.zero_grad) __builtin_memset(run_.grad + begin * grad_size, 0, static_cast<size_t>((end - begin) * grad_size));
@@ -83,11 +89,12 @@ private:
     Dtype wide() const { return f_.param == Dtype::f64 ? Dtype::f64 : Dtype::f32; }
 
     // Elements [i, j) of the stretch that begins at b.
-    void piece(char* p, int64_t b, int64_t i, int64_t j, uint64_t key, Magnitudes& largest) {
+    void piece(char* p, char* to, int64_t b, int64_t i, int64_t j, uint64_t key, Magnitudes& largest) {
         const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(i));
-        Piece x{p, run_.grad + i * item_size(f_.grad), {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i, &ahead_, i};
+        Piece x{p, to, run_.grad + i * item_size(f_.grad), {}, {}, {}, {}, nullptr, nullptr, f_.copy == Dtype::f16, key, index, j - i, &ahead_, i};
         for (int s = 0; s < 2; ++s) {
             if (run_.state[s]) x.state[s] = run_.state[s] + i * item_size(f_.state);
+            if (run_.state[s]) x.state_to[s] = to_.state[s] + i * item_size(f_.state);
             x.wide[s] = state_[side_][s] + (i - b);
             if (run_.scale[s]) x.scale[s] = run_.scale[s][b / kQuantBlock];
         }
@@ -115,17 +122,18 @@ private:
         waiting_.begin = x.end;
         const uint32_t index = static_cast<uint32_t>(run_.offset + static_cast<uint64_t>(x.begin));
         const int64_t n = x.end - x.begin, k = x.begin / kQuantBlock;
-        uint8_t* first = reinterpret_cast<uint8_t*>(run_.state[0]);
-        uint8_t* second = reinterpret_cast<uint8_t*>(run_.state[1]);
+        uint8_t* first = reinterpret_cast<uint8_t*>(to_.state[0]);
+        uint8_t* second = reinterpret_cast<uint8_t*>(to_.state[1]);
         const int64_t next = x.begin + kEncodeAhead < run_.n ? x.begin + kEncodeAhead : x.begin;
         const char* parameters = run_.param + next * item_size(f_.param);
         const char* gradients = run_.grad + next * item_size(f_.grad);
-        if (first) encode_block<false>(state_[x.side][0], first + x.begin, run_.scale[0] + k, n, x.largest.of[0], x.key, index, parameters);
-        if (second) encode_block<true>(state_[x.side][1], second + x.begin, run_.scale[1] + k, n, x.largest.of[1], x.key, index, gradients);
+        if (first) encode_block<false>(state_[x.side][0], first + x.begin, to_.scale[0] + k, n, x.largest.of[0], x.key, index, parameters);
+        if (second) encode_block<true>(state_[x.side][1], second + x.begin, to_.scale[1] + k, n, x.largest.of[1], x.key, index, gradients);
     }
 
     const Format& f_;
     const Run& run_;
+    const Results to_;
     const Row* row_;
     const Ahead& ahead_;
     RowNorms* norms_;
@@ -174,7 +182,7 @@ static void apply(const Format& f, const Run& run, const Row* rows, int64_t begi
             j = rows->end < e ? rows->end : e;
             subtract(f, p + (i - b) * wide, run.update + i * wide, rows->c[0], j - i);
         }
-        close_parameter(f, run, b, e - b, scratch);
+        close_parameter(f, run, results_of(f, run), b, e - b, scratch);
         write_copy(f, run, p, b, e - b);
     }
 }

@@ -29,6 +29,14 @@ inline int64_t item_size(Dtype dtype) {
 enum class Rule : int { adam, adagrad, lion, sgd, lamb };
 constexpr int kCoefficients = 12;
 
+// The memory for a run's new parameters and states. Null where the run has no such operand.
+struct Results {
+    char* param;
+    uint16_t* param_low;
+    char* state[2];
+    float* scale[2];
+};
+
 // One tensor, or one contiguous range of a shard. `offset` is the global index of element 0.
 struct Run {
     char* param;
@@ -41,6 +49,7 @@ struct Run {
     int64_t n;
     uint64_t offset;
     int64_t row;           // index of its first row
+    Results to;            // read only where the format says `apart`; each is the operand's own memory, or does not overlap it
 };
 
 // The memory that follows a chunk elsewhere: the streams of the next chunk. From element `from` of this run on, the update prefetches their
@@ -61,6 +70,7 @@ struct Format {
     Rule rule;
     Dtype param, grad, state, copy;
     bool zero_grad;
+    bool apart;            // new values go to `Run::to`, and the operands stay as they are
     uint64_t key;          // mixed from seed and step number
 };
 

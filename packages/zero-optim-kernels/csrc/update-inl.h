@@ -20,9 +20,9 @@ struct Copy {
 
 template <class Rule, class Load, class First, class Second>
 struct Update {
-    float* p;
+    const float* p;
+    Destination<float> to;  // of new parameters, or of LAMB's update direction
     const char* g;
-    float* update;
     Copy copy;
     First first;
     Second second;
@@ -41,8 +41,7 @@ struct Update {
             else ask_here(i + kAhead);
         }
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) u[j] = Rule::template apply<T>(p_[j], m[j], v[j], g_[j] * T::set(k.c[0]), k.c);
-        float* target = Rule::kWritesUpdate ? update : p;
-        ZOK_UNROLL for (int j = 0; j < kCount; ++j) T::store(target + i + j * T::W, Rule::kWritesUpdate ? u[j] : p_[j]);
+        ZOK_UNROLL for (int j = 0; j < kCount; ++j) to.template store<T>(i + j * T::W, Rule::kWritesUpdate ? u[j] : p_[j]);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) first.template store<T>(i + j * T::W, m[j]);
         ZOK_UNROLL for (int j = 0; j < kCount; ++j) second.template store<T>(i + j * T::W, v[j]);
         if (Rule::kWritesUpdate || copy.out == nullptr) return;
@@ -81,24 +80,26 @@ static Magnitudes update_piece(const Piece& x, const Row& row) {
     const Copy copy = {reinterpret_cast<uint16_t*>(x.copy), x.half, stream};
     Ahead ahead = *x.ahead;
     ahead.from -= x.begin;
-    const Body body{reinterpret_cast<float*>(x.p), x.g, reinterpret_cast<float*>(x.update), copy, First(x), Second(x), k, ahead};
+    const Destination<float> to = Rule::kWritesUpdate ? Destination<float>(x.update, x.update) : Destination<float>(x.p, x.to);
+    const Body body{reinterpret_cast<const float*>(x.p), to, x.g, copy, First(x), Second(x), k, ahead};
     const Body done = for_groups<Vector::kGroup>(body, x.n);
     return {{largest_of(done.first), largest_of(done.second)}};
 }
 
 template <class Rule>
 static Magnitudes update_piece_f64(const Piece& x, const Row& row) {
-    double* p = reinterpret_cast<double*>(x.p);
-    double* m = reinterpret_cast<double*>(x.state[0]);
-    double* v = reinterpret_cast<double*>(x.state[1]);
+    const double* p = reinterpret_cast<const double*>(x.p);
+    const double* m = reinterpret_cast<const double*>(x.state[0]);
+    const double* v = reinterpret_cast<const double*>(x.state[1]);
+    double* const to[3] = {reinterpret_cast<double*>(x.to), reinterpret_cast<double*>(x.state_to[0]), reinterpret_cast<double*>(x.state_to[1])};
     const double* g = reinterpret_cast<const double*>(x.g);
     for (int64_t i = 0; i < x.n; ++i) {
         double p_i = p[i], m_i = Rule::kFirst ? m[i] : 0, v_i = Rule::kSecond ? v[i] : 0;
         const double u = Rule::template apply<Double>(p_i, m_i, v_i, g[i] * row.c[0], row.c);
         if (Rule::kWritesUpdate) reinterpret_cast<double*>(x.update)[i] = u;
-        else p[i] = p_i;
-        if (Rule::kFirst) m[i] = m_i;
-        if (Rule::kSecond) v[i] = v_i;
+        else to[0][i] = p_i;
+        if (Rule::kFirst) to[1][i] = m_i;
+        if (Rule::kSecond) to[2][i] = v_i;
     }
     return {{0, 0}};
 }

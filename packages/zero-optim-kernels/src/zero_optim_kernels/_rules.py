@@ -6,9 +6,9 @@ The reference in `reference/steps.py` and the kernels both start from these, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from ._types import Segment
+from ._types import Operands, Segment
 
 __all__ = [
     "ADAGRAD",
@@ -21,6 +21,7 @@ __all__ = [
     "check_integers",
     "lamb_coefficients",
     "lion_coefficients",
+    "results",
     "segment_table",
     "sgd_coefficients",
 ]
@@ -73,6 +74,21 @@ def segment_table(
         _check_beta("beta1", beta1)
         _check_beta("beta2", beta2)
     return rows
+
+
+def results(
+    out: Mapping[str, Operands] | None, written: Sequence[tuple[str, Operands | None]]
+) -> tuple[Operands | None, ...] | None:
+    """Return the operands in ``out`` in the order of ``written``, (name, argument) of what the call writes, with None
+    where there is no such argument; None without ``out``. Raises ``ValueError`` unless ``out`` has exactly the names
+    of the arguments that are given.
+    """
+    if out is None:
+        return None
+    names = [name for name, argument in written if argument is not None]
+    if set(out) != set(names):
+        raise ValueError(f"out: expected {', '.join(names)}, got {', '.join(out) or 'nothing'}")
+    return tuple(out.get(name) for name, _ in written)
 
 
 def adam_coefficients(

@@ -12,17 +12,13 @@ import torch
 
 from ._mirror import Mirror
 from ._rules import Rule
-from ._slices import FragmentSpan, Slice, StateKind, cut_slices, kinds_of
+from ._slices import FragmentSpan, Slice, kinds_of
 from ._staging import StagedSpan
-from ._step import Tensors, run_kernels
+from ._step import run_kernels
 from ._tiers import HostTier, SplitTier, Tier
 from .plans import ShardPlan
 
 __all__ = ["Journal", "chosen_shards", "journal_bytes"]
-
-#: Elements that are copied and updated at a time: their states stay in a processor's last cache in between.
-_CHUNK = 1 << 20
-
 
 def journal_bytes(
     shard: ShardPlan, rule: Rule, groups: Sequence[Mapping[str, Any]], state_dtype: torch.dtype | None
@@ -113,21 +109,14 @@ class Journal:
         ``groups`` and ``gradient`` (1-D, in host memory) times ``grad_scale``. ``weights``: those of the shard, in
         host memory, if they are updated in place; else None, and they are not read.
         """
-        mirror = self._weights.borrow(shard)
-        for chunk in self._chunks(shard):
-            staged: list[StagedSpan] = []
-            tensors: list[dict[str, torch.Tensor]] = []
-            for number, (place, span) in enumerate(chunk):
-                old = place.tier.tensors(place.slice_index, place.number)
-                new = self._states.tensors(place.own_index, place.own_number)
-                tensors.append({kind.name: _part(place, span, kind, new) for kind in span.fragment.kinds})
-                for kind in span.fragment.kinds:
-                    tensors[-1][kind.name].copy_(_part(place, span, kind, old))
-                out = span.of_shard(mirror)
-                if weights is not None:
-                    out.view().copy_(span.of_shard(weights).view())
-                staged.append(StagedSpan(number, span, span.of_shard(gradient), out, out))
-            run_kernels(self._rule, groups, staged, tensors, grad_scale)
+        mirror, staged = self._weights.borrow(shard), list[StagedSpan]()
+        for number, (span, *_) in enumerate(self._places[shard]):
+            out = span.of_shard(mirror)
+            read = out if weights is None else span.of_shard(weights)
+            staged.append(StagedSpan(number, span, span.of_shard(gradient), out, read))
+        old = [place.tier.tensors(place.slice_index, place.number) for place in self._places[shard]]
+        new = [self._states.tensors(place.own_index, place.own_number) for place in self._places[shard]]
+        run_kernels(self._rule, groups, staged, old, grad_scale, results=new)
 
     def commit(self, shard: str) -> None:
         """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
@@ -151,27 +140,3 @@ class Journal:
         self._places.clear()
         self._states.close()
         self._weights.close()
-
-    def _chunks(self, shard: str) -> list[list[tuple[_Place, FragmentSpan]]]:
-        """Return the spans of a shard in groups of at most `_CHUNK` elements, each with the place that it is in."""
-        places = self._places[shard]
-        chunks: list[list[tuple[_Place, FragmentSpan]]] = []
-        position = 0
-        for slice_ in cut_slices([place.span for place in places], _CHUNK):
-            chunks.append([])
-            for span in slice_:
-                while not _is_within(span, places[position].span):
-                    position += 1
-                chunks[-1].append((places[position], span))
-        return chunks
-
-
-def _is_within(span: FragmentSpan, whole: FragmentSpan) -> bool:
-    """Return whether ``span`` is a part of ``whole``."""
-    return span.fragment is whole.fragment and whole.begin <= span.begin < whole.begin + whole.length
-
-
-def _part(place: _Place, span: FragmentSpan, kind: StateKind, tensors: Tensors) -> torch.Tensor:
-    """Return the items of ``kind`` of ``span``, a part of the place's span, as a view of the place's ``tensors``."""
-    start = (span.begin - place.span.begin) // kind.block
-    return tensors[kind.name][start : start + kind.items(span.length)]

@@ -27,7 +27,8 @@ class KernelOperands:
     """The operands of one kernel call: one entry per span in every list, all of the same group and dtypes.
 
     ``sizes`` in elements; ``params``, ``grads`` and ``states`` (by kind of state) are memory addresses; ``common`` are
-    keyword arguments of the kernel; ``first``: it is the fragments' first step.
+    keyword arguments of the kernel; ``first``: it is the fragments' first step. ``results``: addresses for the new
+    values, of ``param`` and by kind of state; None for those of the operands themselves.
     """
 
     sizes: list[int]
@@ -36,6 +37,7 @@ class KernelOperands:
     states: dict[str, list[int]]
     common: dict[str, Any]
     first: bool
+    results: dict[str, list[int]] | None = None
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ class Rule:
 
     ``template`` is the torch class whose options and defaults it takes. ``moments`` returns (name, whether it is a
     second moment, never negative) of each moment for a parameter group, ``initial`` the value that moments start with.
-    ``run`` calls the kernel, which writes weights and states; None: the optimizer that ``make`` returns steps, on the
-    host too. ``refused``: options that the kernel does not have. ``fused``: on a device, where no option says
-    otherwise, the template steps by torch's fused kernel; torch's own classes choose by themselves. ``numbers``: what
-    the optimizer keeps of a parameter beside moments and ``step``, by name, as examples of their types.
+    ``run`` calls the kernel, which writes weights and states in place, or into the batch's ``results``; None: the
+    optimizer that ``make`` returns steps, on the host too. ``refused``: options that the kernel does not have.
+    ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel; torch's own
+    classes choose by themselves. ``numbers``: what the optimizer keeps of a parameter beside moments and ``step``, by
+    name, as examples of their types.
     """
 
     template: type[torch.optim.Optimizer]
@@ -83,13 +86,11 @@ def _grad_sign(group: Group) -> float:
 
 def _common_arguments(batch: KernelOperands, group: Group) -> dict[str, Any]:
     """Return the keyword arguments that all kernels take; with ``maximize`` in the group ``grad_scale`` is negated."""
-    return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group)}
+    return {**batch.common, "grad_scale": batch.common["grad_scale"] * _grad_sign(group), "out": batch.results}
 
 
 def _adam(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Adam, or AdamW if the group has ``decoupled_weight_decay``; weights and states are written in
-    place.
-    """
+    """Update a batch by Adam, or AdamW if the group has ``decoupled_weight_decay``."""
     adam_step(
         batch.params,
         batch.grads,
@@ -108,7 +109,7 @@ def _adam(batch: KernelOperands, group: Group) -> None:
 
 
 def _sgd(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by SGD with the options of ``group``; weights and the momentum, if any, are written in place."""
+    """Update a batch by SGD with the options of ``group``."""
     sgd_step(
         batch.params,
         batch.grads,
@@ -126,7 +127,10 @@ def _sgd(batch: KernelOperands, group: Group) -> None:
 
 
 def _adagrad(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Adagrad with the options of ``group``; weights and sums are written in place."""
+    """Update a batch by Adagrad with the options of ``group``."""
+    common = _common_arguments(batch, group)
+    if batch.results is not None:
+        common["out"] = {name.replace("sum", "sum_sq"): found for name, found in batch.results.items()}
     adagrad_step(
         batch.params,
         batch.grads,
@@ -137,12 +141,12 @@ def _adagrad(batch: KernelOperands, group: Group) -> None:
         sum_sq_scale=batch.states.get("sum_scale"),
         eps=group["eps"],
         weight_decay=group["weight_decay"],
-        **_common_arguments(batch, group),
+        **common,
     )
 
 
 def _lion(batch: KernelOperands, group: Group) -> None:
-    """Update a batch by Lion with the options of ``group``; weights and states are written in place."""
+    """Update a batch by Lion with the options of ``group``."""
     lion_step(
         batch.params,
         batch.grads,

@@ -136,11 +136,18 @@ def fill_moments(rule: Rule, groups: Groups, fragment: KeptFragment, tensors: Te
 
 
 def run_kernels(
-    rule: Rule, groups: Groups, staged_spans: Sequence[StagedSpan], tensors: Sequence[Tensors], grad_scale: float
+    rule: Rule,
+    groups: Groups,
+    staged_spans: Sequence[StagedSpan],
+    tensors: Sequence[Tensors],
+    grad_scale: float,
+    *,
+    results: Sequence[Tensors] | None = None,
 ) -> None:
     """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number and
     dtypes; it writes the new weights to each span's ``out``. ``tensors``: the states of every span of the slice, by
-    kind, which are updated in place. ``grad_scale`` multiplies gradients.
+    kind, which are updated in place, or only read where ``results``, of the same sizes, takes the new ones; weights
+    that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies gradients.
 
     States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
     own.
@@ -160,27 +167,32 @@ def run_kernels(
         )
         batch = batches.get(key)
         if batch is None:
-            batch = batches[key] = _empty_operands(staged_span.span, grad_scale)
+            batch = batches[key] = _empty_operands(staged_span.span, grad_scale, apart=results is not None)
         batch.sizes.append(staged_span.span.length)
         batch.grads.append(staged_span.grad.address())
         out = staged_span.out.address()
-        batch.params.append(own[MASTER].data_ptr() if fragment.keeps_master else out)
+        batch.params.append(own[MASTER].data_ptr() if fragment.keeps_master else staged_span.weights.address())
         if "copy_out" in batch.common:
             batch.common["copy_out"].append(out)
         for kind in fragment.moments:
             batch.states[kind.name].append(own[kind.name].data_ptr())
+        if results is not None and batch.results is not None:
+            new = results[staged_span.number]
+            batch.results["param"].append(new[MASTER].data_ptr() if fragment.keeps_master else out)
+            for kind in fragment.moments:
+                batch.results[kind.name].append(new[kind.name].data_ptr())
     if rule.run is not None:
         for key, batch in batches.items():
             rule.run(batch, groups[key[0]])
     for staged_span in staged_spans:
         fragment = staged_span.span.fragment
         if fragment.keeps_master and fragment.dtype == torch.float64:  # of which the kernels write no second copy
-            staged_span.out.view().copy_(tensors[staged_span.number][MASTER])
+            staged_span.out.view().copy_((results or tensors)[staged_span.number][MASTER])
 
 
-def _empty_operands(span: FragmentSpan, grad_scale: float) -> KernelOperands:
+def _empty_operands(span: FragmentSpan, grad_scale: float, *, apart: bool) -> KernelOperands:
     """Return the operands of a kernel call, still without spans, for all spans that share options, step number and
-    dtypes with ``span``.
+    dtypes with ``span``; ``apart``: results have memory of their own.
     """
     fragment = span.fragment
     state = fragment.moments[0].dtype if fragment.moments else fragment.dtype
@@ -197,4 +209,5 @@ def _empty_operands(span: FragmentSpan, grad_scale: float) -> KernelOperands:
         common["copy_out"] = []
         common["copy_dtype"] = KERNEL_DTYPES[fragment.shard.dtype]
     states: dict[str, list[int]] = {kind.name: [] for kind in fragment.moments}
-    return KernelOperands([], [], [], states, common, first=fragment.step == 0)
+    results: dict[str, list[int]] | None = {name: [] for name in ("param", *states)} if apart else None
+    return KernelOperands([], [], [], states, common, first=fragment.step == 0, results=results)
