@@ -193,3 +193,41 @@ def test_options_that_are_changed_in_a_list_are_those_in_force() -> None:
         assert torch.equal(ours.flat(), theirs.flat()), step
     update.close()
     plain.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("when", ["before the gradient is there", "before the step"])
+@pytest.mark.parametrize("how", ["numpy", "data", "a view from before"])
+def test_weights_updated_in_place_that_are_written_past_torch_count(dtype: torch.dtype, when: str, how: str) -> None:
+    grads = torch.float64 if dtype == torch.float64 else torch.float32
+    ours, theirs = Lender(dtype), Lender(dtype)
+    update = exact_of(ours, dtype, in_place=True)
+    views = {id(lender): lender.tensors["first"].data[17:23] for lender in (ours, theirs)}
+
+    def write(lender: Lender, step: int) -> None:
+        tensor = lender.tensors["first"]
+        if how == "numpy":
+            tensor.numpy()[-4:] *= -1.0
+        elif how == "data":
+            tensor.data[step].fill_(0.25)
+        else:
+            views[id(lender)].copy_(views[id(lender)].flip(0))
+
+    with update_of(theirs, plans(dtype, in_place=True)) as plain:
+        for step in range(6):
+            for one, lender in ((update, ours), (plain, theirs)):
+                update.finish()
+                if when == "before the gradient is there" and step % 2:
+                    write(lender, step)
+                backward(one, step, grads)
+                if isinstance(one, ExactUpdate):
+                    computed(one)
+                if when == "before the step" and step % 2:
+                    write(lender, step)
+                one.step()
+                one.clear_gradients()
+            assert same_states(states_of(update), states_of(plain)), step
+            assert torch.equal(ours.flat(), theirs.flat()), step
+    assert update.rate.redone == (3 if when == "before the step" else 0)
+    assert update.rate.committed == 10 - update.rate.redone
+    update.close()

@@ -188,6 +188,19 @@ void norms_squared(py::object x, py::object out, py::object n, int64_t block, co
     run_norms_squared(source, dtype, count, block, reinterpret_cast<double*>(target), threads);
 }
 
+void digests(py::object x, py::object out, py::object n, int64_t block, int threads) {
+    Operands operands;
+    const int64_t bytes = parse_count(n);
+    if (block < 1) throw py::value_error("block must be 1 or more, got " + std::to_string(block));
+    const char* source = operands.address(x, "x", Dtype::int8, bytes, false);
+    if (source == nullptr && bytes > 0) throw py::type_error("x: expected an address or buffer, got None");
+    char* target = required(operands, out, "out", Dtype::f64, (bytes + block - 1) / block, true);
+    check_threads(threads);
+    active();
+    const WithoutGil nogil;
+    run_digests(source, bytes, block, reinterpret_cast<uint64_t*>(target), threads);
+}
+
 int64_t count_nonfinite(py::object x, py::object n, const std::string& dtype_name, int threads) {
     Operands operands;
     const Dtype dtype = parse_dtype(dtype_name, "dtype");
@@ -312,6 +325,7 @@ PYBIND11_MODULE(_native, m, py::mod_gil_not_used()) {
           });
     m.def("norm_squared", &norm_squared);
     m.def("norms_squared", &norms_squared);
+    m.def("digests", &digests);
     m.def("count_nonfinite", &count_nonfinite);
     m.def("scale", &zok::scale);
     m.def("cast", &zok::cast);

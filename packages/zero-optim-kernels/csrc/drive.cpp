@@ -1,6 +1,7 @@
 #include "drive.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "dispatch.hpp"
 #include "pool.hpp"
@@ -136,6 +137,38 @@ void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, dou
             out[b] = kernels.sum_squares(x + b * block * item_size(dtype), dtype, std::min(block, n - b * block));
     };
     parallel_for(threads, (blocks + together - 1) / together, sums);
+}
+
+// Eight words side by side. Each step is one-to-one in its word and in what was there before, so a change of one word is never lost.
+static uint64_t digest(const char* x, int64_t n) {
+    constexpr uint64_t kFactor = 0x9e3779b97f4a7c15u;
+    constexpr int kWords = 8;
+    uint64_t state[kWords], words[kWords];
+    for (int j = 0; j < kWords; ++j) state[j] = kFactor * static_cast<uint64_t>(j + 1);
+    const auto add = [&] {
+        for (int j = 0; j < kWords; ++j) {
+            const uint64_t mixed = (state[j] ^ words[j]) * kFactor;
+            state[j] = mixed ^ mixed >> 32;
+        }
+    };
+    for (; n >= static_cast<int64_t>(sizeof(words)); n -= sizeof(words), x += sizeof(words)) {
+        std::memcpy(words, x, sizeof(words));
+        add();
+    }
+    std::memset(words, 0, sizeof(words));
+    std::memcpy(words, x, static_cast<size_t>(n));
+    add();
+    uint64_t total = static_cast<uint64_t>(n);
+    for (const uint64_t word : state) {
+        total = (total ^ word) * kFactor;
+        total ^= total >> 32;
+    }
+    return total;
+}
+
+void run_digests(const char* x, int64_t n, int64_t block, uint64_t* out, int threads) {
+    auto one = [&](int64_t i) { out[i] = digest(x + i * block, std::min(block, n - i * block)); };
+    parallel_for(threads, (n + block - 1) / block, one);
 }
 
 int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads) {

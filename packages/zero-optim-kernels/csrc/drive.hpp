@@ -21,6 +21,8 @@ struct Span {
 double run_norm_squared(const std::vector<Span>& spans, Dtype dtype, int threads);
 // out[i]: the sum of squares of block i. Blocks have `block` elements, at most kNormChunk; the last one may be shorter.
 void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, double* out, int threads);
+// out[i]: a digest of bytes [i * block, (i + 1) * block), or of those that are left.
+void run_digests(const char* x, int64_t n, int64_t block, uint64_t* out, int threads);
 int64_t run_count_nonfinite(const std::vector<Span>& spans, Dtype dtype, int threads);
 void run_scale(const std::vector<Span>& spans, Dtype dtype, double factor, int threads);
 void run_cast(const char* x, Dtype from, char* out, Dtype to, int64_t n, int threads);

@@ -102,7 +102,7 @@ static void compare_steps(const Kernels& k) {
                 for (Dtype state : states)
                     for (Dtype copy : copies)
                         for (bool momentum : {false, true}) {
-                            const Format f{static_cast<Rule>(rule), variant == 0 ? Dtype::f32 : Dtype::bf16, grad, state, copy, false, 12345};
+                            const Format f{static_cast<Rule>(rule), variant == 0 ? Dtype::f32 : Dtype::bf16, grad, state, copy, false, false, 12345};
                             const int name[] = {rule, variant, static_cast<int>(grad), static_cast<int>(state), static_cast<int>(copy)};
                             std::string what = "step";
                             for (int part : name) what += " " + std::to_string(part);

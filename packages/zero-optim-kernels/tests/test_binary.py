@@ -29,6 +29,7 @@ NAMES = [
     "count_nonfinite",
     "default_threads",
     "dequantize_blocks",
+    "digests",
     "dry_run_kernels",
     "l2_norm",
     "l2_norm_squared",

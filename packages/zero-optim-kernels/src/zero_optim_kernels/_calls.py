@@ -28,6 +28,9 @@ class _Kernels(Protocol):
     def norms_squared(self, x: Any, /, *arguments: Any) -> None:
         """Write the sum of squares of each block of ``x``; see `buffers.l2_norms_squared`."""
 
+    def digests(self, x: Any, /, *arguments: Any) -> None:
+        """Write a digest of each block of bytes of ``x``; see `buffers.digests`."""
+
     def count_nonfinite(self, x: Any, n: Any, dtype: str, threads: int, /) -> int:
         """Return how many of ``n`` elements of ``x`` are NaN or infinite; see `buffers.count_nonfinite`."""
 
@@ -65,7 +68,7 @@ class _DryRunKernels:
 
     def _write_nothing(self, first: Any, /, *arguments: Any) -> None: ...
 
-    norms_squared = scale = cast = sum_slices = quantize = dequantize = _write_nothing
+    norms_squared = digests = scale = cast = sum_slices = quantize = dequantize = _write_nothing
 
 
 _KERNELS: ContextVar[_Kernels] = ContextVar("zero_optim_kernels", default=_native)

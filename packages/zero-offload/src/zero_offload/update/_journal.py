@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_optim_kernels import digests
+
+from .._memory import nbytes_of
 from ._mirror import Mirror
 from ._rules import Rule
 from ._slices import FragmentSpan, Slice, kinds_of
@@ -19,6 +22,8 @@ from ._tiers import HostTier, SplitTier, Tier
 from .plans import ShardPlan
 
 __all__ = ["Journal", "chosen_shards", "journal_bytes"]
+
+_DIGESTED = 1 << 18  # bytes that one digest is of
 
 def journal_bytes(
     shard: ShardPlan, rule: Rule, groups: Sequence[Mapping[str, Any]], state_dtype: torch.dtype | None
@@ -49,6 +54,14 @@ def chosen_shards(shards: Sequence[ShardPlan], nbytes: Mapping[str, int], limit:
     return chosen[::-1]
 
 
+def _digests(weights: torch.Tensor) -> torch.Tensor:
+    """Return a digest of each block of a shard's weights (1-D, in host memory)."""
+    nbytes = nbytes_of(weights)
+    found = torch.empty(-(-nbytes // _DIGESTED), dtype=torch.int64)
+    digests(weights.data_ptr(), found.data_ptr(), nbytes, block=_DIGESTED)
+    return found
+
+
 class _Place(NamedTuple):
     """Where the states of one span of a shard are: on a tier, by the index of the slice and the span's number in it;
     and in the journal, by the shard's index and the span's number there.
@@ -66,7 +79,7 @@ class Journal:
     """Host memory beside the states that ``tier`` keeps, of exactly the size of those of ``shards`` and their weights.
 
     ``slices``: those of the tier. Per shard: `compute`, from any one thread, which changes nothing but the journal;
-    then `commit`, or nothing; then `install`. ``rule``: of the optimizer. ``pin``: the weights' memory is pinned.
+    then `commit`, where `has_read` confirms the weights, or nothing; then `installed`. ``rule``: of the optimizer. ``pin``: the weights' memory is pinned.
     """
 
     def __init__(
@@ -85,6 +98,7 @@ class Journal:
             name: [_Place(*found, index, number) for number, found in enumerate(own)]
             for index, (name, own) in enumerate(where.items())
         }
+        self._read: dict[str, torch.Tensor] = {}
         self._weights = Mirror()
         self._weights.allocate(shards, pin=pin)
 
@@ -109,6 +123,8 @@ class Journal:
         ``groups`` and ``gradient`` (1-D, in host memory) times ``grad_scale``. ``weights``: those of the shard, in
         host memory, if they are updated in place; else None, and they are not read.
         """
+        if weights is not None:
+            self._read[shard] = _digests(weights)  # before they are read, so that a write since then is found
         mirror, staged = self._weights.borrow(shard), list[StagedSpan]()
         for number, (span, *_) in enumerate(self._places[shard]):
             out = span.of_shard(mirror)
@@ -117,6 +133,12 @@ class Journal:
         old = [place.tier.tensors(place.slice_index, place.number) for place in self._places[shard]]
         new = [self._states.tensors(place.own_index, place.own_number) for place in self._places[shard]]
         run_kernels(self._rule, groups, staged, old, grad_scale, results=new)
+
+    def has_read(self, shard: str, weights: torch.Tensor) -> bool:
+        """Return whether ``weights`` (1-D, in host memory), updated in place, are still those that the last `compute`
+        of the shard has read. Nothing else tells of a write past torch, through NumPy for example.
+        """
+        return self._read[shard].equal(_digests(weights))
 
     def commit(self, shard: str) -> None:
         """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
@@ -138,5 +160,6 @@ class Journal:
     def close(self) -> None:
         """Free the memory; other methods must not be called then."""
         self._places.clear()
+        self._read.clear()
         self._states.close()
         self._weights.close()

@@ -134,6 +134,16 @@ class Speculations:
         count_step(self._fragments[shard])
         self._rate.committed += 1
 
+    def commit_if_read(self, shard: str, weights: torch.Tensor) -> bool:
+        """`commit` if ``weights`` (1-D), which are updated in place, are still those that the computation has read;
+        return whether they are.
+        """
+        if self._journal.has_read(shard, weights):
+            self.commit(shard)
+            return True
+        self._rate.redone += 1
+        return False
+
     def drop(self, shard: str) -> bool:
         """Drop what was begun for a shard, after waiting for it if it is being computed; return whether there was
         something.

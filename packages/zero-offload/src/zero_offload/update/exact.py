@@ -236,18 +236,27 @@ class ExactUpdate(OffloadedUpdate):
         weights = {shard: self._lent.lend(shard) for shard in shards}
         true = Assumed(self._options, grad_scale)
         right = {shard for shard in shards if self._speculations.validate(shard, true, absent)}
-        given = {shard: self._gradients.memory_of(shard) for shard in shards if shard not in right}
         self._failed = True
         for shard in right:
-            self._speculations.commit(shard)
+            if not self._is_in_place(shard):
+                self._speculations.commit(shard)
         if any(map(StagedSlices.is_away, weights.values())):
-            self._write_now(weights, right, given, grad_scale, absent)
+            self._write_now(weights, right, grad_scale, absent)
         else:
-            absent = frozenset(absent)
             for shard in shards:
-                what = shard, weights[shard], given.get(shard)
-                self._late[shard] = self._thread.submit(self._finish_shard, *what, grad_scale, absent)
+                what = shard, weights[shard], shard in right, grad_scale, frozenset(absent)
+                self._late[shard] = self._thread.submit(self._finish_shard, *what)
         self._failed = False
+
+    def _is_in_place(self, shard: str) -> bool:
+        """Return whether a shard's weights are updated in place, so that a write to them that left no trace counts."""
+        return any(fragment.shard.in_place for fragment in self._by_shard[shard])
+
+    def _is_taken(self, shard: str, weights: torch.Tensor, right: bool) -> bool:
+        """Return whether the computed states of a shard are those of its tier: they were found ``right``, and its
+        ``weights``, where these are updated in place, are still those that were read; then this commits them.
+        """
+        return right and (not self._is_in_place(shard) or self._speculations.commit_if_read(shard, weights))
 
     def _run_with(self, gradients: Mapping[str, torch.Tensor], grad_scale: float, absent: Collection[str]) -> None:
         """Update the shards of these ``gradients`` (1-D, by shard) in place, as `step` does, without its checks."""
@@ -261,19 +270,20 @@ class ExactUpdate(OffloadedUpdate):
     def _write_now(
         self,
         weights: Mapping[str, torch.Tensor],
-        taken: Collection[str],
-        gradients: Mapping[str, torch.Tensor],
+        right: Collection[str],
         grad_scale: float,
         absent: Collection[str],
     ) -> None:
-        """Copy what was taken to ``weights`` (by shard, on an accelerator), and update the shards in ``gradients``;
-        work that is queued from now on sees the new weights.
+        """Copy what was computed and found ``right`` to ``weights`` (by shard, on an accelerator), and update the other
+        shards; work that is queued from now on sees the new weights.
         """
+        taken = {shard for shard in weights if self._is_taken(shard, weights[shard], shard in right)}
         for shard in taken:
             for target, source in self._journal.installed(shard, weights[shard]):
                 self._copied = self._copies.copy(target, source)
         self._copies.join(self._copied)
-        if gradients:
+        if len(taken) < len(weights):
+            gradients = {shard: self._gradients.memory_of(shard) for shard in weights if shard not in taken}
             self._run_with(gradients, grad_scale, absent)
         for shard in weights:
             self._lent.give_back_lent(shard, dirty=True)
@@ -282,19 +292,20 @@ class ExactUpdate(OffloadedUpdate):
         self,
         shard: str,
         weights: torch.Tensor,
-        gradient: torch.Tensor | None,
+        right: bool,
         grad_scale: float,
         absent: Collection[str],
     ) -> None:
-        """Write a shard's new ``weights``: those that were taken, or without these (``gradient`` is given) those that
-        are computed now; called in the thread. OffloadError with step and shard if that fails, or has for another one.
+        """Write a shard's new ``weights``: those that were computed and found ``right``, or else those that are
+        computed now; called in the thread. OffloadError with step and shard if that fails, or has for another one.
         """
         if self._failure is not None:
             raise self._failure
-        number = max((fragment.step for fragment in self._by_shard[shard]), default=0) + (gradient is not None)
+        number = max((fragment.step for fragment in self._by_shard[shard]), default=0)
+        number += self._is_in_place(shard) or not right
         try:
-            if gradient is not None:
-                self._run_with({shard: gradient}, grad_scale, absent)
+            if not self._is_taken(shard, weights, right):
+                self._run_with({shard: self._gradients.memory_of(shard)}, grad_scale, absent)
                 return
             with torch.no_grad(), traced(self._trace, shard):
                 for target, source in self._journal.installed(shard, weights):
