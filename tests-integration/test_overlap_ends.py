@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import simulated_engines as engines
+import torch
 import torch.distributed as dist
 import training
 import twin_flow_runs as runs
+import zoo
 from offload_runs import facts, start
 from simulated_accelerator.ranks import run_simulated
 from training import Run
@@ -211,6 +213,50 @@ def test_one_rank_goes_on_after_a_failed_update_from_a_checkpoint(tmp_path: Path
     assert "step 3: the update of '" in told[0] and "have taken that step and others not" in told[0]
     assert "the ranks have a mixture of two steps" in told[1]
     assert not list(tmp_path.glob("torn*"))
+
+
+def written_between(run: Run, stage: int, overlap: str, way: str) -> Any:
+    """Train; between backward and step, write weights or states in one of the ways of things-that-bite.md."""
+    engine = start(run, stage, {"offload_optimizer": {"device": "cpu", "overlap": overlap}})
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    name, weight = max(engine.module.named_parameters(), key=lambda item: item[1].numel())
+    for step in range(run.steps):
+        engine.backward(sum(engine(*zoo.batch(step, 0, rank, world_size))))
+        if step % 3 == 1 and way == "numpy":
+            weight.detach().numpy()[...] *= -0.5
+        elif step % 3 == 1 and way == "data":
+            weight.data.mul_(-0.5)
+        elif step % 3 == 1 and way == "no_grad":
+            with torch.no_grad():
+                weight.clamp_(-0.01, 0.01)
+        elif step % 3 == 1 and way == "state":
+            tensor = engine.optimizer.param_groups[0]["params"][names(engine).index(name)]
+            if tensor in engine.optimizer.state:
+                engine.optimizer.state[tensor]["exp_avg"].mul_(0.5)
+        elif step % 3 == 1 and way == "set_full_param":
+            engine.set_full_param(weight, engine.full_param(weight) * -0.5)
+        engine.step()
+    found = facts(engine)
+    engine.destroy()
+    return found
+
+
+def names(engine: Any) -> list[str]:
+    return [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("way", ["numpy", "data", "no_grad", "state", "set_full_param"])
+@pytest.mark.parametrize(
+    ("stage", "ranks", "dtype"), [(2, 1, "fp32"), (2, 2, "fp32"), pytest.param(1, 2, "fp64", marks=pytest.mark.soak)]
+)
+def test_what_is_written_between_backward_and_step_counts(stage: int, ranks: int, dtype: str, way: str) -> None:
+    run = Run(steps=8, dtype=dtype)
+    off, exact, plain = (
+        run_ranks(written_between, ranks, run, stage, overlap, how)
+        for overlap, how in (("off", way), ("exact", way), ("exact", "nothing"))
+    )
+    assert exact == off
+    assert exact != plain
 
 
 def simulated(stage: int, dtype: str, overlap: str, **more: Any) -> dict[str, Any]:
