@@ -21,7 +21,9 @@ WRITTEN = ("param", "low", "first", "second", "first_scale", "second_scale")
 
 def formats() -> Iterator[dict[str, Any]]:
     """Every combination of dtypes that the kernels take."""
-    lower = itertools.product(("f32", "bf16"), ("f32", "bf16", "f16"), ("f32", "bf16", "int8"), (None, "f32", "bf16", "f16"))
+    lower = itertools.product(
+        ("f32", "bf16"), ("f32", "bf16", "f16"), ("f32", "bf16", "int8"), (None, "f32", "bf16", "f16")
+    )
     for param, grad, state, copy in lower:
         for exact in (False, True) if param == "bf16" else (False,):
             yield {"param": param, "grad": grad, "state": state, "copy": copy, "exact": exact}

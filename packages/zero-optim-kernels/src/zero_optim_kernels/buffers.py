@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from ._calls import kernels
 from ._types import Count, Dtype, Operand, Operands
 
-__all__ = ["cast", "count_nonfinite", "digests", "l2_norm", "l2_norm_squared", "l2_norms_squared", "scale", "sum_slices"]
+__all__ = [
+    "cast",
+    "count_nonfinite",
+    "digests",
+    "l2_norm",
+    "l2_norm_squared",
+    "l2_norms_squared",
+    "scale",
+    "sum_slices",
+]
 
 
 def l2_norm_squared(x: Operands, n: Count, *, dtype: Dtype = "f32", threads: int = 0) -> float:
@@ -42,8 +51,8 @@ def l2_norms_squared(x: Operand, out: Operand, n: int, *, block: int, dtype: Dty
 
 def digests(x: Operand, out: Operand, n: int, *, block: int, threads: int = 0) -> None:
     """Write a 64-bit digest of each ``block`` of the ``n`` bytes of ``x`` to ``out``: ``ceil(n / block)`` items of 8
-    bytes (an address, or a buffer of raw bytes), which depend on every byte and its place. A change within 8 bytes of a block always changes its digest, any
-    other one with a probability of ``1 - 2**-64``; it is no protection against intent.
+    bytes (an address, or a buffer of raw bytes), which depend on every byte and its place. A change of one byte always
+    changes its block's digest, any other one with a probability of ``1 - 2**-64``; it is no protection against intent.
 
     ``threads=0`` uses `default_threads`. Raises ``TypeError`` or ``ValueError`` before anything is written.
     """

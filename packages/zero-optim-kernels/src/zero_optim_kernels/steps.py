@@ -16,9 +16,10 @@ list of the same length). Dtypes: ``param_dtype`` ``"f32"``, ``"bf16"`` or ``"f6
 * ``segments`` is a table of rows ``(end, lr, weight_decay, beta1, beta2)``, which replaces the scalars. Rows are sorted
   by ``end``, an index from element 0 of the call; the last one is ``n``. For a list of tensors the table has one row
   for all or one per tensor, and ``end`` is not read.
-* ``out`` (not for LAMB) takes the new values of what a call writes, by the name of the argument: ``{"param": …, "exp_avg":
-  …, "exp_avg_sq": …}``, with ``param_low`` and the scales where they are given. ``param`` and the states are only read
-  then. Each is the argument's own memory, or does not overlap any argument. The bits are those of the call without it.
+* ``out`` (not for LAMB) takes the new values of what a call writes, by the name of the argument: ``{"param": …,
+  "exp_avg": …, "exp_avg_sq": …}``, with ``param_low`` and the scales where they are given. ``param`` and the states are
+  only read then. Each is the argument's own memory, or does not overlap any argument. The bits are those of the call
+  without it.
 * ``step`` counts from 1. ``threads=0`` uses `default_threads`.
 
 Wrong arguments raise ``TypeError`` or ``ValueError`` before anything is written. The caller keeps the memory behind
@@ -76,7 +77,14 @@ def adam_step(
         )
         for row in _rules.segment_table(n, segments, lr, weight_decay, betas)
     ]
-    written = [("param", param), ("param_low", param_low), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("exp_avg_scale", exp_avg_scale), ("exp_avg_sq_scale", exp_avg_sq_scale)]
+    written = [
+        ("param", param),
+        ("param_low", param_low),
+        ("exp_avg", exp_avg),
+        ("exp_avg_sq", exp_avg_sq),
+        ("exp_avg_scale", exp_avg_scale),
+        ("exp_avg_sq_scale", exp_avg_sq_scale),
+    ]
     kernels().step(
         _rules.ADAM, False, n, param, param_low, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, copy_out,
         None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
@@ -120,7 +128,14 @@ def adagrad_step(
         _rules.adagrad_coefficients(row, step=step, lr_decay=lr_decay, eps=eps, grad_scale=grad_scale)
         for row in _rules.segment_table(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
-    written = [("param", param), ("param_low", param_low), ("", None), ("sum_sq", sum_sq), ("", None), ("sum_sq_scale", sum_sq_scale)]
+    written = [
+        ("param", param),
+        ("param_low", param_low),
+        ("", None),
+        ("sum_sq", sum_sq),
+        ("", None),
+        ("sum_sq_scale", sum_sq_scale),
+    ]
     kernels().step(
         _rules.ADAGRAD, False, n, param, param_low, grad, None, sum_sq, None, sum_sq_scale, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
@@ -162,7 +177,14 @@ def lion_step(
         _rules.lion_coefficients(row, grad_scale=grad_scale)
         for row in _rules.segment_table(n, segments, lr, weight_decay, betas)
     ]
-    written = [("param", param), ("param_low", param_low), ("exp_avg", exp_avg), ("", None), ("exp_avg_scale", exp_avg_scale), ("", None)]
+    written = [
+        ("param", param),
+        ("param_low", param_low),
+        ("exp_avg", exp_avg),
+        ("", None),
+        ("exp_avg_scale", exp_avg_scale),
+        ("", None),
+    ]
     kernels().step(
         _rules.LION, False, n, param, param_low, grad, exp_avg, None, exp_avg_scale, None, copy_out, None,
         param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,
@@ -213,7 +235,14 @@ def sgd_step(
         )
         for row in _rules.segment_table(n, segments, lr, weight_decay, (0.0, 0.0))
     ]
-    written = [("param", param), ("param_low", param_low), ("momentum_buffer", momentum_buffer), ("", None), ("momentum_buffer_scale", momentum_buffer_scale), ("", None)]
+    written = [
+        ("param", param),
+        ("param_low", param_low),
+        ("momentum_buffer", momentum_buffer),
+        ("", None),
+        ("momentum_buffer_scale", momentum_buffer_scale),
+        ("", None),
+    ]
     kernels().step(
         _rules.SGD, False, n, param, param_low, grad, momentum_buffer, None, momentum_buffer_scale, None, copy_out,
         None, param_dtype, grad_dtype, state_dtype, copy_dtype, rows, zero_grad, element_offset, seed, step, threads,

@@ -25,6 +25,7 @@ __all__ = ["Journal", "chosen_shards", "journal_bytes"]
 
 _DIGESTED = 1 << 18  # bytes that one digest is of
 
+
 def journal_bytes(
     shard: ShardPlan, rule: Rule, groups: Sequence[Mapping[str, Any]], state_dtype: torch.dtype | None
 ) -> int:
@@ -79,7 +80,8 @@ class Journal:
     """Host memory beside the states that ``tier`` keeps, of exactly the size of those of ``shards`` and their weights.
 
     ``slices``: those of the tier. Per shard: `compute`, from any one thread, which changes nothing but the journal;
-    then `commit`, where `has_read` confirms the weights, or nothing; then `installed`. ``rule``: of the optimizer. ``pin``: the weights' memory is pinned.
+    then `commit`, where `has_read` confirms the weights, or nothing; then `installed`. ``rule``: of the optimizer.
+    ``pin``: the weights' memory is pinned.
     """
 
     def __init__(
