@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-WARM_UP = 4
+WARM_UP = 6
 
 
 class Sleep(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 
 from zero_optim_kernels import digests
 
-from .._memory import nbytes_of
+from .._memory import PAGE, nbytes_of
 from ._mirror import Mirror
 from ._rules import Rule
 from ._slices import FragmentSpan, Slice, kinds_of
@@ -158,6 +158,13 @@ class Journal:
         mirror = self._weights.borrow(shard)
         spans = [place.span for place in self._places[shard]]
         return [(span.of_shard(weights).view(), span.of_shard(mirror).view()) for span in spans]
+
+    def touch(self) -> None:
+        """Have the system provide the memory now, before the first `compute`, which would wait for every page."""
+        for name, places in self._places.items():
+            kept = [t for place in places for t in self._states.tensors(place.own_index, place.own_number).values()]
+            for tensor in (*kept, self._weights.borrow(name)):
+                tensor[:: max(1, PAGE // tensor.element_size())].zero_()
 
     def close(self) -> None:
         """Free the memory; other methods must not be called then."""

@@ -100,6 +100,7 @@ class ExactUpdate(OffloadedUpdate):
         self._copies = CopyStream(device, trace, "weights, device")
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload exact update")
+        self._thread.submit(self._journal.touch)
         self._expected = 1.0
         self._reductions: dict[str, int] = {}
         self._usual: dict[str, int] = {}
