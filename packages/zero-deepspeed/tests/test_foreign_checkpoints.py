@@ -5,6 +5,7 @@ The files are written here as DeepSpeed lays them out; test_foreign_checkpoints_
 
 from __future__ import annotations
 
+import shutil
 import sys
 import types
 from argparse import Namespace
@@ -297,7 +298,7 @@ def without_stages(folder: Path) -> str:
         path.unlink()
     path = folder / "mp_rank_00_model_states.pt"
     torch.save({**torch.load(path, weights_only=True), "optimizer": {"state": {}, "param_groups": [{}]}}, path)
-    return "has 0 param groups, the optimizer has 1.*load_optimizer_states=False"
+    return "stage 0 keeps the states of an optimizer by position.*load_optimizer_states=False.*train a step at stage 1"
 
 
 @pytest.mark.usefixtures("alone")
@@ -321,3 +322,32 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     engine = start(2, nn.Linear(3, 3))
     with pytest.raises(CheckpointError, match=r"'weight' \(param\) of shape \(3, 3\) is not in the checkpoint"):
         engine.load_checkpoint(tmp_path / "theirs")
+
+
+@pytest.mark.usefixtures("alone")
+def test_damage_on_disk_falls_back_to_the_copy_in_memory_and_to_older_folders(tmp_path: Path) -> None:
+    saved_run(tmp_path, 2, "fp32", {})
+    folder = tmp_path / "theirs" / "global_step2"
+    memory = {"checkpoint": {"in_memory": {"every": 1, "path": str(tmp_path / "memory")}}}
+    engine = start(2, fresh(7), **memory)
+    engine.resume(tmp_path / "theirs")
+    train(engine, 2, 3)
+    engine.destroy()
+    newer = tmp_path / "theirs" / "global_step4"
+    shutil.copytree(folder, newer)
+    model = torch.load(newer / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save({**model, "global_steps": 4}, newer / "mp_rank_00_model_states.pt")
+    flip(newer)
+    (tmp_path / "theirs" / "latest").write_text(newer.name)
+    for changes, expected in ((memory, ("memory", 3)), ({}, ("disk", 2))):
+        engine = start(2, fresh(7), **changes)
+        resumed = engine.resume(tmp_path / "theirs")
+        assert resumed is not None and (resumed.source, resumed.step) == expected
+        engine.destroy()
+    shutil.rmtree(folder)
+    engine = start(2, fresh(7), **memory)
+    resumed = engine.resume(tmp_path / "theirs")
+    assert resumed is not None and (resumed.source, resumed.step) == ("memory", 3)
+    engine.destroy()
+    with pytest.raises(CheckpointError, match="Bad CRC-32"):
+        start(2, fresh(7)).resume(tmp_path / "theirs")

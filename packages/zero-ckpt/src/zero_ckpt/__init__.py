@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from .any_format import open_any, restore_any
 from .async_saver import AsyncSaver
 from .conversion import convert
 from .errors import CheckpointError, DamagedError, MismatchError, NotFoundError, NotPlainDataError, ReplacedError
 from .facade import load, save
-from .foreign import open_any, restore_any
 from .inspecting import inspect
 from .manifest import Manifest, TensorEntry
 from .opening import open_checkpoint

@@ -3,7 +3,7 @@
 [Note: foreign checkpoints]
 Their pickles are read with the restricted unpickler of `conversion`, without their tensors; a tensor's elements are
 then read from the file where they lie, at any world size. The archives' CRC-32 are the only checksums that there are,
-over full records: each rank verifies its share of the files when it opens the checkpoint.
+over full records: each rank verifies its share of the files when it opens the checkpoint (`open_any`).
 """
 
 from __future__ import annotations
@@ -11,36 +11,25 @@ from __future__ import annotations
 import logging
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from .checksum import checksum
 from .commit import holds_checkpoint
-from .conversion.archive import verify_archive
 from .conversion.checks import require_torch
-from .conversion.sources import Source, laid_out_as_expected, open_foreign, read_text
-from .coordination import run_on_all_ranks
-from .errors import CheckpointError, DamagedError, MismatchError
-from .latest import is_tag, read_latest
+from .conversion.sources import Source, laid_out_as_expected, open_foreign
+from .errors import CheckpointError, MismatchError
 from .manifest import Manifest, TensorEntry
 from .opened import Folder
-from .opening import open_checkpoint
 from .reader import Checkpoint, OpenReport, ReadRequest
-from .restoring import restore
-from .types import ITEMSIZE, Coordinator, SoloCoordinator, is_optimizer_kind
+from .types import ITEMSIZE, is_optimizer_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from typing_extensions import Buffer
 
 logger = logging.getLogger("zero_ckpt")
-
-T = TypeVar("T")
-LATEST_UNIVERSAL = "latest_universal"
-"""The file in a root of DeepSpeed that names its newest universal checkpoint."""
-_MOST_TAG_BYTES = 4096
 
 
 class ForeignCheckpoint(Checkpoint):
@@ -49,13 +38,15 @@ class ForeignCheckpoint(Checkpoint):
     Names and kinds are as this package's own savers give them: every parameter has a `param` (in float32 where the
     directory holds only its float32 copy), 0-dimensional optimizer state ends in `.scalar`, and steps are floats.
     `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`,
-    not by reads. Raises CheckpointError and DamagedError as `open_source` does.
+    not by reads. `report` says the tag. Raises CheckpointError and DamagedError as `open_source` does, and
+    CheckpointError for a symbolic link among its files.
     """
 
-    def __init__(self, path: Path, requested: str | None) -> None:
+    def __init__(self, path: Path, report: OpenReport) -> None:
         require_torch(f"reading {path}, a checkpoint of DeepSpeed,")
         from .conversion.training_state import read_training_state
 
+        _refuse_links(path)
         if (path / "offloaded_tensors").is_dir():
             raise CheckpointError(
                 f"{path}: its optimizer states are in DeepSpeed's swap files, below offloaded_tensors, which are not "
@@ -80,9 +71,9 @@ class ForeignCheckpoint(Checkpoint):
             aliases=self._source.aliases,
             client_state=training,
             frozen=None if frozen is None else frozenset(frozen),
-            tag=path.name,
+            tag=report.opened,
         )
-        super().__init__(path, path.name, manifest, OpenReport(requested, path.name), Folder(path, follow=True))
+        super().__init__(path, report.opened, manifest, report, Folder(path, follow=True))
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer, *, verify: bool = True) -> None:
         """Fill `out` with elements of a tensor from flat element `offset` on, in the dtype of its entry.
@@ -115,6 +106,12 @@ class ForeignCheckpoint(Checkpoint):
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
+    def summary(self) -> list[int | str]:
+        """Return what every rank must find alike: the step, the number of ranks that wrote it, and a checksum of the
+        names, kinds, shapes and dtypes of all tensors."""
+        entries = [(entry.name, entry.kind, entry.shape, entry.dtype) for entry in self.tensors.values()]
+        return [self.step, self.manifest.world_size, checksum(repr(entries).encode())]
+
     @property
     def fingerprint(self) -> str:
         """Text that differs when the contents do: from the files' sizes and times, as there is no manifest."""
@@ -125,60 +122,7 @@ class ForeignCheckpoint(Checkpoint):
         return []
 
 
-def open_any(
-    root: str | os.PathLike[str],
-    tag: str | None = None,
-    *,
-    coordinator: Coordinator | None = None,
-    skip: Mapping[str, str] | None = None,
-) -> Checkpoint:
-    """Open a checkpoint as `open_checkpoint` does, or one of DeepSpeed if `tag`, `latest` or `root` itself is such a
-    directory; without a file `latest` also the one that `latest_universal` names. Collective when given a coordinator.
-
-    Of DeepSpeed's, each rank verifies the checksums of its share of the files, so that all are read once more. Raises
-    as `open_checkpoint` does; DamagedError for a file of DeepSpeed that is missing or damaged, and CheckpointError for
-    objects that are not read, model-parallel checkpoints, and ranks that see different directories.
-    """
-    group = coordinator or SoloCoordinator()
-    found: list[ForeignCheckpoint] = []
-
-    def part() -> str | None:
-        """Open the directory and verify this rank's share; return its name, None if it is not DeepSpeed's."""
-        directory = _foreign_directory(Path(root), tag)
-        if directory is None:
-            return None
-        if skip and directory.name in skip:
-            raise DamagedError(f"{skip[directory.name]}. Name another tag to load an older checkpoint")
-        found.append(ForeignCheckpoint(directory, tag))
-        if group.rank == 0:
-            _warn_of_missing_states(found[0])
-        files = [*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")]
-        for number, file in enumerate(sorted(files)):
-            if number % group.world_size == group.rank:
-                verify_archive(file)
-        return directory.name
-
-    seen = run_on_all_ranks(group, f"opening {root}" + (f" at {tag!r}" if tag is not None else ""), part)
-    if len(set(seen)) > 1:
-        names = ", ".join(f"rank {rank}: {name or 'none of DeepSpeed'}" for rank, name in enumerate(seen))
-        raise CheckpointError(f"{root} is not the same directory on every rank; it must be shared ({names})")
-    return found[0] if found else open_checkpoint(root, tag, coordinator=group, skip=skip)
-
-
-def restore_any(
-    root: str | os.PathLike[str],
-    fill: Callable[[Checkpoint], T],
-    tag: str | None = None,
-    *,
-    coordinator: Coordinator | None = None,
-) -> tuple[Checkpoint, T]:
-    """Open a checkpoint as `open_any` does, and let `fill` read what it needs, as `restore` does with this package's
-    own; collective when given a coordinator. Where bytes of DeepSpeed's are damaged it raises DamagedError and opens no
-    older one. Raises as `open_any` and `restore` do."""
-    return restore(root, fill, tag, coordinator=coordinator, opener=open_any)
-
-
-def _warn_of_missing_states(checkpoint: Checkpoint) -> None:
+def warn_of_missing_states(checkpoint: Checkpoint) -> None:
     """Log how many trained parameters have no optimizer state although others have some: DeepSpeed saves none of those
     that its offloading with a ratio below 1 updates on the device."""
     with_states = {name for name, kind in checkpoint.tensors if is_optimizer_kind(kind)}
@@ -191,30 +135,27 @@ def _warn_of_missing_states(checkpoint: Checkpoint) -> None:
         )
 
 
+def _refuse_links(directory: Path) -> None:
+    """Raise CheckpointError for a symbolic link among the files of a tag directory: it may lead out of it."""
+    files = [*directory.glob("*_states.pt"), directory / "zero"]
+    for folder, folders, names in os.walk(directory / "zero"):
+        files += [Path(folder, name) for name in (*folders, *names)]
+    for file in files:
+        if file.is_symlink():
+            raise CheckpointError(
+                f"{file} is a symbolic link, which is not followed in a checkpoint; copy the folder with its files "
+                "(cp -rL)"
+            )
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Return the files of a tag directory of DeepSpeed that are read, sorted."""
+    return sorted([*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")])
+
+
 def is_foreign(directory: Path) -> bool:
     """Return whether a directory holds model files of DeepSpeed and is no checkpoint of this package."""
     return directory.is_dir() and not holds_checkpoint(directory) and any(directory.glob("*model_states.pt"))
-
-
-def _foreign_directory(root: Path, tag: str | None) -> Path | None:
-    """Return the directory of DeepSpeed that `open_any` opens; None if it opens one of this package's."""
-    if tag is None and (holds_checkpoint(root) or is_foreign(root)):
-        return None if holds_checkpoint(root) else root
-    name = tag if tag is not None else _latest(root)
-    return root / name if name is not None and is_tag(name) and is_foreign(root / name) else None
-
-
-def _latest(root: Path) -> str | None:
-    """Return the tag in `latest`, else in `latest_universal`; None without either, or where `latest` is damaged, which
-    `open_checkpoint` reports."""
-    try:
-        named = read_latest(root)
-    except DamagedError:
-        return None
-    universal = root / LATEST_UNIVERSAL
-    if named is None and universal.is_file():
-        return read_text(universal, _MOST_TAG_BYTES).strip()
-    return named
 
 
 def _places(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:

@@ -122,7 +122,7 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
     when there is no checkpoint `tag`.
     """
     if tag is not None:
-        path = _find_directory(root, check_tag(tag))
+        path = find_directory(root, check_tag(tag))
         if path is None:
             raise NotFoundError(f"{root} has no checkpoint {tag!r}; its tags: {', '.join(list_tags(root)) or 'none'}")
         return [examine(tag, path)]
@@ -138,13 +138,13 @@ def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[
         return [Candidate(latest, root / latest, None, skip[latest])]
     if not is_tag(latest):
         return [Candidate(latest, root, None, "`latest` does not hold a tag")]
-    path = _find_directory(root, latest)
+    path = find_directory(root, latest)
     if path is None:
         return [Candidate(latest, root / latest, None, "`latest` names it, but there is no such checkpoint")]
     return [examine(latest, path)]
 
 
-def _find_directory(root: Path, tag: str) -> Path | None:
+def find_directory(root: Path, tag: str) -> Path | None:
     """Return the directory of checkpoint `tag`, also where a save has moved it aside to replace it; None if there is
     none."""
     for _ in range(3):

@@ -40,6 +40,18 @@ class LoadReport:
                 "\n  pass strict=False to load what fits"
             )
 
+    def summary(self) -> str:
+        """Return the report as one line for a log, with at most three names of each sort."""
+        parts = [f"{len(self.loaded)} tensors loaded"]
+        for text in ("converted", "defaulted", "ignored"):
+            if names := getattr(self, text):
+                parts.append(f"{len(names)} {text} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})")
+        if self.not_requested:
+            parts.append(f"left out: {', '.join(self.not_requested)}")
+        if self.opened.skipped:
+            parts.append(f"instead of {', '.join(tag for tag, _ in self.opened.skipped)}, which is damaged")
+        return f"{self.path}, step {self.step}: {'; '.join(parts)}"
+
     def __str__(self) -> str:
         return (
             f"{self.opened}\n  step {self.step}: {len(self.loaded)} loaded"

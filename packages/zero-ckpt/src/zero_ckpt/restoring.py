@@ -39,6 +39,7 @@ def restore(
     *,
     coordinator: Coordinator | None = None,
     opener: Opener = open_checkpoint,
+    opened: Checkpoint | None = None,
 ) -> tuple[Checkpoint, T]:
     """Open a checkpoint, let `fill` read what it needs, and return the checkpoint and what `fill` returned; collective
     when given a coordinator.
@@ -48,7 +49,7 @@ def restore(
     `fill` again, so it must overwrite everything that the first call wrote; the checkpoint's `report` names those that
     were passed over. With a tag, damage raises DamagedError. When a save replaces the checkpoint while it is read, it
     is opened again, up to 20 times. In a dry run (see `zero_ckpt.dry_run`) `fill` is called once, and its reads are
-    only counted. `opener` opens the checkpoint, and the next one.
+    only counted. `opener` opens the checkpoint, and the next one; `opened` is what it has just returned, to begin with.
 
     Raises NotFoundError when there is no checkpoint, and DamagedError when no whole one is left. Any other exception on
     any rank raises CheckpointError (or the subclass that the ranks agree on) on every rank.
@@ -61,7 +62,8 @@ def restore(
     damaged: dict[str, str] = {}
     attempts = 0
     while True:
-        checkpoint = opener(root, tag, coordinator=group, skip=damaged)
+        checkpoint = opened or opener(root, tag, coordinator=group, skip=damaged)
+        opened = None
         results: list[T] = []
 
         def part(
@@ -84,7 +86,9 @@ def restore(
         try:
             answers = run_on_all_ranks(group, f"loading {checkpoint.path}", part)
         except DamagedError as error:  # of the tag that was asked for
-            raise DamagedError(f"{error}\n{damage_advice(Path(root), [checkpoint.tag])}") from error
+            advised = DamagedError(f"{error}\n{damage_advice(Path(root), [checkpoint.tag])}")
+            advised.causes = error.causes  # whose text is in the message already
+            raise advised from error
         problems = [problem for problem in answers if problem is not None]
         if not problems:
             return checkpoint, results[0]

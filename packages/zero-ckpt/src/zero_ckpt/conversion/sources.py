@@ -122,7 +122,7 @@ def laid_out_as_expected(folder: Path) -> Iterator[None]:
     missing key or a value of another type."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise DamagedError(
             f"{folder} is not laid out as a checkpoint of DeepSpeed or torch is: {type(error).__name__}: {error}"
         ) from error

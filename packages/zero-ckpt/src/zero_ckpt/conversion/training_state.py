@@ -11,12 +11,19 @@ import torch
 
 from ..errors import DamagedError
 from ..filing import read_at
-from .deepspeed import OWN_KEYS, ModelFile, open_models, optimizer_files
+from .deepspeed import OWN_KEYS, open_models, optimizer_files
 from .torch_file import StandIn, load_structure
 
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
 IMPLEMENTATION = frozenset({"params", "capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused"})
 """Keys of a param group that say how the optimizer computes, which is the run's own business."""
+_MOST_LEVELS = 200
+_SPARE_BYTES = 64 << 20
+_STAGE_0 = (
+    "DeepSpeed's stage 0 keeps the states of an optimizer by position, without names, so they are not loaded: pass "
+    "load_optimizer_states=False to continue with new ones; or load it with DeepSpeed once at stage 0, convert it "
+    "there (ds_to_universal.py), or train a step at stage 1 and save again"
+)
 _NOT_THE_USERS = (OWN_KEYS | {"lr_scheduler", "ds_autoep_layers"}) - {"ds_version"}
 
 
@@ -26,19 +33,22 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
 
     Keys: `counters` (global_steps, skipped_steps and global_samples, as far as they are there), `scheduler` (the state
     of the learning-rate schedule, or None), `loss_scale` (None, or a map of `kind`, "static" or "dynamic", `scale`,
-    and if dynamic `calls`, `last_overflow` and `hysteresis_left`), `param_groups` (the options of each, None without an
-    optimizer, and none at stage 0, whose file does not say which state belongs to which parameter) and
-    `client` (the user's client state and `ds_version`). Tensors in it are read into CPU memory; objects stay of their
+    and if dynamic `calls`, `last_overflow` and `hysteresis_left`), `advice` (what to do where states are not loaded),
+    `param_groups` (the options of each, None without an optimizer, and none at stage 0, whose file does not say which
+    state belongs to which parameter) and `client` (the user's client state and `ds_version`). Tensors in it are read into CPU memory; objects stay of their
     types. Raises CheckpointError, and DamagedError for a file that is missing or damaged.
     """
     model = open_models(directory)[0]
     optimizer, file = _optimizer_state(directory)
+    loader = _Loader(model.path)
+    by_position = not optimizer and model.data.get("optimizer") is not None
     state = {
         "counters": {name: int(model.data[name]) for name in _COUNTERS if model.data.get(name) is not None},
-        "scheduler": _loaded(model.data.get("lr_scheduler"), model.path),
+        "scheduler": loader.load(model.data.get("lr_scheduler")),
         "loss_scale": _loss_scale(optimizer),
-        "param_groups": _param_groups(optimizer, file) if optimizer or model.data.get("optimizer") is None else [],
-        "client": _client_state(model),
+        "param_groups": [] if by_position else _param_groups(optimizer, file),
+        "advice": _STAGE_0 if by_position else None,
+        "client": {key: loader.load(value) for key, value in model.data.items() if key not in _NOT_THE_USERS},
     }
     return state, int(model.data.get("dp_world_size") or 1)
 
@@ -80,8 +90,9 @@ def _param_groups(optimizer: Mapping[str, Any], file: Path) -> list[dict[str, An
     groups = optimizer.get("param_groups") or (inner.get("param_groups") if isinstance(inner, Mapping) else None)
     if not groups:
         return None
+    loader = _Loader(file)
     return [
-        {key: _number(_loaded(value, file)) for key, value in group.items() if key not in IMPLEMENTATION}
+        {key: _number(loader.load(value)) for key, value in group.items() if key not in IMPLEMENTATION}
         for group in groups
     ]
 
@@ -91,35 +102,62 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _client_state(model: ModelFile) -> dict[str, Any]:
-    """Return the user's entries of a model file, and `ds_version`, which is read back with them."""
-    return {key: _loaded(value, model.path) for key, value in model.data.items() if key not in _NOT_THE_USERS}
+class _Loader:
+    """Loads values of one file, as `load_structure` returned them, with the data of their tensors.
 
+    A pickle can name one value many times, and one storage under many shapes, so values that are met again are the same
+    objects in the result, and all tensors together may not be much larger than the file.
+    """
 
-def _loaded(value: Any, file: Path) -> Any:
-    """Return a value of `load_structure(file)` in which tensors hold their data, in dicts, lists, tuples and sets."""
-    if isinstance(value, torch.Tensor):
-        return _read_tensor(value, file)
-    if isinstance(value, dict):
-        filled = copy.copy(value)
-        for key, item in value.items():
-            filled[key] = _loaded(item, file)
-        return filled
-    if type(value) in (list, tuple, set, frozenset):
-        return type(value)(_loaded(item, file) for item in value)
-    return value
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._nbytes = file.stat().st_size
+        self._left = self._nbytes + _SPARE_BYTES
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # an id may be used again once its object is gone
 
+    def load(self, value: Any, depth: int = 0) -> Any:
+        """Return a value in which tensors hold their data, in dicts, lists, tuples and sets. Raises DamagedError for
+        what is nested too deeply, or is larger than the file."""
+        if not isinstance(value, (torch.Tensor, dict, list, tuple, set, frozenset)):
+            return value
+        if id(value) not in self._done:
+            if depth > _MOST_LEVELS:
+                raise DamagedError(f"{self._file}: values nested in more than {_MOST_LEVELS} levels")
+            self._done[id(value)] = self._new(value, depth + 1)
+            self._kept.append(value)
+        return self._done[id(value)]
 
-def _read_tensor(tensor: torch.Tensor, file: Path) -> torch.Tensor:
-    """Return a tensor of `load_structure(file)` with its data, in CPU memory of its own. Raises DamagedError when the
-    file does not hold all of it."""
-    count = tensor.untyped_storage().nbytes()
-    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if not count or not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    if begin is None or begin + count > file.stat().st_size:
-        raise DamagedError(f"{file}: a tensor of shape {tuple(tensor.shape)} reaches beyond the end of the file")
-    data = bytearray(count)
-    read_at(file, begin, memoryview(data), f"a tensor of shape {tuple(tensor.shape)} in {file}")
-    flat = torch.frombuffer(data, dtype=tensor.dtype)
-    return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).clone()
+    def _new(self, value: Any, depth: int) -> Any:
+        """Return a new object as `load` says; ``depth``: of the values inside."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            filled = copy.copy(value)
+            for key, item in value.items():
+                filled[key] = self.load(item, depth)
+            return filled
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(self.load(item, depth) for item in value)
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor with its data, in CPU memory of its own. Raises DamagedError when the file does not hold all
+        of it, or its tensors are larger than the file."""
+        text = f"{self._file}: a tensor of shape {tuple(tensor.shape)}"
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        size, first = tensor.element_size(), int(tensor.storage_offset())
+        span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if begin is None or begin + (first + span) * size > self._nbytes:
+            raise DamagedError(f"{text} reaches beyond the end of the file")
+        self._left -= (span + tensor.numel()) * size // 2
+        if self._left < 0:
+            raise DamagedError(
+                f"{text} and strides {tensor.stride()} is, with those before it, larger than the file holds"
+            )
+        data = bytearray(span * size)
+        read_at(self._file, begin + first * size, memoryview(data), f"{text}, reading")
+        flat = torch.frombuffer(data, dtype=tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride()).clone()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_ckpt import LoadReport
+from zero_ckpt import Checkpoint, LoadReport
 from zero_settings import absolute_path
 
 from ..errors import UsageError
@@ -147,12 +147,16 @@ class Checkpoints:
         """Save below ``root`` under the step's name, as steps do by themselves."""
         self.save(root, None, {}, save_latest=True, exclude_frozen=False)
 
-    def _load_everything(self, root: Path, tag: str | None) -> tuple[str, dict[str, Any]]:
-        """Load ``root/tag`` with all that this engine has; return its path and client state."""
+    def _load_everything(self, root: Path, tag: str | None, opened: Checkpoint | None) -> tuple[str, dict[str, Any]]:
+        """Load ``root/tag``, open as ``opened``, with all that this engine has; return its path and client state."""
         wanted = LoadChoice(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
-        return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
+        return self._load(
+            root, tag, wanted, choice=tag or str(root), opened=opened
+        )  # each node has node memory elsewhere
 
-    def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:
+    def _load(
+        self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str, opened: Checkpoint | None = None
+    ) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag``, also into an engine that a failure has ended; return its path and client state.
         ``choice``: the call in words, which must be equal on all ranks."""
         runtime = self._state.partition.runtime
@@ -160,5 +164,5 @@ class Checkpoints:
         self._before_load()
         with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint"):
             runtime.agree("load", choice, None)
-            self.report, client_state = load(self._state, root, tag, wanted)
+            self.report, client_state = load(self._state, root, tag, wanted, opened)
         return str(self.report.path), client_state

@@ -21,7 +21,7 @@ from zero_partition.model_buffers import copy_values
 from ..state import TrainingState
 from ..state_kinds import with_lists
 from .fragments import has_own_master, master_fragments, shard_fragments
-from .names import WEIGHT_KINDS, check_names, load_report, named_parameters, replicated_parameters, summary
+from .names import WEIGHT_KINDS, check_names, load_report, named_parameters, replicated_parameters
 from .progress import (
     check_virtual_ranks,
     engine_state,
@@ -65,13 +65,16 @@ class LoadChoice:
         return "".join(f", {text}" for text, said in words.items() if said)
 
 
-def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) -> tuple[LoadReport, dict[str, Any]]:
-    """Load ``root/tag`` (None: the newest complete one) into the engine, and clear its gradients and its accumulation;
-    return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
+def load(
+    state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice, opened: Checkpoint | None
+) -> tuple[LoadReport, dict[str, Any]]:
+    """Load ``root/tag`` (None: the newest complete one; at first ``opened``, if given) into the engine, and clear its
+    gradients and its accumulation; return the report on each name and the client state. Collective. Raises
+    `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)
-    checkpoint, source = restore_any(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody)
+    checkpoint, source = restore_any(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody, opened=opened)
     if wanted.custom is not None:
         _load_by_custom(state, wanted.custom, source)
     else:
@@ -83,7 +86,7 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) 
     report = load_report(state, checkpoint, optimizer=wanted.optimizer)
     if state.reports:
         partial = report.defaulted or report.ignored or report.opened.skipped
-        logger.log(logging.WARNING if partial else logging.INFO, "%s", summary(report))
+        logger.log(logging.WARNING if partial else logging.INFO, "%s", report.summary())
     return report, engine_state(checkpoint)["client"]
 
 

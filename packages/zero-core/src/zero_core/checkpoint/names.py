@@ -153,17 +153,3 @@ def _is_converted(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> bool
         checkpoint.tensors[name, kind].dtype for kind in ("param", "master") if (name, kind) in checkpoint.tensors
     ]
     return bool(stored) and dtype_name(dtype) not in stored
-
-
-def summary(report: LoadReport) -> str:
-    """Return the report as one line for the log, with at most three names of each sort."""
-    parts = [f"{len(report.loaded)} tensors loaded"]
-    for text, names in (("converted", report.converted), ("defaulted", report.defaulted), ("ignored", report.ignored)):
-        if names:
-            more = ", …" if len(names) > 3 else ""
-            parts.append(f"{len(names)} {text} ({', '.join(names[:3])}{more})")
-    if report.not_requested:
-        parts.append(f"left out: {', '.join(report.not_requested)}")
-    if report.opened.skipped:
-        parts.append(f"instead of {', '.join(tag for tag, _ in report.opened.skipped)}, which is damaged")
-    return f"{report.path}, step {report.step}: {'; '.join(parts)}"

@@ -82,7 +82,7 @@ def load_hyperparameters(state: TrainingState, checkpoint: Checkpoint) -> None:
     if len(stored) != len(groups):
         raise MismatchError(
             f"{checkpoint.path} has {len(stored)} param groups, the optimizer has {len(groups)}; "
-            "build the optimizer as it was, or pass load_optimizer_states=False"
+            + (saved.get("advice") or "build the optimizer as it was, or pass load_optimizer_states=False")
         )
     for group, values in zip(groups, stored, strict=True):
         for key, value in values.items():

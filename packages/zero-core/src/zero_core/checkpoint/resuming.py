@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zero_ckpt import CheckpointError, NotFoundError, open_any
+from zero_ckpt import Checkpoint, CheckpointError, DamagedError, NotFoundError, open_any
 
 from ..state import TrainingState
 from .in_memory import InMemory
@@ -16,8 +16,9 @@ from .saving import coordinator_of
 
 logger = logging.getLogger("zero_core")
 
-Load = Callable[[Path, "str | None"], "tuple[str, dict[str, Any]]"]
-"""Loads root/tag (None: the newest complete one) into the engine; returns the checkpoint's path and client state."""
+Load = Callable[[Path, "str | None", "Checkpoint | None"], "tuple[str, dict[str, Any]]"]
+"""Loads root/tag (None: the newest complete one, at first the open one) into the engine; returns the checkpoint's path
+and client state."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,15 @@ def resume(state: TrainingState, memory: InMemory, root: Path, load: Load, *, ru
 def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run: str) -> Resumed | None:
     """Do what `resume` does without a log: the copy in memory comes first unless the disk is newer, then the disk."""
     everybody = state.model_part.coordinator or coordinator_of(state)
-    found = memory.find(run)
+    found, on_disk = memory.find(run), None
     try:
         on_disk = open_any(root, coordinator=everybody)
-    except NotFoundError:
-        on_disk = None
+    except (NotFoundError, DamagedError) as problem:
+        if found is None and isinstance(problem, DamagedError):
+            raise
     if found is not None and (on_disk is None or found.step >= on_disk.step):
         try:
-            path, client = load(memory.fetch(found, run), found.tag)
+            path, client = load(memory.fetch(found, run), found.tag, None)
         except CheckpointError as problem:
             if on_disk is None:
                 raise
@@ -65,5 +67,5 @@ def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run:
             return Resumed(state.counters.global_steps, "memory", path, client)
     if on_disk is None:
         return None
-    path, client = load(root, None)
+    path, client = load(root, None, on_disk)
     return Resumed(state.counters.global_steps, "disk", path, client)

@@ -1,0 +1,208 @@
+"""Open or restore the newest whole checkpoint of a root, be it this package's or DeepSpeed's.
+
+[Note: one rank chooses]
+The first rank reads `latest` and lists the root, and all ranks open what it names: another rank might read `latest`
+before or after a save replaces it. Each then tells what it found, as folders of one name may differ between nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from .catalog import find_candidates
+from .commit import holds_checkpoint, replaced_directories, replaced_tag
+from .conversion.archive import verify_archive
+from .coordination import run_on_all_ranks
+from .errors import CheckpointError, DamagedError
+from .foreign import ForeignCheckpoint, files_of, is_foreign, warn_of_missing_states
+from .latest import is_tag, read_latest
+from .opened import open_regular, read_bounded
+from .opening import damage_advice, find_directory, open_checkpoint
+from .reader import Checkpoint, OpenReport
+from .restoring import restore
+from .types import Coordinator, SoloCoordinator
+
+logger = logging.getLogger("zero_ckpt")
+
+T = TypeVar("T")
+LATEST_UNIVERSAL = "latest_universal"
+"""The file in a root of DeepSpeed that names its newest universal checkpoint."""
+_MOST_TAG_BYTES = 4096
+
+
+def open_any(
+    root: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    coordinator: Coordinator | None = None,
+    skip: Mapping[str, str] | None = None,
+) -> Checkpoint:
+    """Open a checkpoint as `open_checkpoint` does, or one of DeepSpeed if `tag`, `latest` or `root` itself is such a
+    directory; without a file `latest` also the one that `latest_universal` names. Collective when given a coordinator.
+
+    Of DeepSpeed's, each rank verifies the checksums of its share of the files, so that all are read once more. Without
+    a tag, where that one is damaged, the next older whole checkpoint of either format is opened. Raises as
+    `open_checkpoint` does; DamagedError for a file of DeepSpeed that is missing or damaged, and CheckpointError for
+    objects that are not read, model-parallel checkpoints, symbolic links in one of DeepSpeed's, and ranks that see
+    different contents.
+    """
+    group, directory = coordinator or SoloCoordinator(), Path(root)
+    what = f"opening {directory}" + (f" at {tag!r}" if tag is not None else "")
+    skipped = dict(skip or {})
+    own_failed: CheckpointError | None = None
+    while True:
+
+        def choose(no_own: bool = own_failed is not None) -> list[bool | str | None] | None:
+            """Return [whether it is DeepSpeed's, its name or None for the root's own choice] on the first rank."""
+            return _choose(directory, tag, skipped, no_own=no_own) if group.rank == 0 else None
+
+        chosen = run_on_all_ranks(group, what, choose)[0]
+        if chosen is None:
+            lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped.items())
+            if own_failed is not None and not skipped:
+                raise own_failed
+            own = "" if own_failed is None else f"\n{own_failed}"
+            raise DamagedError(f"{what}: no whole checkpoint{lines}{own}\n{damage_advice(directory, skipped)}")
+        theirs, name = chosen
+        only_choice = tag is not None or (theirs and name is None)
+        try:
+            if theirs:
+                return _open_theirs(directory, name, OpenReport(tag, name or directory.name), skipped, group, what)
+            opened = open_checkpoint(directory, name, coordinator=group, skip=skipped)
+        except DamagedError as error:
+            if only_choice:
+                raise
+            if theirs or name is not None:
+                logger.warning("checkpoint %r is damaged: %s", name, error)
+                skipped[name or directory.name] = str(error)
+            else:
+                own_failed = error
+            continue
+        if name != tag:
+            opened.report = replace(opened.report, requested=tag, skipped=tuple(skipped.items()))
+        return opened
+
+
+def restore_any(
+    root: str | os.PathLike[str],
+    fill: Callable[[Checkpoint], T],
+    tag: str | None = None,
+    *,
+    coordinator: Coordinator | None = None,
+    opened: Checkpoint | None = None,
+) -> tuple[Checkpoint, T]:
+    """Open a checkpoint as `open_any` does, and let `fill` read what it needs, as `restore` does with this package's
+    own; collective when given a coordinator. `opened`: what `open_any` has just returned, to begin with. Raises as
+    `open_any` and `restore` do."""
+    return restore(root, fill, tag, coordinator=coordinator, opener=open_any, opened=opened)
+
+
+def _open_theirs(
+    root: Path,
+    name: str | None,
+    report: OpenReport,
+    skipped: Mapping[str, str],
+    group: Coordinator,
+    what: str,
+) -> ForeignCheckpoint:
+    """Open DeepSpeed's directory `name` of a root (None: the root itself) and verify this rank's share of its files.
+
+    Collective; `what` begins errors. Raises CheckpointError when the ranks find different contents.
+    """
+    found: list[ForeignCheckpoint] = []
+
+    def part() -> list[int | str]:
+        """Open it and verify a share of the files; return what all ranks must find alike."""
+        directory = root if name is None else find_directory(root, name)
+        if directory is None:
+            raise CheckpointError(f"{root} has no {name!r} here, as the first rank has; it must be shared by all ranks")
+        if report.opened in skipped:
+            raise DamagedError(f"{skipped[report.opened]}. Name another tag to load an older checkpoint")
+        if name is not None and directory.is_symlink():
+            raise CheckpointError(f"{directory} is a symbolic link, which is not followed; name the folder itself")
+        found.append(ForeignCheckpoint(directory, replace(report, skipped=tuple(skipped.items()))))
+        files = files_of(directory)
+        for number, file in enumerate(files):
+            if number % group.world_size == group.rank:
+                verify_archive(file)
+        return [*found[0].summary(), len(files)]
+
+    seen = run_on_all_ranks(group, what, part)
+    if any(view != seen[0] for view in seen):
+        views = ", ".join(f"rank {rank}: step {v[0]} of {v[1]} ranks, {v[3]} files" for rank, v in enumerate(seen))
+        raise CheckpointError(
+            f"{what}: the ranks see different contents of {found[0].path} ({views}); it must be shared by all ranks"
+        )
+    if group.rank == 0:
+        warn_of_missing_states(found[0])
+    return found[0]
+
+
+def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[bool | str | None] | None:
+    """Return [whether it is DeepSpeed's, its name] of the checkpoint to open next; a name of None is the root itself if
+    it is DeepSpeed's, else what `open_checkpoint` finds without a tag. None where all are in `skipped`. `no_own`: this
+    package's are passed over.
+    """
+    if tag is not None:
+        return [is_tag(tag) and _is_theirs(root, tag), tag]
+    if not no_own and holds_checkpoint(root):
+        return [False, None]
+    if is_foreign(root):
+        return [True, None]
+    latest = _latest(root)
+    if latest is not None and latest not in skipped and is_tag(latest) and _is_theirs(root, latest):
+        return [True, latest]
+    theirs = [name for name in _their_tags(root) if name not in skipped]
+    if not no_own and not (latest in skipped and theirs):
+        return [False, None]
+    options: list[tuple[int, bool, str]] = [(_step(root / name), True, name) for name in theirs]
+    if not no_own:
+        own = (one for one in find_candidates(root) if one.manifest is not None and one.tag not in skipped)
+        options += [(one.manifest.step, False, one.tag) for one in own if one.manifest is not None]
+    _, is_theirs, name = max(options, default=(0, False, ""))
+    return [is_theirs, name] if name else None
+
+
+def _is_theirs(root: Path, name: str) -> bool:
+    """Return whether a tag is a checkpoint of DeepSpeed, also where a save has moved it aside to replace it."""
+    directory = find_directory(root, name)
+    return directory is not None and is_foreign(directory)
+
+
+def _their_tags(root: Path) -> Iterator[str]:
+    """Yield the tags of DeepSpeed's directories in a root, and of those that a save has moved aside."""
+    if root.is_dir():
+        tags = (path for path in root.iterdir() if is_tag(path.name) and not path.is_symlink())
+        yield from (path.name for path in tags if is_foreign(path))
+        yield from (replaced_tag(path) for path in replaced_directories(root) if is_foreign(path))
+
+
+def _step(directory: Path) -> int:
+    """Return the step of one of DeepSpeed's directories; -1 where it cannot be read."""
+    from .conversion.deepspeed import open_models
+
+    try:
+        return open_models(directory)[0].step()
+    except (CheckpointError, TypeError, ValueError):
+        return -1
+
+
+def _latest(root: Path) -> str | None:
+    """Return the tag in `latest`, else in `latest_universal`; None without either, or where one is damaged, which
+    `open_checkpoint` reports."""
+    try:
+        named = read_latest(root)
+        if named is not None:
+            return named
+        fd = open_regular(root / LATEST_UNIVERSAL)
+    except (DamagedError, OSError):
+        return None
+    try:
+        return read_bounded(fd, _MOST_TAG_BYTES, str(root / LATEST_UNIVERSAL)).decode(errors="replace").strip()
+    finally:
+        os.close(fd)
