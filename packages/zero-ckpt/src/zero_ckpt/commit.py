@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,30 +43,32 @@ class Staging:
     `lock_fd` is a descriptor of the directory, which holds its lock.
     """
 
-    def __init__(self, root: Path, tag: str, token: str, lock_fd: int) -> None:
+    def __init__(self, root: Path, tag: str, token: str, lock_fd: int, judge: Callable[[Path], None]) -> None:
         self.root, self.tag, self.token = root, tag, token
+        self._require_replaceable = judge
         self.path = staging_path(root, tag, token)
         self._lock_fd = lock_fd
         self._ended = False
 
     @classmethod
-    def create(cls, root: Path, tag: str, token: str) -> Staging:
+    def create(cls, root: Path, tag: str, token: str, judge: Callable[[Path], None] | None = None) -> Staging:
         """Make and lock `<root>/.saving-<tag>.<token>`, creating `root` when needed; `token` is 12 hexadecimal digits.
 
-        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced, or when
-        the root stays locked for ten minutes; OSError.
+        Raises CheckpointError when `<root>/<tag>` exists and is no checkpoint, so that it must not be replaced, which
+        `judge` does (by default `require_replaceable`), or when the root stays locked for ten minutes; OSError.
         """
+        judge = judge or require_replaceable
         make_directories(root)
         path = staging_path(root, tag, token)
         with ExitStack() as if_failed:
             with root_lock(root):
-                _require_replaceable(root / tag)
+                judge(root / tag)
                 path.mkdir()
                 lock_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 if_failed.callback(unlock_and_close, lock_fd)  # so that the next save sweeps the directory
                 try_lock(lock_fd)
             if_failed.pop_all()
-        return cls(root, tag, token, lock_fd)
+        return cls(root, tag, token, lock_fd, judge)
 
     def commit(self, *, replace_existing: bool = True) -> Path:
         """Rename to `<root>/<tag>`, replacing and removing an earlier checkpoint of that tag, and return that path.
@@ -81,7 +84,7 @@ class Staging:
             if exists(target):
                 if not replace_existing:
                     raise CheckpointError(f"{target} exists and is not replaced; save under another tag")
-                _require_replaceable(target)
+                self._require_replaceable(target)
                 target.rename(replaced)
             self.path.rename(target)
             self._end()
@@ -108,7 +111,7 @@ class Staging:
         unlock_and_close(self._lock_fd)
 
 
-def _require_replaceable(target: Path) -> None:
+def require_replaceable(target: Path) -> None:
     """Raise CheckpointError unless there is nothing, an empty directory or a checkpoint at `target`.
 
     A directory whose manifest does not carry the format's mark counts as a checkpoint only when every name in it is one

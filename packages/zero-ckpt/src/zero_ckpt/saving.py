@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def save_sharded(
     dry_run = current_dry_run()
     if dry_run is not None:
         group = DryRunRanks(group, dry_run)
-    job = _Save(Path(root), tag, group, open_sink, node)
+    job = SaveJob(Path(root), tag, group, open_sink, node)
     extras = {"step": step, "aliases": dict(aliases or {}), "client_state": client_state, "config": config}
     extras["frozen"] = None if frozen is None else sorted(frozen)
     described = run_on_all_ranks(group, job.what, lambda: job.describe(intervals, extras, rank_state, keep_last))
@@ -83,9 +83,13 @@ def save_sharded(
     try:
         run_on_all_ranks(group, job.what, job.stage)
         written = run_on_all_ranks(group, job.what, job.write)
-        run_on_all_ranks(
-            group, job.what, lambda: job.commit(described, written, beside or {}, replace_existing, save_latest)
-        )
+
+        def commit() -> None:
+            """Make it appear, where this rank leads."""
+            job.seal(described, written, beside or {})
+            job.commit(replace_existing, save_latest)
+
+        run_on_all_ranks(group, job.what, commit)
     except BaseException:
         job.discard()
         raise
@@ -94,15 +98,25 @@ def save_sharded(
     return job.root / tag
 
 
-class _Save:
+class SaveJob:
     """One rank's share of one save; the phases are called in the order in which they stand here, each on every rank.
 
-    The arguments are those of `save_sharded`; `group` is the coordinator.
+    The arguments are those of `save_sharded`; `group` is the coordinator, and `judge` says what may be replaced, as for
+    `Staging.create`. The attributes `rank` and `ranks` are those of the coordinator.
     """
 
-    def __init__(self, root: Path, tag: str, group: Coordinator, open_sink: OpenSink, node: str | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        tag: str,
+        group: Coordinator,
+        open_sink: OpenSink,
+        node: str | None,
+        judge: Callable[[Path], None] | None = None,
+    ) -> None:
         self.root, self.tag, self.what = root, tag, f"saving {root / tag}"
-        self._group, self._open_sink, self._node = group, open_sink, node
+        self._group, self._open_sink, self._node, self._judge = group, open_sink, node, judge
+        self.rank, self.ranks = group.rank, group.world_size
         self._nodes: list[str] | None = None
         self._leads = group.rank == 0 or isinstance(group, DryRunRanks)
         self._token = ""
@@ -166,7 +180,7 @@ class _Save:
         if self._leads:
             sweep(self.root)
             require_replaceable(self.root)
-            self._staging = Staging.create(self.root, self.tag, self._token)
+            self._staging = Staging.create(self.root, self.tag, self._token, self._judge)
 
     def write(self) -> dict[str, Any] | None:
         """Write this rank's files into the staged directory, and wait until they are on disk.
@@ -177,7 +191,7 @@ class _Save:
         pieces = self._plan.pieces[self._group.rank]
         if not pieces:
             return None
-        directory = staging_path(self.root, self.tag, self._token)
+        directory = self.staged
         if not directory.is_dir():
             raise CheckpointError(
                 f"{self.root} is not the directory that rank 0 sees; it must be shared by all ranks, or node= be given"
@@ -185,21 +199,16 @@ class _Save:
         files, slices = write_contribution(directory, self._group.rank, self._intervals, pieces, self._open_sink)
         return {"files": [entry.encode() for entry in files], "slices": [vars(piece) for piece in slices]}
 
-    def commit(
-        self,
-        described: list[dict[str, Any]],
-        written: list[dict[str, Any] | None],
-        beside: Mapping[str, bytes],
-        replace_existing: bool,
-        save_latest: bool,
-    ) -> None:
-        """Write the manifest and the files `beside`, rename the directory to the tag and, with `save_latest`, point
-        `latest` at it; also leaves the script `zero_to_fp32.py` in the root. Raises CheckpointError when the tag
-        exists, unless `replace_existing`.
+    @property
+    def staged(self) -> Path:
+        """Return the directory into which the ranks write."""
+        return staging_path(self.root, self.tag, self._token)
 
-        `described` and `written` are the results of `describe` and `write`, by rank. Does nothing where `stage` made no
-        directory.
-        """
+    def seal(
+        self, described: list[dict[str, Any]], written: list[dict[str, Any] | None], beside: Mapping[str, bytes]
+    ) -> None:
+        """Write the manifest and the files `beside` into the staged directory. `described` and `written` are the
+        results of `describe` and `write`, by rank. Does nothing where `stage` made no directory."""
         if self._staging is None:
             return
         for name, data in beside.items():
@@ -209,6 +218,13 @@ class _Save:
         if dry_run is not None:
             dry_run.manifest = manifest
         write_durably(self._staging.path / MANIFEST_NAME, manifest.encode())
+
+    def commit(self, replace_existing: bool, save_latest: bool) -> None:
+        """Rename the sealed directory to the tag and, with `save_latest`, point `latest` at it; also leaves the script
+        `zero_to_fp32.py` in the root. Raises CheckpointError when the tag exists, unless `replace_existing`. Does
+        nothing where `stage` made no directory."""
+        if self._staging is None:
+            return
         leave_script(self.root)
         self._staging.commit(replace_existing=replace_existing)
         if save_latest:
@@ -268,7 +284,7 @@ def _build_manifest(
     """Return the manifest for the ranks `own_ranks`, those on this file system, which prefer their own copies of what
     several nodes wrote.
 
-    `described` and `written` are the results of `_Save.describe` and `_Save.write`, by rank.
+    `described` and `written` are the results of `SaveJob.describe` and `SaveJob.write`, by rank.
     """
     files: list[FileEntry] = []
     slices: dict[tuple[str, str], list[Slice]] = {}

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
+from zero_ckpt import save_sharded
 from zero_core.delegation import Delegated
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
@@ -25,6 +26,7 @@ from zero_precision import DynamicLossScale
 from zero_settings import Config
 
 from . import VERSION
+from .checkpoint_format import DeepSpeedWriter
 from .checkpoint_places import agreed_place
 from .client_state import from_plain, to_plain
 from .communication import get_world_group
@@ -412,6 +414,11 @@ class CheckpointNames:
     def __init__(self, config: dict[str, Any]) -> None:
         self._config = config
 
+    def writer(self, state: TrainingState) -> Callable[..., Path]:
+        """Return the function that writes the format that the configuration names. Raises `UsageError` for what that
+        cannot hold."""
+        return save_sharded if state.config.checkpoint.format == "native" else DeepSpeedWriter(state, self._config)
+
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given``, the user's client state, with the current ``ds_version`` unless it has one, as plain
         data."""
@@ -420,5 +427,7 @@ class CheckpointNames:
 
     def files_beside(self, state: TrainingState, client_state: dict[str, Any]) -> Mapping[str, bytes]:
         """Return name -> content of the files of `state_files`; ``client_state`` is what
-        the method of that name returned."""
+        the method of that name returned. None in DeepSpeed's format, whose files have these names."""
+        if state.config.checkpoint.format == "deepspeed":
+            return {}
         return state_files(state, self._config, from_plain(client_state))

@@ -114,6 +114,11 @@ class ShardedOptimizer:
         return groups
 
     @property
+    def group_names(self) -> list[list[str]]:
+        """The names of the model's parameters in each param group, in its order; those of no unit are left out."""
+        return [[one.name for one in listed if one.name in self._places] for listed in self._listed]
+
+    @property
     def state(self) -> Any:
         """The wrapped optimizer's state, by tensor of its param groups; a `TierStates` if a tier keeps it."""
         return self.inner.state

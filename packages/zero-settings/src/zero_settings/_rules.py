@@ -12,6 +12,7 @@ from zero_settings.errors import Problem
 from zero_settings.keys import ConfigFile
 from zero_settings.precision import build_policy, changes_default_dtypes, loss_scale
 
+_NOT_ELEMENTWISE = frozenset({"adafactor", "lamb", "muon", "shampoo"})
 _File = TypeVar("_File", bound=ConfigFile)
 
 
@@ -33,6 +34,7 @@ def contradictions(config: ConfigFile, world_size: int) -> list[Problem]:
         *_recomputation_problems(config),
         *_in_memory_problems(config),
         *_interval_problems(config),
+        *_format_problems(config),
         *_audit_problems(config),
     ]
 
@@ -109,6 +111,53 @@ def _overlap_problems(config: ConfigFile) -> list[Problem]:
         if is_wrong:
             problems.append(Problem(path, f'expected "off" with {found}', '"exact"', action=action))
     return problems
+
+
+def _format_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of checkpoints in DeepSpeed's format, which hold what its stages 1 to 3 have and are written
+    before a save returns."""
+    if config.checkpoint.format == "native":
+        return []
+    zero, optimizer = config.zero_optimization, config.optimizer
+    wrong = {
+        "zero_optimization.stage": (zero.stage == 0, "0", "its stage 0 keeps no names of what states belong to"),
+        "zero_optimization.mics_shard_size": (
+            zero.mics_shard_size > 0,
+            str(zero.mics_shard_size),
+            "its files say nothing about groups of ranks",
+        ),
+        "offload.state_dtype": (
+            config.offload.state_dtype not in (None, "fp32"),
+            f'"{config.offload.state_dtype}"',
+            "its files have states in one dtype, without scales",
+        ),
+        "deterministic.across_world_sizes": (
+            isinstance(config.deterministic, Deterministic),
+            "given",
+            "its files have no virtual ranks",
+        ),
+        "optimizer.type": (
+            optimizer is not None and optimizer.type in _NOT_ELEMENTWISE,
+            f'"{getattr(optimizer, "type", None)}"',
+            "its files have elementwise states of one optimizer",
+        ),
+        "checkpoint.writer.decoupled": (config.checkpoint.writer.decoupled, "true", "a save is complete on return"),
+        "checkpoint.use_node_local_storage": (
+            config.checkpoint.use_node_local_storage,
+            "true",
+            "every rank reads what the others have written",
+        ),
+        "checkpoint.keep_last": (
+            config.checkpoint.keep_last is not None,
+            str(config.checkpoint.keep_last),
+            "only checkpoints of this project's format are counted",
+        ),
+    }
+    return [
+        Problem(path, 'expected another value with checkpoint.format "deepspeed"', got, action=why)
+        for path, (is_wrong, got, why) in wrong.items()
+        if is_wrong
+    ]
 
 
 def _audit_problems(config: ConfigFile) -> list[Problem]:

@@ -30,6 +30,11 @@ def _upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
+def _lower(value: Any) -> Any:
+    """Return a string in lower case; anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
 class ActivationCheckpointing(Section):
     """Options of activation checkpointing: where and how segments of `zero_core.checkpointing.checkpoint` store their
     inputs until backward.
@@ -81,6 +86,11 @@ class CheckpointSection(Section):
 
     tag_validation: Annotated[Literal["Ignore", "Warn", "Fail"], BeforeValidator(_capitalised)] = "Warn"
     load_universal: Flag = False
+    format: Annotated[Literal["native", "deepspeed"], BeforeValidator(_lower)] = Field(
+        default="native",
+        description='Format of checkpoints that are saved; "deepspeed": DeepSpeed resumes from them, at the same number '
+        "of ranks. Both load whatever is set here.",
+    )
     use_node_local_storage: Flag = Field(
         default=False, description="Nodes do not share a file system: each keeps what its ranks need."
     )

@@ -9,6 +9,7 @@ whole would make. Until it is complete it is called `<name>.partial`.
 from __future__ import annotations
 
 import os
+import pickle
 import traceback
 import zipfile
 import zlib
@@ -40,6 +41,7 @@ class FileTemplate:
     value: Any
     tensors: Mapping[str, ModelTensor]
     find: Callable[[Any], Mapping[str, Any]]
+    pickling: Any = pickle
 
 
 def empty_tensor(tensor: ModelTensor) -> Any:
@@ -97,6 +99,21 @@ def write_filled(
         raise
 
 
+def write_new(source: Source, template: FileTemplate, *, workers: int) -> None:
+    """Write the file `template` from `source` under its own name at once, `workers` tensors at a time; it is on disk on
+    return. For a directory in which nobody looks yet. Raises CheckpointError, and OSError."""
+    done: dict[str, int] = {}
+    _write_template(template, template.path)
+    places = _places(template, template.path)
+    fd = os.open(template.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        _fill_all(source, template, fd, places, done, lambda *_: None, workers, lambda _: None)
+        _set_checksums(template.path, fd, {places[key]: found for key, found in done.items()})
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def _write_template(template: FileTemplate, partial: Path) -> None:
     """Write the file without its tensors' bytes to `partial`, and make the directory that it lies in. Raises
     CheckpointError when torch cannot write it."""
@@ -106,7 +123,7 @@ def _write_template(template: FileTemplate, partial: Path) -> None:
     partial.unlink(missing_ok=True)  # it may be a link to elsewhere
     try:
         with torch.serialization.skip_data():
-            torch.save(template.value, partial)
+            torch.save(template.value, partial, pickle_module=template.pickling)
     except RuntimeError as error:  # torch does not say what the system answered
         held: BaseException | None = error
         while held is not None:  # torch's writer, which holds the file open, is in the frames

@@ -35,8 +35,9 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
     of the learning-rate schedule, or None), `loss_scale` (None, or a map of `kind`, "static" or "dynamic", `scale`,
     and if dynamic `calls`, `last_overflow` and `hysteresis_left`), `advice` (what to do where states are not loaded),
     `param_groups` (the options of each, None without an optimizer, and none at stage 0, whose file does not say which
-    state belongs to which parameter) and `client` (the user's client state and `ds_version`). Tensors in it are read into CPU memory; objects stay of their
-    types. Raises CheckpointError, and DamagedError for a file that is missing or damaged.
+    state belongs to which parameter) and `client` (the user's client state and `ds_version`). Tensors in it are read
+    into CPU memory; objects stay of their types. Raises CheckpointError, and DamagedError for a file that is missing or
+    damaged.
     """
     model = open_models(directory)[0]
     optimizer, file = _optimizer_state(directory)

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 
 from zero_ckpt import Checkpoint, LoadReport, MismatchError
 from zero_ckpt.torch import dtype_name
+from zero_partition.adapters import plain_buffers
 
 from ..state import TrainingState
 from .rank_state import is_rank_state
@@ -100,8 +101,9 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
     """Raise `MismatchError` unless the checkpoint has exactly the model's parameters and buffers, in their shapes."""
     ours = tensor_shapes(state)
     theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
+    kept = {name for name, _ in plain_buffers(state.module)}  # other libraries leave out buffers that are not persistent
     problems = [
-        f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs
+        f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs and (k == "param" or n in kept)
     ]
     problems += [f"'{n}' ({k}) is only in the checkpoint" for (n, k) in theirs if (n, k) not in ours]
     problems += [

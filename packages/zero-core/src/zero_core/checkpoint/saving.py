@@ -6,7 +6,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,7 +31,11 @@ from .tier_files import TierFiles
 
 
 class Dialect(Protocol):
-    """Adds to checkpoints what readers of another library's checkpoints look for; each method is called once a save."""
+    """Adds to checkpoints what readers of another library's checkpoints look for, or writes them in its format."""
+
+    def writer(self, state: TrainingState) -> Callable[..., Path]:
+        """Return the function that writes a save that does not go on in the background, called as `save_sharded` is;
+        called once. Raises `UsageError` for the format that the configuration names."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given``, the user's client state, as plain data (JSON types and bytes)."""
@@ -42,6 +46,13 @@ class Dialect(Protocol):
 
 class OwnDialect:
     """A `Dialect` that adds nothing."""
+
+    def writer(self, state: TrainingState) -> Callable[..., Path]:
+        """Return `save_sharded`."""
+        if state.config.checkpoint.format != "native":
+            found = f"checkpoint.format is {state.config.checkpoint.format!r}"
+            raise UsageError(f"{found}, which engines of zero_deepspeed (deepspeed.initialize) write: use that, or native")
+        return save_sharded
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of ``given``."""
@@ -61,6 +72,7 @@ class Saver:
     def __init__(self, state: TrainingState, offloading: Offloading, dialect: Dialect) -> None:
         section = state.config.checkpoint
         self._state, self._offloading, self._dialect = state, offloading, dialect
+        self._write = dialect.writer(state)
         self._decoupled, self._per_node = section.writer.decoupled, section.use_node_local_storage
         self._keep_last = section.keep_last
         self._config = state.config.to_plain()
@@ -128,7 +140,7 @@ class Saver:
             if state.optimizer is not None:
                 self._states.block(state.optimizer.inner)
         else:
-            save_sharded(root, tag, intervals.everything(), coordinator=group, **options())
+            self._write(root, tag, intervals.everything(), coordinator=group, **options())
 
     def wait_for_copies(self) -> None:
         """Wait until a background save, if any, has copied all; then shards, masters and states may be written."""

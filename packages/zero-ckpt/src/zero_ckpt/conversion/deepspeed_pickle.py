@@ -1,0 +1,58 @@
+"""Pickles that name DeepSpeed's classes, which are not imported.
+
+Only for writing: what is read here goes through `torch_file`, which resolves none of these names.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+
+class DeepSpeedObject:
+    """An object whose pickle says that it is of the class `place` (module, name) of DeepSpeed, with these
+    attributes."""
+
+    place: tuple[str, str]
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
+class DynamicScaler(DeepSpeedObject):
+    """A dynamic loss scale."""
+
+    place = "deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"
+
+
+class ConstantScaler(DeepSpeedObject):
+    """A constant loss scale."""
+
+    place = "deepspeed.runtime.fp16.loss_scaler", "LossScaler"
+
+
+class FragmentAddress(DeepSpeedObject):
+    """Elements of a parameter in a partition: `numel` from `start` on."""
+
+    place = "deepspeed.utils.tensor_fragment", "fragment_address"
+
+
+class NamingPickler(pickle._Pickler):
+    """A pickler that writes a subclass of `DeepSpeedObject` as the class that it stands for.
+
+    The pickler in C looks a class up by its name before it writes it.
+    """
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Write a class or function by its name."""
+        if isinstance(obj, type) and issubclass(obj, DeepSpeedObject):
+            self.write(pickle.GLOBAL + "\n".join((*obj.place, "")).encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+
+class Pickling:
+    """What `torch.save` takes for the module `pickle`."""
+
+    Pickler = NamingPickler

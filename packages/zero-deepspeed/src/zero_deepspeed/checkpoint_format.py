@@ -1,0 +1,138 @@
+"""Checkpoints in DeepSpeed's own format, from which DeepSpeed resumes (`"checkpoint": {"format": "deepspeed"}`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_ckpt import Checkpoint, Coordinator, Interval
+from zero_ckpt.conversion.deepspeed_pickle import ConstantScaler, DeepSpeedObject, DynamicScaler
+from zero_ckpt.conversion.deepspeed_sink import DeepSpeedForm
+from zero_ckpt.deepspeed_saving import save_deepspeed
+from zero_core.checkpoint.names import frozen_names, named_parameters
+from zero_core.errors import UsageError
+from zero_core.state import TrainingState
+from zero_partition import ShardedOptimizer
+from zero_partition.adapters import plain_buffers
+from zero_precision import DynamicLossScale
+
+from . import VERSION
+from .client_state import from_plain
+
+_SUB_GROUP_NUMEL = 10**9
+"""DeepSpeed's default of `sub_group_size`."""
+_NOT_SAVED = ("step",)
+
+
+class DeepSpeedWriter:
+    """Writes an engine's checkpoints as DeepSpeed of version `VERSION` does; called as `zero_ckpt.save_sharded` is.
+
+    ``config``: the configuration as the user gave it. Raises `UsageError` without an optimizer, for one that needs full
+    parameters, and for a model of which other ranks have other parts (tensor parallelism).
+    """
+
+    def __init__(self, state: TrainingState, config: dict[str, Any]) -> None:
+        self._state, self._config = state, config
+        self._optimizer = _writable_optimizer(state)
+
+    def __call__(
+        self,
+        root: Path,
+        tag: str,
+        intervals: Iterable[Interval],
+        *,
+        coordinator: Coordinator,
+        save_latest: bool,
+        client_state: dict[str, Any],
+        **others: Any,
+    ) -> Path:
+        """Write ``root/tag``; ``client_state``: the training state besides tensors, the user's client state in it.
+        Collective. Raises `zero_ckpt.CheckpointError`."""
+        kept = {key: others[key] for key in ("step", "aliases", "frozen")}
+        user = from_plain(client_state["client"])
+
+        def form(checkpoint: Checkpoint) -> DeepSpeedForm:
+            """Return what the files say besides tensors."""
+            return self._form(user)
+
+        return save_deepspeed(
+            root, tag, intervals, form, coordinator=coordinator, save_latest=save_latest, client_state=None, **kept
+        )
+
+    def _form(self, user: Mapping[str, Any]) -> DeepSpeedForm:
+        """Return what the files say besides tensors; ``user``: the user's client state."""
+        state, zero = self._state, self._state.config.zero_optimization
+        frozen = set(frozen_names(named_parameters(state.module)))
+        given = "sub_group_size" in zero.model_fields_set
+        persistent = {name for name, _ in plain_buffers(state.module)}
+        scheduler, counters = state.attached.scheduler, state.counters
+        dynamic = isinstance(self._optimizer.loss_scale, DynamicLossScale)
+        optimizer = {"dynamic_loss_scale": dynamic, "overflow": counters.last is not None and counters.last.skipped}
+        if zero.stage < 3:
+            optimizer |= {"clip_grad": self._optimizer.clip, "ds_version": VERSION}
+        return DeepSpeedForm(
+            stage=zero.stage,
+            groups=[[name for name in names if name not in frozen] for names in self._optimizer.group_names],
+            options=[_options(group) for group in self._optimizer.param_groups],
+            bf16=state.config.bf16.enabled,
+            sub_group_numel=zero.sub_group_size if given else _SUB_GROUP_NUMEL,
+            round_robin=zero.round_robin_gradients,
+            aligned=zero.parameter_alignment,
+            left_out=frozenset(name for name, _ in state.module.named_buffers() if name not in persistent),
+            scaler=_scaler(state, self._optimizer),
+            optimizer=optimizer,
+            model={
+                "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+                "data_sampler": None,
+                "random_ltd": None,
+                "skipped_steps": counters.skipped_steps,
+                "global_steps": counters.global_steps,
+                "global_samples": counters.global_samples,
+                "mp_world_size": 1,
+                "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+                **user,
+            },
+            beside={"ds_config": self._config, "ds_version": VERSION},
+        )
+
+
+def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
+    """Return the optimizer. Raises `UsageError` as `DeepSpeedWriter` does."""
+    wrong = ""
+    if state.optimizer is None:
+        wrong = "there is no optimizer, whose states it consists of"
+    elif state.model_part.place.size > 1:
+        wrong = "the mpu's ranks have different parts of the model"
+    elif any(owned.tensor.numel() != owned.fragment.length for owned in state.optimizer.fragments):
+        wrong = f"{type(state.optimizer.inner).__name__} updates full parameters"
+    if wrong or state.optimizer is None:
+        raise UsageError(f'checkpoint.format "deepspeed": {wrong}; set it to "native"')
+    return state.optimizer
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group, with the one that DeepSpeed's Adam needs beside torch's."""
+    kept = {key: value for key, value in group.items() if key not in ("params", *_NOT_SAVED)}
+    return {"bias_correction": True, **kept} if "betas" in kept else kept
+
+
+def _scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:
+    """Return the loss scale as DeepSpeed has it."""
+    held, fp16 = optimizer.loss_scale.state_dict(), state.config.fp16
+    if held["kind"] != "dynamic":
+        return ConstantScaler(cur_scale=optimizer.loss_scale.scale, dynamic=False)
+    return DynamicScaler(
+        cur_scale=held["scale"],
+        dynamic=True,
+        cur_iter=held["calls"],
+        last_overflow_iter=held["last_overflow"],
+        scale_factor=2.0,
+        scale_window=fp16.loss_scale_window,
+        min_scale=fp16.min_loss_scale,
+        delayed_shift=fp16.hysteresis,
+        cur_hysteresis=held["hysteresis_left"],
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        raise_error_at_min_scale=True,
+        dtype=state.precision.param_dtype,
+    )
