@@ -19,7 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
 SAMPLES = 12
@@ -29,7 +29,7 @@ CLIENT = {"epoch": 3, "best": torch.tensor([1.5, 2.5]), "pair": (1, "two"), "mil
 
 @dataclass(frozen=True)
 class Job:
-    """``name``: of the result. ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
+    """``name``: of the result. ``raw``: also what DeepSpeed's optimizer holds on each rank. ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
     ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``:
     before which of them to save."""
 
@@ -44,6 +44,7 @@ class Job:
     options: dict[str, Any] | None = None
     groups: int = 2
     seed: int = 0
+    raw: bool = False
 
 
 class Model(nn.Module):
@@ -90,6 +91,9 @@ def start(job: Job) -> Any:
         "zero_force_ds_cpu_optimizer": False,
         **job.config,
     }
+    if "accumulate" in config:
+        config["gradient_accumulation_steps"] = config.pop("accumulate")
+        config["train_micro_batch_size_per_gpu"] //= config["gradient_accumulation_steps"]
     return deepspeed.initialize(model=model, model_parameters=groups_of(model, job.groups), config=config)[0]
 
 
@@ -97,23 +101,38 @@ def step(engine: Any, number: int) -> float:
     generator = torch.Generator().manual_seed(number)
     every = torch.randint(0, 13, (SAMPLES, 6), generator=generator)
     each = SAMPLES // dist.get_world_size()
-    x = every[dist.get_rank() * each : (dist.get_rank() + 1) * each]
-    loss = nn.functional.cross_entropy(engine(x).float().view(-1, 13), x.view(-1))
-    engine.backward(loss)
-    engine.step()
-    whole = loss.detach().clone()
+    mine = every[dist.get_rank() * each : (dist.get_rank() + 1) * each]
+    whole = torch.zeros(())
+    for x in mine.split(engine.train_micro_batch_size_per_gpu()):
+        loss = nn.functional.cross_entropy(engine(x).float().view(-1, 13), x.view(-1))
+        engine.backward(loss)
+        engine.step()
+        whole += loss.detach() * len(x) / each
     dist.all_reduce(whole)
     return float(whole / dist.get_world_size())
 
 
-def seen(engine: Any) -> dict[str, Any]:
-    """The full state of an engine, by the functions that both kinds have."""
+def raw(engine: Any) -> dict[str, Any]:
+    """What DeepSpeed's optimizer holds on this rank: masters, moments and steps, as they are."""
+    held = engine.optimizer
+    stage3 = engine.zero_optimization_stage() == 3
+    masters = held.fp32_partitioned_groups_flat if stage3 else held.single_partition_of_fp32_groups
+    states = [dict(held.optimizer.state.get(master, {})) for master in masters]
+    scaler = {key: value for key, value in vars(held.loss_scaler).items() if key != "dtype"}
+    copied = [{key: torch.as_tensor(value).clone() for key, value in state.items()} for state in states]
+    return {"masters": [master.detach().clone() for master in masters], "states": copied, "scaler": scaler}
+
+
+def seen(engine: Any, *, moments: bool) -> dict[str, Any]:
+    """The full state of an engine, by the functions that both kinds have; ``moments``: also those."""
     found: dict[str, Any] = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter]):
             found[f"{name} param"] = parameter.detach().clone()
         if parameter.requires_grad:
             found[f"{name} master"] = _copied(safe_get_full_fp32_param(parameter), found[f"{name} param"])
+            for key in ("exp_avg", "exp_avg_sq") if moments else ():
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(parameter, key).detach().clone()
     for name, buffer in engine.module.named_buffers():
         found[f"{name} buffer"] = buffer.clone()
     kept = ("lr", "betas", "eps", "weight_decay")
@@ -139,14 +158,19 @@ def do(job: Job, folder: Path) -> None:
         path, client = engine.load_checkpoint(job.load, job.tag, **(job.options or {}))
         own = {key: client[key] for key in CLIENT if key in client} if client else client
         result |= {"path": path, "client": own}
-    result["before"] = seen(engine)
+    moments = job.load is not None and not job.raw  # DeepSpeed's function knows none before it has stepped twice
+    result["before"] = seen(engine, moments=moments)
+    held = {"before": raw(engine)} if job.raw else {}
     losses = []
     for number in range(job.first, job.last):
         if number == job.save_at:
             engine.save_checkpoint(job.save, job.tag, client_state=CLIENT)
-            result["saved"] = seen(engine)
+            result["saved"] = seen(engine, moments=moments)
+            held |= {"saved": raw(engine)} if job.raw else {}
         losses.append(step(engine, number))
-    result |= {"losses": losses, "after": seen(engine)}
+    result |= {"losses": losses, "after": seen(engine, moments=moments)}
+    held |= {"after": raw(engine)} if job.raw else {}
+    torch.save(held, folder / f"{job.name}.rank{dist.get_rank()}.pt")
     if dist.get_rank() == 0:
         torch.save(result, folder / f"{job.name}.pt")
     engine.destroy()

@@ -13,6 +13,7 @@ from zero_ckpt.deepspeed_saving import save_deepspeed
 from zero_core.checkpoint.names import frozen_names, named_parameters
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
+from zero_optim import MuonWithAdam
 from zero_partition import ShardedOptimizer
 from zero_partition.adapters import plain_buffers
 from zero_precision import DynamicLossScale
@@ -22,14 +23,15 @@ from .client_state import from_plain
 
 _SUB_GROUP_NUMEL = 10**9
 """DeepSpeed's default of `sub_group_size`."""
-_NOT_SAVED = ("step",)
+_NOT_SAVED = ("params", "step")
+_COMPUTING = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 class DeepSpeedWriter:
     """Writes an engine's checkpoints as DeepSpeed of version `VERSION` does; called as `zero_ckpt.save_sharded` is.
 
-    ``config``: the configuration as the user gave it. Raises `UsageError` without an optimizer, for one that needs full
-    parameters, and for a model of which other ranks have other parts (tensor parallelism).
+    ``config``: the configuration as the user gave it. Raises `UsageError` without an optimizer, for Muon, which is
+    two, and for a model of which other ranks have other parts (tensor parallelism).
     """
 
     def __init__(self, state: TrainingState, config: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ class DeepSpeedWriter:
         return DeepSpeedForm(
             stage=zero.stage,
             groups=[[name for name in names if name not in frozen] for names in self._optimizer.group_names],
-            options=[_options(group) for group in self._optimizer.param_groups],
+            options=[self._options(group) for group in self._optimizer.param_groups],
             bf16=state.config.bf16.enabled,
             sub_group_numel=zero.sub_group_size if given else _SUB_GROUP_NUMEL,
             round_robin=zero.round_robin_gradients,
@@ -96,6 +98,18 @@ class DeepSpeedWriter:
             beside={"ds_config": self._config, "ds_version": VERSION},
         )
 
+    def _options(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a param group, with the one that DeepSpeed's Adam needs beside torch's.
+
+        How the optimizer computes is as the configuration says, else torch's default: DeepSpeed takes all from here.
+        """
+        section = self._config.get("optimizer")
+        asked = section.get("params") if isinstance(section, dict) else None
+        kept = {key: value for key, value in group.items() if key not in _NOT_SAVED}
+        computing = {key: value for key, value in _COMPUTING.items() if key in kept}
+        computing |= {key: asked[key] for key in computing if isinstance(asked, dict) and key in asked}
+        return {**({"bias_correction": True} if "betas" in kept else {}), **kept, **computing}
+
 
 def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
     """Return the optimizer. Raises `UsageError` as `DeepSpeedWriter` does."""
@@ -104,17 +118,11 @@ def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
         wrong = "there is no optimizer, whose states it consists of"
     elif state.model_part.place.size > 1:
         wrong = "the mpu's ranks have different parts of the model"
-    elif any(owned.tensor.numel() != owned.fragment.length for owned in state.optimizer.fragments):
-        wrong = f"{type(state.optimizer.inner).__name__} updates full parameters"
+    elif isinstance(state.optimizer.inner, MuonWithAdam):
+        wrong = "Muon and AdamW have states of two optimizers"
     if wrong or state.optimizer is None:
         raise UsageError(f'checkpoint.format "deepspeed": {wrong}; set it to "native"')
     return state.optimizer
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a param group, with the one that DeepSpeed's Adam needs beside torch's."""
-    kept = {key: value for key, value in group.items() if key not in ("params", *_NOT_SAVED)}
-    return {"bias_correction": True, **kept} if "betas" in kept else kept
 
 
 def _scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:

@@ -129,13 +129,15 @@ class _RankFiles:
                 if name not in self._trained:
                     frozen[name] = module[name] if whole else self._flat(f"frozen {name}", "param", [name])
         module.update({alias: module[name] for alias, name in source.aliases.items() if name in module})
+        parts = [names for group in self._groups for names, _ in self._parts(group)]
+        tied = source.aliases if self._rank == 0 else {}  # as there
         return {
             "module": module,
             "buffer_names": [name for name, kind in source.tensors if kind == "buffer" and name in module],
             "optimizer": None,
-            "param_shapes": [OrderedDict((name, self._shape(name)) for name in group) for group in self._groups],
+            "param_shapes": [OrderedDict((name, self._shape(name)) for name in names) for names in parts],
             "frozen_param_shapes": OrderedDict((name, self._shape(name)) for name in frozen),
-            "shared_params": {alias: name for alias, name in source.aliases.items() if name in module},
+            "shared_params": {alias: name for alias, name in tied.items() if name in module},
             "frozen_param_fragments": frozen,
             "dp_world_size": self._ranks,
             **self._form.beside,

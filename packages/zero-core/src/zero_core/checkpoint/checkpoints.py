@@ -149,14 +149,11 @@ class Checkpoints:
 
     def _load_everything(self, root: Path, tag: str | None, opened: Checkpoint | None) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag``, open as ``opened``, with all that this engine has; return its path and client state."""
-        wanted = LoadChoice(strict=True, optimizer=self._state.optimizer is not None, scheduler=True, counters=True)
-        return self._load(
-            root, tag, wanted, choice=tag or str(root), opened=opened
-        )  # each node has node memory elsewhere
+        has_optimizer = self._state.optimizer is not None
+        wanted = LoadChoice(strict=True, optimizer=has_optimizer, scheduler=True, counters=True, opened=opened)
+        return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
-    def _load(
-        self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str, opened: Checkpoint | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag``, also into an engine that a failure has ended; return its path and client state.
         ``choice``: the call in words, which must be equal on all ranks."""
         runtime = self._state.partition.runtime
@@ -164,5 +161,5 @@ class Checkpoints:
         self._before_load()
         with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint"):
             runtime.agree("load", choice, None)
-            self.report, client_state = load(self._state, root, tag, wanted, opened)
+            self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state

@@ -45,13 +45,15 @@ CustomLoad = Callable[..., Any]
 @dataclass(frozen=True)
 class LoadChoice:
     """The choice of what to load; weights always are. ``strict``: the model and the checkpoint must have the same
-    tensors. ``custom``: the function that loads the weights instead of the match by name."""
+    tensors. ``custom``: the function that loads the weights instead of the match by name. ``opened``: the checkpoint
+    to load, if it is open already."""
 
     strict: bool
     optimizer: bool
     scheduler: bool
     counters: bool
     custom: CustomLoad | None = None
+    opened: Checkpoint | None = None
 
     def __str__(self) -> str:
         """Return what is not loaded, or loaded otherwise, in words; empty if everything is loaded by name."""
@@ -65,16 +67,14 @@ class LoadChoice:
         return "".join(f", {text}" for text, said in words.items() if said)
 
 
-def load(
-    state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice, opened: Checkpoint | None
-) -> tuple[LoadReport, dict[str, Any]]:
-    """Load ``root/tag`` (None: the newest complete one; at first ``opened``, if given) into the engine, and clear its
-    gradients and its accumulation; return the report on each name and the client state. Collective. Raises
-    `zero_ckpt.CheckpointError`."""
+def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) -> tuple[LoadReport, dict[str, Any]]:
+    """Load ``root/tag`` (None: the newest complete one) into the engine, and clear its gradients and its accumulation;
+    return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
     state.counters.accumulated = 0
     everybody = state.model_part.coordinator or coordinator_of(state)
-    checkpoint, source = restore_any(root, lambda c: _fill(state, c, wanted), tag, coordinator=everybody, opened=opened)
+    fill = partial(_fill, state, wanted)
+    checkpoint, source = restore_any(root, fill, tag, coordinator=everybody, opened=wanted.opened)
     if wanted.custom is not None:
         _load_by_custom(state, wanted.custom, source)
     else:
@@ -90,7 +90,7 @@ def load(
     return report, engine_state(checkpoint)["client"]
 
 
-def _fill(state: TrainingState, checkpoint: Checkpoint, wanted: LoadChoice) -> dict[str, torch.Tensor]:
+def _fill(state: TrainingState, wanted: LoadChoice, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Read this rank's part of a checkpoint into the engine. Return all full tensors by name if a custom function will
     load the weights, else an empty dict. Does not communicate. Raises `MismatchError`."""
     if wanted.strict and wanted.custom is None:

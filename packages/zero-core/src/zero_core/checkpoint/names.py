@@ -101,10 +101,9 @@ def check_names(state: TrainingState, checkpoint: Checkpoint) -> None:
     """Raise `MismatchError` unless the checkpoint has exactly the model's parameters and buffers, in their shapes."""
     ours = tensor_shapes(state)
     theirs = {key: tuple(entry.shape) for key, entry in checkpoint.tensors.items() if key[1] in ("param", "buffer")}
-    kept = {name for name, _ in plain_buffers(state.module)}  # other libraries leave out buffers that are not persistent
-    problems = [
-        f"'{n}' ({k}) of shape {s} is not in the checkpoint" for (n, k), s in ours.items() if (n, k) not in theirs and (k == "param" or n in kept)
-    ]
+    kept = {name for name, _ in plain_buffers(state.module)}  # other libraries leave out the other buffers
+    missing = [key for key in ours if key not in theirs and (key[1] == "param" or key[0] in kept)]
+    problems = [f"'{n}' ({k}) of shape {ours[n, k]} is not in the checkpoint" for n, k in missing]
     problems += [f"'{n}' ({k}) is only in the checkpoint" for (n, k) in theirs if (n, k) not in ours]
     problems += [
         f"'{n}' ({k}) has shape {ours[n, k]} here and {s} in the checkpoint"

@@ -17,8 +17,7 @@ from .saving import coordinator_of
 logger = logging.getLogger("zero_core")
 
 Load = Callable[[Path, "str | None", "Checkpoint | None"], "tuple[str, dict[str, Any]]"]
-"""Loads root/tag (None: the newest complete one, at first the open one) into the engine; returns the checkpoint's path
-and client state."""
+"""Loads root/tag (None: the newest, at first the open one) into the engine; returns the path and the client state."""
 
 
 @dataclass(frozen=True)

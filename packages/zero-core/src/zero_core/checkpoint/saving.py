@@ -34,8 +34,8 @@ class Dialect(Protocol):
     """Adds to checkpoints what readers of another library's checkpoints look for, or writes them in its format."""
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
-        """Return the function that writes a save that does not go on in the background, called as `save_sharded` is;
-        called once. Raises `UsageError` for the format that the configuration names."""
+        """Return the function that writes a save, called as `save_sharded` is. Called once, when the engine is made.
+        Raises `UsageError` for a format that it does not write."""
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given``, the user's client state, as plain data (JSON types and bytes)."""
@@ -49,9 +49,10 @@ class OwnDialect:
 
     def writer(self, state: TrainingState) -> Callable[..., Path]:
         """Return `save_sharded`."""
-        if state.config.checkpoint.format != "native":
-            found = f"checkpoint.format is {state.config.checkpoint.format!r}"
-            raise UsageError(f"{found}, which engines of zero_deepspeed (deepspeed.initialize) write: use that, or native")
+        if (asked := state.config.checkpoint.format) != "native":
+            raise UsageError(
+                f'checkpoint.format "{asked}" is for deepspeed.initialize (zero_deepspeed); set it to "native"'
+            )
         return save_sharded
 
     def client_state(self, given: Mapping[str, Any]) -> dict[str, Any]:
