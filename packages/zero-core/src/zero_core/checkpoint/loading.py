@@ -85,8 +85,8 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) 
         load_schedule(state, checkpoint)
     report = load_report(state, checkpoint, optimizer=wanted.optimizer)
     if state.reports:
-        partial = report.defaulted or report.ignored or report.opened.skipped
-        logger.log(logging.WARNING if partial else logging.INFO, "%s", report.summary())
+        incomplete = report.defaulted or report.ignored or report.opened.skipped
+        logger.log(logging.WARNING if incomplete else logging.INFO, "%s", report.summary())
     return report, engine_state(checkpoint)["client"]
 
 
