@@ -29,7 +29,9 @@ CLIENT = {"epoch": 3, "best": torch.tensor([1.5, 2.5]), "pair": (1, "two"), "mil
 
 @dataclass(frozen=True)
 class Job:
-    """``name``: of the result. ``raw``: also what DeepSpeed's optimizer holds on each rank. ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
+    """``name``: of the result. ``raw``: also keep what DeepSpeed's optimizer holds on each rank.
+
+    ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
     ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``:
     before which of them to save."""
 

@@ -129,8 +129,12 @@ def test_deepspeed_resumes_what_is_written_here(ranks: int, tmp_path: Path) -> N
     run(False, ranks, tmp_path / "a", [{**job, "first": 0} for job in jobs])
     ours = [
         {
-            "name": n, "config": {**CASES[n], **FORMAT}, "load": str(tmp_path / "theirs" / n), "seed": 3,
-            "save": str(tmp_path / "ours" / n), **span,
+            "name": n,
+            "config": {**CASES[n], **FORMAT},
+            "load": str(tmp_path / "theirs" / n),
+            "seed": 3,
+            "save": str(tmp_path / "ours" / n),
+            **span,
         }
         for n in names
     ]

@@ -68,7 +68,7 @@ def open_any(
                 raise own_failed
             own = "" if own_failed is None else f"\n{own_failed}"
             raise DamagedError(f"{what}: no whole checkpoint{lines}{own}\n{damage_advice(directory, skipped)}")
-        theirs, name = chosen
+        theirs, name = bool(chosen[0]), None if chosen[1] is None else str(chosen[1])
         only_choice = tag is not None or (theirs and name is None)
         try:
             if theirs:

@@ -70,7 +70,10 @@ class DeepSpeedWriter:
         persistent = {name for name, _ in plain_buffers(state.module)}
         scheduler, counters = state.attached.scheduler, state.counters
         dynamic = isinstance(self._optimizer.loss_scale, DynamicLossScale)
-        optimizer = {"dynamic_loss_scale": dynamic, "overflow": counters.last is not None and counters.last.skipped}
+        optimizer: dict[str, Any] = {
+            "dynamic_loss_scale": dynamic,
+            "overflow": counters.last is not None and counters.last.skipped,
+        }
         if zero.stage < 3:
             optimizer |= {"clip_grad": self._optimizer.clip, "ds_version": VERSION}
         return DeepSpeedForm(

@@ -88,8 +88,8 @@ class CheckpointSection(Section):
     load_universal: Flag = False
     format: Annotated[Literal["native", "deepspeed"], BeforeValidator(_lower)] = Field(
         default="native",
-        description='Format of checkpoints that are saved. "deepspeed", by deepspeed.initialize: DeepSpeed resumes from '
-        "them, at the same number of ranks. Both formats load whatever is set here.",
+        description='Format of checkpoints that are saved. "deepspeed", with deepspeed.initialize: DeepSpeed resumes '
+        "from them, at the same number of ranks. Both formats load whatever is set here.",
     )
     use_node_local_storage: Flag = Field(
         default=False, description="Nodes do not share a file system: each keeps what its ranks need."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..types import ITEMSIZE
-from .deepspeed_layout import Run
+from .deepspeed_layout import ParameterRun
 from .dtypes import convert_dtype
 from .sources import Source, SourceTensor
 
@@ -21,7 +21,7 @@ class ComposedTensor:
 
     numel: int
     dtype: str
-    runs: tuple[Run, ...]
+    runs: tuple[ParameterRun, ...]
     kinds: Mapping[str, str]
 
     @property

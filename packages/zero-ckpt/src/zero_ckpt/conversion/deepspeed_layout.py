@@ -16,7 +16,7 @@ _ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Run:
+class ParameterRun:
     """`length` elements of parameter `name` from `offset` on, at element `begin` of a flat tensor."""
 
     name: str
@@ -29,7 +29,7 @@ class Run:
 class FlatGroup:
     """One rank's flat tensor of a group: its runs, its elements, and how many of them at its end are padding."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ParameterRun, ...]
     numel: int
     padding: int
 
@@ -62,7 +62,7 @@ def partition_of_group(
     for name, numel, gap in zip(names, numels, gaps, strict=True):
         low, high = max(position, first), min(position + numel, first + size)
         if low < high:
-            runs.append(Run(name, low - position, high - low, low - first))
+            runs.append(ParameterRun(name, low - position, high - low, low - first))
         position += numel + gap
     return FlatGroup(tuple(runs), size, max(0, min(size, first + size - total)))
 
@@ -74,7 +74,7 @@ def pieces_of_group(names: Sequence[str], numels: Sequence[int], rank: int, rank
         size = -(-numel // ranks)
         length = max(0, min(size, numel - rank * size))
         if length:
-            runs.append(Run(name, rank * size, length, begin))
+            runs.append(ParameterRun(name, rank * size, length, begin))
         begin += size
     return FlatGroup(tuple(runs), begin, 0)
 

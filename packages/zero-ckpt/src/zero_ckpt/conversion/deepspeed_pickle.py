@@ -5,7 +5,8 @@ Only for writing: what is read here goes through `torch_file`, which resolves no
 
 from __future__ import annotations
 
-import pickle
+from pickle import GLOBAL
+from pickle import _Pickler as PythonPickler  # type: ignore[attr-defined, unused-ignore]
 from typing import Any
 
 
@@ -37,7 +38,7 @@ class FragmentAddress(DeepSpeedObject):
     place = "deepspeed.utils.tensor_fragment", "fragment_address"
 
 
-class NamingPickler(pickle._Pickler):
+class NamingPickler(PythonPickler):  # type: ignore[misc, unused-ignore]
     """A pickler that writes a subclass of `DeepSpeedObject` as the class that it stands for.
 
     The pickler in C looks a class up by its name before it writes it.
@@ -46,10 +47,10 @@ class NamingPickler(pickle._Pickler):
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Write a class or function by its name."""
         if isinstance(obj, type) and issubclass(obj, DeepSpeedObject):
-            self.write(pickle.GLOBAL + "\n".join((*obj.place, "")).encode())
-            self.memoize(obj)
+            self.write(GLOBAL + "\n".join((*obj.place, "")).encode())  # type: ignore[attr-defined, unused-ignore]
+            self.memoize(obj)  # type: ignore[attr-defined, unused-ignore]
         else:
-            super().save_global(obj, name)
+            super().save_global(obj, name)  # type: ignore[misc, unused-ignore]
 
 
 class Pickling:
