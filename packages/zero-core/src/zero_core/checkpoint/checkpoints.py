@@ -149,8 +149,7 @@ class Checkpoints:
 
     def _load_everything(self, root: Path, tag: str | None, opened: Checkpoint | None) -> tuple[str, dict[str, Any]]:
         """Load ``root/tag``, open as ``opened``, with all that this engine has; return its path and client state."""
-        has_optimizer = self._state.optimizer is not None
-        wanted = LoadChoice(strict=True, optimizer=has_optimizer, scheduler=True, counters=True, opened=opened)
+        wanted = LoadChoice(True, self._state.optimizer is not None, scheduler=True, counters=True, opened=opened)
         return self._load(root, tag, wanted, choice=tag or str(root))  # each node has node memory elsewhere
 
     def _load(self, root: Path, tag: str | None, wanted: LoadChoice, *, choice: str) -> tuple[str, dict[str, Any]]:

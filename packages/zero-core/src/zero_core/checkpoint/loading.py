@@ -72,9 +72,8 @@ def load(state: TrainingState, root: Path, tag: str | None, wanted: LoadChoice) 
     return the report on each name and the client state. Collective. Raises `zero_ckpt.CheckpointError`."""
     state.module.zero_grad()
     state.counters.accumulated = 0
-    everybody = state.model_part.coordinator or coordinator_of(state)
-    fill = partial(_fill, state, wanted)
-    checkpoint, source = restore_any(root, fill, tag, coordinator=everybody, opened=wanted.opened)
+    group = state.model_part.coordinator or coordinator_of(state)
+    checkpoint, source = restore_any(root, partial(_fill, state, wanted), tag, coordinator=group, opened=wanted.opened)
     if wanted.custom is not None:
         _load_by_custom(state, wanted.custom, source)
     else:

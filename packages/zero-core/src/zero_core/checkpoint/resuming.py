@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,11 +50,8 @@ def _resume(state: TrainingState, memory: InMemory, root: Path, load: Load, run:
     """Do what `resume` does without a log: the copy in memory comes first unless the disk is newer, then the disk."""
     everybody = state.model_part.coordinator or coordinator_of(state)
     found, on_disk = memory.find(run), None
-    try:
+    with suppress(NotFoundError, *(() if found is None else (DamagedError,))):  # damage is logged
         on_disk = open_any(root, coordinator=everybody)
-    except (NotFoundError, DamagedError) as problem:
-        if found is None and isinstance(problem, DamagedError):
-            raise
     if found is not None and (on_disk is None or found.step >= on_disk.step):
         try:
             path, client = load(memory.fetch(found, run), found.tag, None)
