@@ -87,7 +87,8 @@ def test_what_deepspeed_saved_continues_here(ranks: int, theirs: Path, tmp_path:
         expected, found = load(theirs, name.removesuffix("-universal")), load(tmp_path, name)
         facts = {key: expected["saved"].pop("facts") for key in ("facts",)}["facts"]
         assert found["before"].pop("facts") == facts, name
-        assert expected["saved"].keys() == found["before"].keys()
+        moments = {key for key in found["before"] if key.endswith((" exp_avg", " exp_avg_sq"))}
+        assert expected["saved"].keys() == found["before"].keys() - moments
         assert [key for key, value in expected["saved"].items() if not torch.equal(value, found["before"][key])] == []
         assert found["client"]["pair"] == (1, "two") and found["client"]["milestones"] == {10: "a"}
         assert torch.equal(found["client"]["best"], torch.tensor([1.5, 2.5]))
