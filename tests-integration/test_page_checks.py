@@ -174,3 +174,21 @@ def test_threads_name_tests_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(check.missing_tests(row.format("test_verse")))
     assert list(check.missing_tests(row.replace("https:", "").format("test_prose")))
     assert list(check.missing_tests("no row"))
+
+
+def test_a_public_name_behind_a_module_of_its_name_is_shown_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = tool("check_docs", monkeypatch)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    package = tmp_path / "packages" / "zero-a" / "src" / "zero_a"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('__all__ = ["cut", "tie"]\n')
+    (package / "cut.py").write_text("def cut(): ...\n")
+    page = tmp_path / "docs" / "api" / "zero-a.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("::: zero_a\n")
+    (complaint,) = check.hidden_names()
+    assert "zero_a.cut;" in complaint
+    page.write_text("::: zero_a\n\n::: zero_a.cut.cut\n")
+    assert not list(check.hidden_names())

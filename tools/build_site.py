@@ -7,7 +7,6 @@ Needs zensical and mkdocstrings, and none of the packages: names and docstrings 
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -16,13 +15,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_docs import FENCE, ROOT
+from check_docs import FENCE, ROOT, SHOWN, exported
 
 DOCS = ROOT / "docs"
 PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
 TARGET = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]+)?(?=\))")
-SHOWN = re.compile(r"^::: (\S+)$", re.MULTILINE)
 
 
 class SiteError(Exception):
@@ -77,15 +75,6 @@ def copy_pages() -> None:
             target.write_text(moved(source, source.read_text(encoding="utf-8"), places), encoding="utf-8")
         else:
             shutil.copyfile(source, target)
-
-
-def exported(module: str) -> list[str]:
-    """Return the names in `__all__` of a module of some package; none of what is no module or has no `__all__`."""
-    path = ROOT.joinpath("packages", module.split(".")[0].replace("_", "-"), "src", *module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    nodes = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
-    lists = [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
-    return [name for value in lists for name in ast.literal_eval(value)]
 
 
 def not_shown() -> Iterator[str]:

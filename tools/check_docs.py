@@ -1,6 +1,6 @@
 """Check the Markdown pages: relative links and pictures lead to files and headings that exist, the examples parse, the
 site has every page of docs/, every question is answered by a link, the front page's figures are those of the
-benchmarks, and the tests that docs/public-threads.md names exist.
+benchmarks, the tests that docs/public-threads.md names exist, and no module hides a public name of the same name.
 
 Standard library only. Python examples must be valid Python (a `>>>` session counts by its input lines), JSON examples
 valid JSON; every script in docs/examples/ must compile.
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FIGURE = re.compile(r"\d+\.\d+")
+SHOWN = re.compile(r"^::: (\S+)$", re.MULTILINE)
 TEST = re.compile(r"`([\w./-]+\.py)::(\w+)`")
 QUESTIONS = 20
 
@@ -119,6 +120,32 @@ def missing_tests(threads: str) -> Iterator[str]:
                 yield f"docs/public-threads.md: there is no test {file}::{name}"
 
 
+def module_file(module: str) -> Path:
+    """The file of a dotted module of some package, whether it exists or not."""
+    path = ROOT.joinpath("packages", module.split(".")[0].replace("_", "-"), "src", *module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def exported(module: str) -> list[str]:
+    """Return the names in `__all__` of a module of some package; none of what is no module or has no `__all__`."""
+    file = module_file(module)
+    nodes = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    lists = [node.value for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"]
+    return [name for value in lists for name in ast.literal_eval(value)]
+
+
+def hidden_names() -> Iterator[str]:
+    """Complaints about public names that the site would not show: a module of the package has the same name, and the
+    page does not show the name by itself, from that module."""
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        shown = SHOWN.findall(page.read_text(encoding="utf-8"))
+        for module in shown:
+            for name in exported(module):
+                full, own = f"{module}.{name}", f"{module}.{name}.{name}"
+                if module_file(full).is_file() and not {full, own} & set(shown):
+                    yield f"docs/api/{page.name}: a module hides {full}; add a heading and `::: {own}`"
+
+
 def parse_example(language: str, body: str) -> None:
     if language == "python":
         if body.lstrip().startswith(">>>"):
@@ -146,7 +173,7 @@ def main() -> int:
         for name in ("docs/index.md", "docs/questions.md", "README.md", "docs/benchmarks.md", "docs/public-threads.md")
     )
     complaints = [*not_on_the_site(), *unanswered(front, questions), *not_measured(readme, benchmarks)]
-    complaints += missing_tests(threads)
+    complaints += [*missing_tests(threads), *hidden_names()]
     for page in pages():
         text = page.read_text(encoding="utf-8")
         complaints += [*broken_links(page, text), *broken_examples(page, text)]
