@@ -3,10 +3,14 @@ be completed by a shell."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points, version
 from pathlib import Path
 
@@ -16,6 +20,7 @@ COMMANDS = {each.name: each for each in entry_points(group="console_scripts") if
 MISSPELT = {
     "zero-ckpt": ("convrt", "convert"),
     "zero-core": ("confg", "config"),
+    "zero-launch": ("doctr", "zero-launch doctor"),
     "zero-nvme-aio": ("prob", "probe"),
     "zero-plan": ("estimat", "estimate"),
 }
@@ -58,6 +63,43 @@ def test_a_command_says_its_version_and_shows_an_example(name: str) -> None:
 def test_the_module_of_deepspeeds_names_says_its_version() -> None:
     done = subprocess.run([sys.executable, "-m", "zero_deepspeed", "--version"], capture_output=True, text=True)
     assert done.stdout == f"zero-deepspeed {version('zero-deepspeed')}\n"
+
+
+def subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, ...]]:
+    """Yield the words of every command of a parser that has none below it."""
+    found = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not found:
+        yield ()
+    for name, child in (item for action in found for item in action.choices.items()):
+        yield from ((name, *words) for words in subcommands(child))
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    module, _, function = PARSERS[name].rpartition(".")
+    made = getattr(importlib.import_module(module), function)()
+    assert isinstance(made, argparse.ArgumentParser)
+    return made
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_subcommand_shows_an_example_that_it_takes(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = parser_of(name)
+    for words in subcommands(parser):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*words, "--help"])
+        shown = re.sub(r"\\\n *", "", capsys.readouterr().out)
+        examples = re.findall(rf"^ *(?:examples?: +)?{' '.join((name, *words))}(?: .*)?$", shown, re.MULTILINE)
+        assert examples, words
+        for example in examples:
+            parser.parse_args(shlex.split(example.partition(name)[2].partition(" >")[0].partition("   ")[0]))
+
+
+def test_commands_of_zero_launch_with_a_parser_of_their_own_show_an_example() -> None:
+    for word in ("doctor", "slurm-script"):
+        assert f"example: zero-launch {word} --" in run(COMMANDS["zero-launch"], word, "--help").stdout
 
 
 @pytest.mark.parametrize("name", MISSPELT)

@@ -58,30 +58,37 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zero-ckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    root = "the folder given to save_checkpoint, which holds the checkpoints"
     spec = "a root, root@tag, root@step, or a checkpoint directory"
 
-    command = commands.add_parser("inspect", help="print names, shapes, dtypes and sizes")
+    def add(name: str, about: str, example: str) -> argparse.ArgumentParser:
+        """Add a subcommand with one line of help and an example of its use, without the program's name."""
+        made: argparse.ArgumentParser = commands.add_parser(name, help=about, epilog=f"example: zero-ckpt {example}")
+        return made
+
+    command = add("inspect", "print names, shapes, dtypes and sizes", "inspect run/checkpoints@step100")
     command.add_argument("checkpoint", help=spec + "; safetensors, DeepSpeed or torch DCP, too")
     command.add_argument("--json", action="store_true", help="print everything as JSON")
     command.set_defaults(run=_inspect)
 
-    command = commands.add_parser("verify", help="read everything and compare checksums")
+    command = add("verify", "read everything and compare checksums", "verify run/checkpoints")
     command.add_argument("checkpoint", help=spec + "; a root stands for all its checkpoints")
     command.set_defaults(run=_verify)
 
-    command = commands.add_parser("repair", help="sweep, restore from twins, set the damaged aside, fix latest")
-    command.add_argument("root")
+    about = "sweep, restore from twins, set the damaged aside, fix latest"
+    command = add("repair", about, "repair run/checkpoints --dry-run")
+    command.add_argument("root", help=root)
     command.add_argument("--dry-run", action="store_true", help="only say what would be done")
     command.set_defaults(run=_repair)
 
-    command = commands.add_parser("diff", help="compare two checkpoints")
+    command = add("diff", "compare two checkpoints", "diff run/checkpoints@step100 run/checkpoints@step200")
     command.add_argument("first", help=spec)
     command.add_argument("second", help=spec)
     command.set_defaults(run=_diff)
 
-    command = commands.add_parser("prune", help="remove all but the newest checkpoints")
-    command.add_argument("root")
-    command.add_argument("--keep-last", type=int, required=True, metavar="N")
+    command = add("prune", "remove all but the newest checkpoints", "prune run/checkpoints --keep-last 3 --dry-run")
+    command.add_argument("root", help=root)
+    command.add_argument("--keep-last", type=int, required=True, metavar="N", help="how many to keep")
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     command.set_defaults(run=_prune)
     _add_convert_parser(commands)
@@ -90,10 +97,15 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_convert_parser(commands: Any) -> None:
     """Add the subcommand `convert` and its options to argparse's subparsers, `commands`."""
-    command = commands.add_parser("convert", help="write another format, or another dtype")
+    command = commands.add_parser(
+        "convert",
+        help="write another format, or another dtype",
+        epilog="example: zero-ckpt convert run/checkpoints model.safetensors --dtype bf16",
+    )
     command.add_argument("source", help="a checkpoint of this package, safetensors, DeepSpeed, or torch DCP")
     command.add_argument("target", help="a .safetensors or .bin file, or a directory")
-    command.add_argument("--to", choices=("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt"))
+    formats = ("safetensors", "pytorch", "deepspeed-universal", "zero-ckpt")
+    command.add_argument("--to", choices=formats, help="the format; by default told by the target's name")
     command.add_argument("--dtype", default="fp32", help="fp32 (default), bf16, fp16 or keep")
     command.add_argument("--max-shard-size", metavar="SIZE", help="cut files at this size, such as 5GB")
     command.add_argument("--overwrite", action="store_true", help="replace what is there already")

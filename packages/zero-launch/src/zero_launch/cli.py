@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import os
 import shlex
 import signal
@@ -86,11 +87,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zero-launch: {error}", file=sys.stderr, flush=True)
         return 1
     except (OSError, ValueError) as error:
-        print(f"zero-launch: {error}", file=sys.stderr, flush=True)
+        meant = _nearest_command(words) if isinstance(error, FileNotFoundError) else ""
+        print(f"zero-launch: {error}{meant}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 0
+
+
+def _nearest_command(words: Sequence[str]) -> str:
+    """Return the end of an error about a missing script: the command that the first of ``words`` may mean, or empty."""
+    near = difflib.get_close_matches(words[0], ("doctor", "slurm-script"), n=1) if words else []
+    return f"; did you mean 'zero-launch {near[0]}'?" if near else ""
 
 
 @contextlib.contextmanager

@@ -50,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="zero-launch doctor",
         description="Look at every host of a job before it starts. Exit status 1 when something would stop it.",
+        epilog="example: zero-launch doctor --hostfile hosts",
         allow_abbrev=False,
     )
     parser.add_argument("-H", "--hostfile", metavar="FILE", help="the hosts; without it, this machine")

@@ -22,14 +22,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="zero-launch slurm-script",
         description="Print the batch file that runs a job under Slurm; submit it with sbatch.",
+        epilog="example: zero-launch slurm-script --nodes 4 --nproc 8 --output job.sh train.py",
         allow_abbrev=False,
     )
-    parser.add_argument("--nodes", type=int, required=True, metavar="N")
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="number of nodes")
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks per node")
     parser.add_argument("--gpus", action="store_true", help="ask for one GPU per rank")
     parser.add_argument("--time", metavar="HH:MM:SS", help="time limit")
-    parser.add_argument("--partition", metavar="NAME")
-    parser.add_argument("--account", metavar="NAME")
+    parser.add_argument("--partition", metavar="NAME", help="partition of the cluster")
+    parser.add_argument("--account", metavar="NAME", help="account that the job is charged to")
     parser.add_argument("--name", metavar="NAME", help="job name (default: the target's)")
     parser.add_argument(
         "--requeue",
@@ -40,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--options", default="", metavar="ARGS", help="more options of zero-launch, as one argument")
     parser.add_argument("--output", metavar="FILE", help="write there instead of to standard output")
     parser.add_argument("-m", "--module", action="store_true", help="TARGET is a module, as in python -m")
-    parser.add_argument("target", metavar="TARGET")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...")
+    parser.add_argument("target", metavar="TARGET", help="script (or module) to run in every rank")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the target")
     options = parser.parse_args(argv)
     spec = LaunchSpec(options.target, tuple(options.args), nproc=options.nproc, module=options.module)
     spec.check_target()

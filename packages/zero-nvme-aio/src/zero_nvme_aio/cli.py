@@ -69,10 +69,18 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zero-nvme-aio {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
-    probe = commands.add_parser("probe", help="which backends run here, which is chosen, and why not the others")
+    def add(name: str, about: str, example: str) -> argparse.ArgumentParser:
+        """Add a subcommand with one line of help and an example of its use, without the program's name."""
+        made: argparse.ArgumentParser = commands.add_parser(
+            name, help=about, epilog=f"example: zero-nvme-aio {example}"
+        )
+        return made
+
+    probe = add("probe", "which backends run here, which is chosen, and why not the others", "probe")
     probe.set_defaults(action=_run_probe)
 
-    bench = commands.add_parser("bench", help="measure a folder's device, beside fio where it is installed")
+    about = "measure a folder's device, beside fio where it is installed"
+    bench = add("bench", about, "bench --path /mnt/nvme --kind read --block 1M --depth 8 32")
     bench.add_argument("--path", required=True, help="a folder on the device; a scratch file is made and removed")
     bench.add_argument(
         "--size", type=_parse_size, default="1G", help="bytes of the scratch file, with K, M or G (default 1G)"
@@ -98,16 +106,16 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--png", metavar="FILE", help="also plot (needs the extra `plot`)")
     bench.set_defaults(action=_run_bench)
 
-    tune = commands.add_parser("tune", help="find the best setting for a folder's device and remember it")
-    tune.add_argument("--path", required=True)
+    tune = add("tune", "find the best setting for a folder's device and remember it", "tune --path /mnt/nvme")
+    tune.add_argument("--path", required=True, help="a folder on the device; a scratch file is made and removed")
     tune.add_argument("--size", type=_parse_size, default="256M", help="bytes of the scratch file (default 256M)")
     tune.add_argument("--seconds", type=float, default=45.0, help="when to stop measuring (default 45)")
     tune.add_argument("--dry-run", action="store_true", help="do not remember the result")
     tune.set_defaults(action=_run_tune)
 
-    copy = commands.add_parser("cp", help="copy a file through the engine")
-    copy.add_argument("source")
-    copy.add_argument("target")
+    copy = add("cp", "copy a file through the engine", "cp /mnt/nvme/model.bin /backup/model.bin --verify")
+    copy.add_argument("source", help="the file to read")
+    copy.add_argument("target", help="the file to write; it is replaced if it exists")
     copy.add_argument("--verify", action="store_true", help="read the copy again and compare checksums")
     copy.add_argument("--no-sync", action="store_true", help="do not wait until the copy is on stable storage")
     copy.set_defaults(action=_run_copy)

@@ -28,7 +28,12 @@ def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     parser = subparsers.add_parser("config", help="check a configuration file, or print the schema of one")
     commands = parser.add_subparsers(dest="config_command", required=True, metavar="command")
 
-    check = commands.add_parser("check", help="print what a configuration file resolves to", description=_CHECK)
+    check = commands.add_parser(
+        "check",
+        help="print what a configuration file resolves to",
+        description=_CHECK,
+        epilog="example: zero-core config check ds.json --world-size 8 --no-defaults",
+    )
     check.add_argument("file", help="a JSON file")
     check.add_argument(
         "--world-size", type=_rank_count, default=1, metavar="N", help="ranks to resolve batch sizes for (default: 1)"
@@ -37,7 +42,11 @@ def add_config_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
     check.add_argument("--json", action="store_true", help="print a JSON list of the rows instead of a table")
     check.set_defaults(run=_run_check)
 
-    schema = commands.add_parser("schema", help="print the JSON Schema of a configuration file, for editors")
+    schema = commands.add_parser(
+        "schema",
+        help="print the JSON Schema of a configuration file, for editors",
+        epilog="example: zero-core config schema > ds.schema.json",
+    )
     schema.set_defaults(run=_run_schema)
     return parser
 

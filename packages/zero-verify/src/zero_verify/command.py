@@ -36,6 +36,7 @@ def add_verify_command(subparsers: argparse._SubParsersAction[argparse.ArgumentP
         "verify",
         help="compare a script's training at stage 0 and under a configuration",
         description=_ABOUT,
+        epilog="example: zero-core verify train.py --config ds.json --steps 3 --nproc 2",
         usage="zero-core verify TARGET [options] [-- ARGUMENTS OF TARGET]",
     )
     parser.add_argument("target", help="a training script that calls zero_core.initialize (with -m, a module)")

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="zero-plan",
         description="Say what a training run needs, before it runs.",
-        epilog="example: zero-plan run train.py --config ds.json --world-size 64 --ranks-per-node 8",
+        epilog="example: zero-plan run train.py --config ds.json --world-size 64",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"zero-plan {__version__}")

@@ -21,6 +21,8 @@ _PROBE = """\
 Measure this machine and write a machine file: matrix products per dtype, memory and copy bandwidth, and the drives
 below --disk with zero-nvme-aio. Takes about a minute. What cannot be measured here (links, networks, endurance) is
 left out; add it by hand or with --set.
+
+  zero-plan probe --disk /mnt/nvme --out my.toml
 """
 
 
