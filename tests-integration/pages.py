@@ -45,7 +45,7 @@ def run_page(page: Path, folder: Path) -> int:
     """Do in ``folder`` what the page says and return the number of commands' blocks; assert that the outputs match."""
     ran, printed = 0, ""
     for block in blocks(page.read_text(encoding="utf-8")):
-        where = f"{page.relative_to(DOCS)}:{block.line}"
+        where = f"{page.relative_to(DOCS.parent)}:{block.line}"
         if block.title:
             for name, text in files(block):
                 (folder / name).write_text(text, encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pages import DOCS, blocks, run_page
+from pages import DOCS, Block, blocks, run_page
 
 PAGES = sorted(
     page
@@ -26,6 +26,18 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name in QUICK], ids=name)
 def test_quick_pages_work_by_copy_and_paste(page: Path, tmp_path: Path) -> None:
     assert run_page(page, tmp_path) > 0
+
+
+def script(page: Path) -> Block:
+    (found,) = (block for block in blocks(page.read_text(encoding="utf-8")) if block.title == "train.py")
+    return found
+
+
+def test_the_script_of_the_front_pages_runs_as_it_stands(tmp_path: Path) -> None:
+    readme, index = DOCS.parent / "README.md", DOCS / "index.md"
+    assert script(readme).body == script(index).body
+    assert run_page(index, tmp_path) == 1
+    assert (tmp_path / "run" / "ckpt" / "latest").is_file()
 
 
 @pytest.mark.soak
