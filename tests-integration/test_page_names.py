@@ -1,4 +1,5 @@
-"""The pages name what there is: attributes of the engine, names of the packages' modules, keys of the configuration."""
+"""The pages name what there is: attributes of the engine, names of the packages' modules, keys of the configuration,
+source files, options of the commands."""
 
 from __future__ import annotations
 
@@ -20,6 +21,12 @@ OF_ENGINE = re.compile(r"\bengine\.(\w+)")
 OF_MODULE = re.compile(r"\bzero_[a-z_]+(?:\.\w+)+")
 KEY = re.compile(r"`([a-z0-9_]+(?:\.[a-z0-9_]+)+)`")
 FILES = (".json", ".md", ".py")
+SOURCE = re.compile(r"`(?:[\w.-]+/)*([\w-]+\.(?:py|cpp|hpp|h))`")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+SOURCES = ("packages", "tests-integration", "tools", "docs/examples")
+OTHER_SOURCES = {"train.py", "ds_to_universal.py", "noxfile.py"}
+"""A reader's script, DeepSpeed's, and the root's."""
+CALL = re.compile(r"(?<![\w/.-])(zero-(?:ckpt|core|launch|nvme-aio|plan|report)) ([^`|>\n]*)")
 NO_KEYS = {"optimizer", "scheduler"}
 """Sections whose names are also those of objects with attributes."""
 OTHER_ENGINE = {"zero-nvme-aio", "zero-report"}
@@ -63,8 +70,39 @@ def is_key(path: str) -> bool:
     return True
 
 
+@functools.cache
+def source_names() -> frozenset[str]:
+    """Return the names of the source files of this repository."""
+    return frozenset(path.name for folder in SOURCES for path in (ROOT / folder).rglob("*.*"))
+
+
+@functools.cache
+def options_of() -> dict[str, set[str]]:
+    """Return the options of each command, by the page that is written from the parsers."""
+    page = (ROOT / "docs" / "reference" / "command-lines.md").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    for section in page.split("\n## `")[1:]:
+        command = re.split(r"[` ]", section, maxsplit=1)[0]
+        found.setdefault(command, {"--help"}).update(re.findall(r"`(--[\w-]+)", section))
+    return found
+
+
+def unknown_options(text: str) -> Iterator[str]:
+    """Yield the options with which a page calls a command that has no such option; a script's own are not looked at."""
+    for command, words in CALL.findall(text.replace("\\\n", " ")):
+        for word in words.split():
+            if word == "--" or (command == "zero-launch" and word.endswith(".py")):
+                break
+            option = re.match(r"--[\w-]+", word)
+            if option and option[0] not in options_of()[command]:
+                yield f"{command} {option[0]}"
+
+
 def unknown(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
+    own = set(re.findall(r"[\w-]+\.\w+", " ".join(FENCE.findall(text))))
+    yield from sorted(set(SOURCE.findall(FENCE.sub("", text))) - source_names() - OTHER_SOURCES - own)
+    yield from unknown_options(text)
     if page.parent.name not in OTHER_ENGINE:
         names = {name for name in OF_ENGINE.findall(text) if name not in engine_names() | {"py"}}
         yield from sorted(f"engine.{name}" for name in names)
@@ -83,6 +121,12 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("engine.stepp() engine.step() `zero_core.Engin` zero_core.Engine `fp16.enabled` `fp16.enable`")
     assert list(unknown(page)) == ["engine.stepp", "zero_core.Engin", "fp16.enable"]
+    page.write_text(
+        "`engine.py` `gone.py` `mine.py`\n\n```sh\nzero-launch --nproc 2 mine.py --gone\nzero-launch --gone a.py\n```"
+    )
+    assert list(unknown(page)) == ["gone.py", "zero-launch --gone"]
+    page.write_text("`zero-ckpt inspect --gone`, `zero-core verify train.py --steps 3 -- --mine`")
+    assert list(unknown(page)) == ["zero-ckpt --gone"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
