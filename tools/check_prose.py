@@ -25,6 +25,8 @@ INSTEAD = {
     r"anew": "again",
     r"in vain": "without an answer",
     r"uncut": "full",
+    r"whole (weight|parameter|gradient|value)s?": "full",
+    r"cop(y|ies) of the model": "replica",
     r"(of|from) ours": "of this project",
     r"what it writes, it writes": "its files are written",
     r"have between them": "sharded over",

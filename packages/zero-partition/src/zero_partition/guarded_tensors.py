@@ -116,7 +116,7 @@ def why_not_elementwise(
     if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
         return ""
     if call == "__get__":
-        return f"{attribute} needs the whole parameter" if attribute in ("H", "T", "mH", "mT") else ""
+        return f"{attribute} needs the full parameter" if attribute in ("H", "T", "mH", "mT") else ""
     if call in _RANDOM or call.rstrip("_") in ("normal", "uniform", "bernoulli", "exponential"):
         return f"{call}() draws random numbers for the part"
     if is_whole_view(call, args, keywords):

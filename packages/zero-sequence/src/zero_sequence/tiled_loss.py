@@ -4,7 +4,7 @@
 scales it. That saves one of four products with the head's weights: the head and the loss take a fifth to a third less
 time, and hold up to 1.6 times the memory (bench/bench_tiled_loss.py). The loss computes tiles again in backward
 nevertheless. An engine would take a differentiation inside forward for a backward pass. The loss scale of float16 would
-come too late for small gradients. Losses that are only looked at would pay for gradients, and a head's whole gradient
+come too late for small gradients. Losses that are only looked at would pay for gradients, and a head's full gradient
 would live from forward on.
 """
 

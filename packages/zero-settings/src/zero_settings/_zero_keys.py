@@ -195,7 +195,7 @@ class ZeroOptimization(Section):
     round_robin_gradients: Flag = False
     parameter_alignment: Flag = False
     mics_shard_size: Int = Field(
-        default=-1, description="Ranks that share one copy of the model, the others repeat it; -1: all ranks."
+        default=-1, description="Ranks that one replica of the model is sharded over; -1: all ranks."
     )
     mics_hierarchical_params_gather: Flag = False
     zero_hpz_partition_size: PositiveInt = Field(

@@ -132,7 +132,7 @@ NO_EFFECT: dict[str, str] = {
     "zero_optimization.round_robin_gradients": _UNITS,
     "zero_optimization.save_muon_momentum_buffer_in_memory": "states live where their shards live",
     "zero_optimization.stage3_allgather_sequential": _UNITS,
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "whole weights can always be gathered for saving",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "full weights can always be gathered for saving",
     "zero_optimization.stage3_max_reuse_distance": _UNITS,
     "zero_optimization.stage3_model_persistence_threshold": "stage3_param_persistence_threshold alone decides",
     "zero_optimization.stage3_module_granularity_threshold": _UNITS,

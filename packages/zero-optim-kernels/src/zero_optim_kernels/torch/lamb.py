@@ -71,7 +71,7 @@ class CPULamb(KernelOptimizer):
         """
         super()._check_param(group, position, param)
         if hasattr(param, "to_local"):
-            raise TypeError(f"{self._param_name(group, position)}: LAMB needs whole parameters, got a DTensor")
+            raise TypeError(f"{self._param_name(group, position)}: LAMB needs full parameters, got a DTensor")
 
     def _run(self, group: dict[str, Any], cohort: Cohort, grads: list[int], step: int, common: dict[str, Any]) -> None:
         """Update the cohort in place by `lamb_step` and `lamb_apply`, in batches whose directions fit one scratch
