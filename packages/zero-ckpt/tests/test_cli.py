@@ -146,6 +146,17 @@ def test_a_path_without_a_checkpoint_is_answered_with_what_is_there(
     save(tmp_path / "runs" / "one", 1)
     assert main(["diff", "runs", "runs"]) == 2
     assert "its folders one hold some; name one of them as the root" in capsys.readouterr().err
+    assert main(["diff", "absent@1", "absent@2"]) == 2
+    assert f"absent does not exist; the working directory is {tmp_path}" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["diff", "empty", "empty"]) == 2
+    assert "opening empty: there is no checkpoint: empty is an empty folder" in capsys.readouterr().err
+    for name in ("a.csv", "b.csv", "c.csv", "d.csv"):
+        (tmp_path / "empty" / name).touch()
+    assert main(["diff", "empty", "empty"]) == 2
+    assert "there is no checkpoint: empty holds a.csv, b.csv, c.csv and 1 more" in capsys.readouterr().err
+    assert main(["diff", "empty/a.csv", "empty/b.csv"]) == 2
+    assert "empty/a.csv is a file; for safetensors and others see `zero-ckpt convert`" in capsys.readouterr().err
 
 
 def test_prune_keeps_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -94,8 +94,8 @@ def tree_text(checkpoint: Checkpoint) -> Iterator[str]:
     tensors = list(checkpoint.tensors.values())
     yield (
         f"{checkpoint.path}: step {checkpoint.step}, {len(tensors)} tensors, "
-        f"{size_text(sum(tensor.nbytes for tensor in tensors))}, {len(checkpoint.manifest.files)} files, written by "
-        f"{checkpoint.world_size} ranks"
+        f"{size_text(sum(tensor.nbytes for tensor in tensors))}, files: {len(checkpoint.manifest.files)}, "
+        f"written by {checkpoint.world_size} rank{'s' if checkpoint.world_size != 1 else ''}"
     )
     yield from _tree(tensors, checkpoint.aliases)
 

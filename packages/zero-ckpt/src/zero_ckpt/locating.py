@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .catalog import find_candidates
 from .errors import NotFoundError
-from .opening import open_checkpoint
+from .opening import open_checkpoint, whereabouts
 from .reader import Checkpoint
 
 
@@ -33,7 +33,8 @@ def open_spec(spec: str) -> Checkpoint:
 def find_tag(root: Path, which: str) -> str:
     """Return the tag of `root` that equals `which`, or the tag of the only checkpoint whose step is `which`.
 
-    Raises NotFoundError, which lists the tags, when there is none, or several have that step.
+    Raises NotFoundError, which lists the tags, when there is none, or several have that step; for a root without
+    checkpoints it says what is there.
     """
     candidates = find_candidates(root)
     if any(candidate.tag == which for candidate in candidates):
@@ -41,6 +42,8 @@ def find_tag(root: Path, which: str) -> str:
     found = [item.tag for item in candidates if item.manifest is not None and str(item.manifest.step) == which]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(candidate.tag for candidate in candidates) or "none"
+    if not candidates:
+        raise NotFoundError(f"{root}: there is no checkpoint{whereabouts(root)}")
+    known = ", ".join(candidate.tag for candidate in candidates)
     problem = "no checkpoint" if not found else f"{len(found)} checkpoints"
     raise NotFoundError(f"{root} has {problem} with tag or step {which!r}; its tags: {known}")

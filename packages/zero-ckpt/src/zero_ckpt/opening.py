@@ -61,7 +61,7 @@ def open_checkpoint(
                 return _open_chosen(next(option for option in options if option.tag == name), tag, skipped, what)
             skipped[name] = problem
     if not skipped:
-        raise NotFoundError(f"{what}: there is no checkpoint{_whereabouts(directory)}")
+        raise NotFoundError(f"{what}: there is no checkpoint{whereabouts(directory)}")
     lines = "".join(f"\n  {name!r}: {problem}" for name, problem in skipped.items())
     raise DamagedError(f"{what}: no whole checkpoint{lines}\n{damage_advice(directory, skipped)}")
 
@@ -73,13 +73,17 @@ def damage_advice(directory: Path, damaged: Collection[str]) -> str:
     return f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"
 
 
-def _whereabouts(directory: Path) -> str:
-    """Return what is in the place of a root that holds no checkpoint, as the end of an error; empty if that is nothing
-    of note."""
+def whereabouts(directory: Path) -> str:
+    """Return what is in the place of a root that holds no checkpoint, as the end of an error."""
     if not directory.exists():
         return f": {directory} does not exist{start_of(directory)}"
-    roots = roots_below(directory)
-    return f", but its folders {', '.join(roots)} hold some; name one of them as the root" if roots else ""
+    if not directory.is_dir():
+        return f": {directory} is a file; for safetensors and others see `zero-ckpt convert`"
+    if roots := roots_below(directory):
+        return f", but its folders {', '.join(roots)} hold some; name one of them as the root"
+    names = sorted(os.listdir(directory))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f": {directory} holds {', '.join(names[:3])}{more}" if names else f": {directory} is an empty folder"
 
 
 def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, str], what: str) -> Checkpoint:
