@@ -35,3 +35,5 @@ def test_a_missing_compiler_is_the_first_line_with_the_wheels_name(package: str,
     assert f"{package} is built from source here, and there is no C++17 compiler" in said
     assert re.search(rf"{package.replace('-', '_')}-\S+-manylinux\S*_\w+\.whl", said), said
     assert len(re.findall("CMake Error", done.stderr)) == 1, done.stderr
+    cache = (tmp_path / "build" / "CMakeCache.txt").read_text(encoding="utf-8")
+    assert "NOTFOUND" not in cache, "the next build in this folder would not look for a compiler"
