@@ -19,6 +19,7 @@ OPTIMIZER_ON_HOST = (("offload_optimizer", HOST),)
 PARAMETERS_ON_HOST = (("offload_param", HOST),)
 BOTH_ON_HOST = (*OPTIMIZER_ON_HOST, *PARAMETERS_ON_HOST)
 NVME = {"device": "nvme"}
+TWO_VIRTUAL_RANKS = (("deterministic", {"across_world_sizes": 2}),)
 BOTH_ON_NVME = (("offload_optimizer", NVME), ("offload_param", NVME))
 NODES = (("comm", {"ranks_per_node": 2}),)
 HPZ = (("zero_hpz_partition_size", 2),)
@@ -52,7 +53,14 @@ def assert_equal(case: Case, planned: RankPlan, measured: Measured) -> None:
     ("world_size", "rank", "cases"),
     [
         (1, 0, [Case(stage=3), Case(stage=3, settings=BF16, zero=BOTH_ON_NVME)]),
-        (2, 1, [Case(stage=0), Case(tied_decoder, stage=2, accumulation=3, settings=BF16, zero=OPTIMIZER_ON_HOST)]),
+        (
+            2,
+            1,
+            [
+                Case(stage=0, settings=TWO_VIRTUAL_RANKS),
+                Case(tied_decoder, stage=2, accumulation=3, settings=BF16, zero=OPTIMIZER_ON_HOST),
+            ],
+        ),
         (
             3,
             2,

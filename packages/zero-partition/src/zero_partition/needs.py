@@ -165,16 +165,23 @@ def check_repeats(optimizer: Optimizer, need: Need, device: torch.device = _CPU)
         )
     if need is not Need.ELEMENTS:
         return
+    with torch._C._DisableTorchDispatch():  # as in `need_of`
+        repeats = all(_is_independent_of_shards(optimizer, group, device) for group in optimizer.param_groups)
+    if not repeats:
+        raise PartitionError(
+            f"{kind} gives other bits when a parameter is sharded, so they would depend on the number of ranks: it "
+            "cannot run under deterministic.across_world_sizes. Use the optimizer that the configuration names "
+            '("optimizer": {"type": "AdamW"}), or torch.optim.AdamW(foreach=False).'
+        )
+
+
+def _is_independent_of_shards(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> bool:
+    """Return whether two steps on a long vector, with the hyperparameters of ``group``, give the same bits in one piece
+    and split at multiples of `GRID`."""
     whole = torch.randn(_REPEATS * GRID + 77, generator=torch.Generator().manual_seed(0)).to(device)
     pieces = [part.clone() for part in whole.tensor_split([GRID, 4 * GRID, _REPEATS // 2 * GRID])]
-    for group in optimizer.param_groups:
-        together, apart = (torch.cat(_two_steps(optimizer, group, parts)) for parts in ([whole], pieces))
-        if not torch.equal(together.view(torch.int32), apart.view(torch.int32)):
-            raise PartitionError(
-                f"{kind} gives other bits when a parameter is sharded, so they would depend on the number of ranks: it "
-                "cannot run under deterministic.across_world_sizes. Use the optimizer that the configuration names "
-                '("optimizer": {"type": "AdamW"}), or torch.optim.AdamW(foreach=False).'
-            )
+    together, apart = (torch.cat(_two_steps(optimizer, group, parts)) for parts in ([whole], pieces))
+    return torch.equal(together.view(torch.int32), apart.view(torch.int32))
 
 
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Need:
