@@ -24,7 +24,7 @@ from ..planned import LoadedPlan, RankPlan
 from ..scripts import Script, ScriptRank
 from .fakes import PlanMode
 from .guesses import Guesses, ScriptReads
-from .lines import describe_error
+from .lines import describe_error, user_line
 from .loading import plan_load
 from .parts import decode_manifest
 from .rank import STEPS, dry_run_context, refuse_real_parameters, without_values
@@ -218,7 +218,9 @@ def _run(script: Script) -> None:
         run_as_main(script.target, script.arguments, module=script.module)
     except SystemExit as end:
         if end.code:
-            raise PlanError(f"{script.target} ended with status {end.code} before its first steps") from end
+            said = f"with status {end.code}" if isinstance(end.code, int) else f'by sys.exit("{end.code}")'
+            place = user_line(end.__traceback__) or script.target
+            raise PlanError(f"{place}: the script ended {said} before its first steps") from end
     except Exception as error:
         raise PlanError(describe_error(error, script.target)) from error
 
