@@ -239,6 +239,8 @@ def test_a_process_that_dies_is_told_with_what_it_printed(tmp_path: Path) -> Non
     (tmp_path / "s.py").write_text("import os\nprint('last words', flush=True)\nos._exit(7)\n")
     with pytest.raises(PlanError, match=r"rank 2: .*ended with status 7(?s:.*)last words"):
         plan_script(Script(str(tmp_path / "s.py")), world_size=4, ranks=[2])
+    with pytest.raises(PlanError, match="world_size: expected an integer >= 1, got 0"):
+        plan_script(Script(str(tmp_path / "s.py")), world_size=0)
     with pytest.raises(PlanError, match="there is no script 'nobody.py'"):
         plan_script(Script("nobody.py"), world_size=4)
 

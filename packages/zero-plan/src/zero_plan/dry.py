@@ -73,9 +73,9 @@ def plan_script(
         at_least_one(ranks_per_node=ranks_per_node)
     if not script.module and not Path(script.target).is_file():
         raise PlanError(f"there is no script {script.target!r}; to run a module by name, say -m")
+    asked = [ScriptRank(script, rank, world_size, ranks_per_node) for rank in chosen_ranks(world_size, ranks)]
     savers = world_size if saved_by is None else saved_by
     at_least_one(saved_by=savers)
-    asked = [ScriptRank(script, rank, world_size, ranks_per_node) for rank in chosen_ranks(world_size, ranks)]
     if checkpoint:
         try:
             from .dry_run.script_loading import plan_with_checkpoint
