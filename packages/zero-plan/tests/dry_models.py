@@ -80,6 +80,14 @@ def tied_decoder() -> nn.Module:
     return Decoder(tied=True)
 
 
+def frozen_decoder() -> nn.Module:
+    """A decoder whose embedding and first block are not trained."""
+    model = Decoder()
+    for part in (model.embedding, model.blocks[0]):
+        part.requires_grad_(False)
+    return model
+
+
 def tokens() -> dict[str, torch.Tensor]:
     drawn = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(0))
     return {"tokens": drawn, "targets": drawn}
@@ -136,7 +144,8 @@ class CountedEnds:
         self.taken = 0
 
     def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
-        self.taken += nbytes
+        if not use.on_device:
+            self.taken += nbytes
         return anonymous_memory(nbytes)
 
     def io_engine(self, given: Any) -> Any:

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 import dry_models
 import pytest
 import torch
-from dry_models import Case, Measured, decoder, tied_decoder
+from dry_models import Case, Measured, decoder, frozen_decoder, tied_decoder
 
 from zero_comm import run_ranks
 from zero_plan import PlanError, RankPlan, fits, load_machine, plan, step_bounds
@@ -25,6 +25,10 @@ NODES = (("comm", {"ranks_per_node": 2}),)
 HPZ = (("zero_hpz_partition_size", 2),)
 QGZ = (("zero_quantized_gradients", True),)
 HPZ_QGZ = (*HPZ, *QGZ)
+FP16 = (("fp16", {"enabled": True, "initial_scale_power": 4}),)
+SUM = (("gradient_allreduce_op", "sum"),)
+MICS = (("mics_shard_size", 2),)
+MIXED = (("offload_optimizer", {"device": "nvme", "ratio": 0.5}), ("offload_param", HOST))
 SOAK = pytest.mark.soak
 
 
@@ -161,3 +165,22 @@ def test_states_sends_and_files_match_with_offload(model: object, world_size: in
         for dtype in ((), BF16)
     ]
     check(cases, world_size, range(world_size))
+
+
+@SOAK
+@pytest.mark.parametrize(
+    ("world_size", "case"),
+    [
+        (4, Case(frozen_decoder, 3, 3, (*FP16, *NODES), HPZ)),
+        (4, Case(tied_decoder, 3, 3, (*BF16, *SUM, *NODES), MICS)),
+        (4, Case(frozen_decoder, 3, 1, BF16, (*MICS, ("offload_optimizer", NVME)))),
+        (3, Case(frozen_decoder, 2, 3, FP16, (("offload_optimizer", {**HOST, "ratio": 0.5}),))),
+        (3, Case(decoder, 3, 1, BF16, MIXED)),
+        (4, Case(decoder, 3, 3, (*NODES, *FP16), (*HPZ_QGZ, ("zero_quantized_weights", True), *OPTIMIZER_ON_HOST))),
+        (2, Case(frozen_decoder, 0, 3, (*SUM, ("reduce_each_micro_batch", True)))),
+        (4, Case(tied_decoder, 3, 3, (*BF16, ("optimizer", {"type": "Muon", "params": {"lr": 1e-3}})))),
+        (4, Case(tied_decoder, 2, 1, (("deterministic", {"across_world_sizes": 4}),))),
+    ],
+)
+def test_settings_that_are_rarely_together_are_planned_to_the_byte(world_size: int, case: Case) -> None:
+    check([case], world_size, range(world_size))
