@@ -272,6 +272,24 @@ def test_a_gather_gives_every_rank_the_same_decoded_slices(world_size: int) -> N
         assert nbytes == (world_size - 1) * packet
 
 
+class Undecodable(Plain):
+    """A codec whose packets cannot be read."""
+
+    def decode(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        raise ValueError(f"no packet: {payload.numel()} bytes")
+
+
+def waits_for_what_cannot_be_decoded() -> list[str]:
+    over = QuantizedGather(Group(open_group([list(range(dist.get_world_size()))])), Undecodable())
+    work = over.all_gather(torch.empty(4 * over.world_size), torch.ones(4), Tag("gather", "block.0"))
+    return [failure_of(work.wait) for _ in range(3)]
+
+
+def test_a_work_whose_result_cannot_be_made_says_so_to_everybody_who_waits() -> None:
+    for found in run_ranks(waits_for_what_cannot_be_decoded, 2):
+        assert found == ["ValueError: no packet: 32 bytes"] * 3
+
+
 def refusals() -> list[str]:
     over, out = reduction(1, Plain()), torch.empty(5)
     gather = QuantizedGather(Group(None), Plain())

@@ -247,6 +247,22 @@ def test_whole_values_are_replaced_by_rank_0s(stage: int) -> None:
         assert all(facts.values()), facts
 
 
+def replace_inside_a_block(stage: int, modifier_rank: int | None) -> list[float]:
+    """Return an element that rank 0 has replaced inside a block: seen there, and behind it."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    parts = cut(model, stage)
+    with gathered(parts, model[0].weight, modifier_rank):
+        set_full_parameter(parts, model[0].weight, torch.full((4, 4), 3.0 + parts.rank))
+        inside = float(model[0].weight[1, 2])
+    return [inside, float(full_parameter(parts, model[0].weight)[1, 2])]
+
+
+@pytest.mark.parametrize("modifier_rank", [None, 0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_value_that_is_replaced_while_it_is_gathered_stays(stage: int, modifier_rank: int | None) -> None:
+    assert run_ranks(replace_inside_a_block, 2, stage, modifier_rank) == [[3.0, 3.0]] * 2
+
+
 def set_what_one_rank_cannot(stage: int) -> list[str]:
     """Return what each refused call raised here: only rank 0 has a fragment of the parameter, or another shape."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))

@@ -61,7 +61,7 @@ class Work:
         self._advance = advance
         self._ledger = ledger
         self._watched = watched
-        self._failure: CommError | None = None
+        self._failure: Exception | None = None
         self._began = time.perf_counter()
         device = next((b.device for b in buffers if b.device.type != "cpu"), None) if pending else None
         timed = ledger is not None and ledger.times_devices
@@ -90,8 +90,8 @@ class Work:
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
         timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
-        ever when asked twice for one message. Where the waits are inside ``finish`` (several hops, a codec),
-        ``patience`` does not reach them, and only the first `wait` raises: another returns without a result.
+        ever when asked twice for one message. So does what ``finish`` raises; ``patience`` does not reach the waits
+        that are inside it (several hops, a codec).
         """
         if self._failure is not None:
             raise self._failure
@@ -116,7 +116,11 @@ class Work:
         self._advance = None
         finish, self._finish = self._finish, None
         if finish is not None:
-            finish()
+            try:
+                finish()
+            except Exception as failure:
+                self._failure = failure
+                raise
         self._buffers = ()
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:

@@ -163,8 +163,7 @@ class VirtualRanks:
             )
 
     def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Refuse a ``boundary`` before, or none after, this rank's last virtual rank of the step, and one when some but
-        not all of its micro-batches have summed gradients; a step without any backward pass is allowed."""
+        """Refuse a ``boundary`` elsewhere than at the last virtual rank, or with gradients of some of them only."""
         if boundary != (micro + 1 == self._steps):
             raise UsageError(
                 f"{_KEY}: expected a step after {self._steps} micro-batches on each of "

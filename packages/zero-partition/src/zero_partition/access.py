@@ -219,9 +219,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
 def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:
     """Replace a parameter's weights, masters included, by rank 0's ``value``. Collective.
 
-    Other ranks pass any tensor of the parameter's shape. Call it outside `gathered` of the parameter: at stage 3 the
-    block keeps the old values, and with a ``modifier_rank`` its end writes them back. Waits for updates that still run.
-    Raises `PartitionError` on every rank if one passes another shape, and for a parameter of another model.
+    Other ranks pass any tensor of the parameter's shape. Inside `gathered` the block has the new values, too. Waits for
+    updates that still run. Raises `PartitionError` on every rank if one passes another shape, and for a parameter of
+    another model.
     """
     partition.runtime.reopen("set_full_param")
     if is_whole(partition, parameter):
@@ -237,7 +237,7 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
             _write_to_tier(partition, unit, unit.states, index, "master", flat)
         _write(partition, unit, index, unit.borrow_shard(), flat)
         unit.give_back_shard()
-        if not unit.releasable:
+        if unit.state is UnitState.GATHERED:
             _write(partition, unit, index, unit.flat, flat)
 
 

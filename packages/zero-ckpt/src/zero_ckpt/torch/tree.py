@@ -31,9 +31,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
-        return {
-            _MAP: [[_encode_key(key, path), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-        }
+        return {_MAP: [[_encode_key(key, path), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
     return to_plain(value, path)
 
 

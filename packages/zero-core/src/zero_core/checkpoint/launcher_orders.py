@@ -61,8 +61,8 @@ class LauncherOrders:
 
     def after_checkpoint(self, wait: Callable[[], object], *, in_memory: bool = False) -> None:
         """If the ranks have agreed to leave, call ``wait``, which returns once the checkpoint is complete, write the
-        file `left.RANK`, and raise SystemExit. Collective if they have. Do nothing for ``end`` after a checkpoint that
-        is only ``in_memory`` of the nodes, which the job gives back."""
+        file `left.RANK`, and raise SystemExit. Collective if they have. ``in_memory``: the checkpoint is only in the
+        memory of the nodes, which the job gives back: ``end`` waits for one on disk."""
         state = self._state
         agreed = state.groups.control.watched.agreed if self._folder is not None else 0
         if not agreed or self._folder is None or (in_memory and agreed == _REQUESTS["end"]):
