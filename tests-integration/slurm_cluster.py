@@ -4,7 +4,8 @@ Every node is a network namespace with an address and a host name, so that a job
 their own. Everything of Slurm's and munge's lies in one folder. Needs root.
 
 `python slurm_cluster.py PAGE FOLDER` runs a page of docs/ from its own text at the front of a cluster of four nodes,
-with the interpreter's own environment, which has to have psutil. Where there can be no cluster it says why and passes.
+with the interpreter's own environment, which has to have psutil. Where there can be no cluster it says why and passes;
+with ZERO_SLURM=required in the environment it fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ ENTER = 'hostname "$0" && mount --bind "$1" /etc/hosts && shift && exec "$@"'
 
 
 def why_not() -> str | None:
-    """Why there can be no cluster here; None when there can."""
+    """Why there can be no cluster here; None when there can. Raises RuntimeError instead where there has to be one:
+    ZERO_SLURM is "required"."""
+    reason = _hindrance()
+    if reason is not None and os.environ.get("ZERO_SLURM") == "required":
+        raise RuntimeError(f"ZERO_SLURM=required, but there can be no Slurm cluster here: {reason}")
+    return reason
+
+
+def _hindrance() -> str | None:
+    """What is missing here for a cluster; None for nothing."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:

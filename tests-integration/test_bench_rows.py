@@ -48,3 +48,10 @@ def test_a_small_run_writes_rows_of_the_pages_columns(name: str, tmp_path: Path)
     assert found["columns"] == KEPT[name]["columns"]
     assert found["rows"] and {len(row) for row in found["rows"]} == {len(found["columns"])}
     assert found["bench"] == KEPT[name]["bench"] and found["versions"]["torch"]
+
+
+def test_a_run_that_the_benchmark_of_bounds_does_not_know_is_refused_before_anything_is_measured() -> None:
+    bench = ROOT / "tests-integration" / "bench_bounds.py"
+    done = subprocess.run([sys.executable, str(bench), "--only", "typo"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "'typo'" in done.stderr and "compute" in done.stderr and "disk" in done.stderr
