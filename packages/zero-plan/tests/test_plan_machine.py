@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,3 +227,19 @@ def test_a_rank_of_several_nodes_may_send_over_the_network_as_well() -> None:
         if row.resource == "links of a rank"
     ]
     assert row.rate == 150e9
+
+
+def test_a_slow_warm_up_takes_none_of_the_repetitions_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from zero_plan import probe
+
+    durations = [100.0, 0.3, 0.2, 0.4, 0.3, 0.1]  # seconds of a clock of its own: the warm-up, then each repetition
+    now = 0.0
+
+    def work() -> None:
+        nonlocal now
+        now += durations.pop(0)
+
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert probe._fastest_seconds(work, torch.device("cpu")) == pytest.approx(0.1)
+    assert durations == []

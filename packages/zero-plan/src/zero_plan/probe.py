@@ -31,7 +31,7 @@ BLOCK_BYTES = 16 << 20
 """Bytes of one read or write of a drive."""
 BLOCKS_IN_TURN = 8
 """Blocks that are in flight at once, before the drive is measured the next way."""
-SOURCE = "zero-plan probe, best of 5"
+SOURCE = f"zero-plan probe, best of up to {REPETITIONS}"
 
 
 def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
@@ -125,8 +125,9 @@ def _fastest_seconds(work: Callable[[], Any], device: torch.device) -> float:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
-    end = time.perf_counter() + SECONDS
     work()
+    synchronize()
+    end = time.perf_counter() + SECONDS
     times: list[float] = []
     while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
         synchronize()
