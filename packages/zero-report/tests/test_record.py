@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +23,7 @@ from zero_report.analysis.analyse import analyse
 from zero_report.page.data import page_data
 from zero_report.perfetto import write_perfetto
 from zero_report.record import lines
+from zero_report.record.files import Appended
 from zero_report.record.rows import merge_into, merge_steps
 from zero_report.record.schema import COLUMN_NAMES, RECENT_STEPS
 
@@ -113,6 +117,48 @@ def test_a_full_disk_ends_no_run_and_what_is_missing_is_written_when_there_is_ro
     assert set(range(steps - RECENT_STEPS + 1, steps + 1)) & set(range(1, steps + 1)) <= set(record.steps)
     if max_bytes > 1:
         assert [note["text"] for note in record.notes if note["note"] == "warning"] == [f"step {n}" for n in range(9)]
+
+
+@pytest.fixture
+def failing_close(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Descriptors whose close ends with an error, as file systems with a quota may tell of it; it is closed then."""
+    failing: list[int] = []
+    close = os.close
+
+    def closed(descriptor: int) -> None:
+        close(descriptor)
+        if descriptor in failing:
+            failing.remove(descriptor)
+            raise OSError(errno.EDQUOT, "quota")
+
+    monkeypatch.setattr(os, "close", closed)
+    yield failing
+    monkeypatch.undo()
+
+
+def test_a_descriptor_whose_close_failed_is_not_used_again(tmp_path: Path, failing_close: list[int]) -> None:
+    file = Appended(tmp_path / "table")
+    failing_close.append(file._descriptor)
+    with pytest.raises(OSError, match="quota"):
+        file.replace(b"a\n")
+    with (tmp_path / "other").open("w+b") as other:  # may have the number that is free again
+        file.append(b"b\n")
+        file.close()
+        assert other.read() == b""
+    assert (tmp_path / "table").read_bytes() == b"a\nb\n"
+
+
+def test_a_close_that_fails_does_not_end_the_training(tmp_path: Path, failing_close: list[int], caplog: Any) -> None:
+    writer = RecordWriter(tmp_path, rank=0, world_size=1, background=False)
+    failing_close += [int(name) for name in os.listdir("/proc/self/fd") if is_below(tmp_path, name)]
+    assert len(failing_close) >= 3
+    writer.close()
+    assert "is incomplete: [Errno 122] quota" in caplog.text
+
+
+def is_below(folder: Path, descriptor: str) -> bool:
+    path = Path("/proc/self/fd", descriptor)
+    return path.exists() and folder in path.resolve().parents
 
 
 def test_what_is_under_way_is_in_the_block_of_the_open_step_and_in_no_sum(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,16 @@ class Appended:
             os.replace(scratch, self._path)
         except OSError:
             os.close(descriptor)
+            with suppress(OSError):
+                scratch.unlink()  # it takes room, which may be what is missing
             raise
-        os.close(self._descriptor)
-        self._descriptor, self._final, self._size = descriptor, len(data), len(data)
+        former, self._descriptor = self._descriptor, descriptor
+        self._final = self._size = len(data)
+        os.close(former)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Raises OSError where the file system tells only now that data was not written; the file is
+        closed all the same."""
         os.close(self._descriptor)
 
 

@@ -258,12 +258,14 @@ class RecordWriter:
         if self._thread.is_alive():
             self._thread.join()
         with self._file_lock:
+            if self._closed:  # another thread has been faster
+                return
             self._closed, self._has_warned = True, False  # what is missing now stays so
             self._write_handed_over((), closing=True)
             last = {"note": "closed", "at": self._unix + self._clock(), "step": self._step}
             self._attempt(lambda: self._notes.finish(last))
             for file in (self._table, self._timeline, self._notes):
-                file.close()
+                self._attempt(file.close)
         atexit.unregister(self.close)
 
     def _clear_step(self) -> None:
