@@ -285,6 +285,11 @@ SHOWN += [
         "tests-integration/test_sequence_parallel.py",
         "test_every_stage_follows_one_process_bit_for_bit_alike",
     ),
+    Shown(
+        "checkpoint.format",
+        "packages/zero-deepspeed/tests/test_written_checkpoints.py",
+        "test_what_is_saved_in_either_format_continues_alike",
+    ),
     Shown("checkpoint.mean_time_between_failures", INTERVAL, "test_rare_failures_make_saves_rare"),
     Shown("checkpoint.overhead", INTERVAL, "test_rank_0_chooses_for_all_says_why_and_adapts"),
     Shown(
