@@ -86,6 +86,7 @@ class ScriptSupervisor(DryRunSupervisor):
         if self._asked.manifest is not None:
             manifest = decode_manifest(Path(self._asked.manifest).read_bytes())
             self.loaded = plan_load(engine, self._recorder, self.folder, manifest, self._asked.saved_by)
+            self._followed = None  # what is raised in its initialization closes its process groups
             raise StepsTaken
         self._recorder.begin_step(engine)
         return _PhaseObserver(engine, self)
