@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .activations import activation_bytes, block_activation_bytes, loss_bytes, working_bytes
+from .activations import activation_bytes
+from .engine_memory import MomentLoad, engine_memory
 from .errors import PlanError
 from .limits import Bound, StepTime, Wear, bounds, step_time, wear
 from .machine import Machine
@@ -40,7 +41,8 @@ class Fit:
 class StepEstimate:
     """The needs of one rank's step: bytes, floating-point operations, seconds.
 
-    ``params``: parameters of the model. ``states``: model states. ``residual``: activations and working memory.
+    ``params``: parameters of the model. ``states``: parameters, masters and moments. ``residual``: gradients, buffers
+    and activations of zero-core's engine at the moment that needs most on the device.
     ``fits``: needed and available bytes by tier. ``links``, ``tiers``: bytes moved. ``flops``: operations of the step.
     ``time``, ``bounds``: lower bounds. ``wear``: None if the step writes nothing to drives.
     """
@@ -85,7 +87,7 @@ def estimate_step(
     checkpointing: str = "none",
     offload_activations: bool = False,
 ) -> StepEstimate:
-    """Return memory, traffic, operations and time bounds of one step of a transformer.
+    """Return memory, traffic, operations and time bounds of one step of a transformer with zero-core's engine.
 
     ``micro_batch``: sequences per rank. ``dtype``: of the matrix products, a rate of the machine. ``checkpointing``:
     see `zero_plan.CHECKPOINTING`. ``offload_activations``: block inputs wait on the host, with full checkpointing.
@@ -94,18 +96,11 @@ def estimate_step(
     if offload_activations and checkpointing != "full":
         raise PlanError(f"offload_activations: expected checkpointing 'full', got {checkpointing!r}")
     itemsize = setup.bytes.parameter
-    states = model_states(shape.units, setup)
-    kept = activation_bytes(shape, micro_batch, checkpointing=checkpointing, itemsize=itemsize)
-    moved = kept if offload_activations else 0
-    again = 0
-    if checkpointing != "none":
-        again = block_activation_bytes(shape, micro_batch, itemsize=itemsize)
-    residual = (
-        StateRow("activations", "host" if offload_activations else "device", kept),
-        StateRow("a block, recomputed", "device", again),
-        StateRow("logits and loss", "device", loss_bytes(shape, micro_batch, itemsize=itemsize)),
-        StateRow("gathered units", "device", working_bytes(shape.units, setup)),
-    )
+    states = tuple(row for row in model_states(shape.units, setup) if row.kind != "gradients")
+    options: dict[str, Any] = {"checkpointing": checkpointing, "itemsize": itemsize}
+    load = MomentLoad.of(shape, micro_batch, **options, on_host=offload_activations)
+    moved = activation_bytes(shape, micro_batch, **options) if offload_activations else 0
+    residual = (StateRow("activations", "host", moved), *engine_memory(shape, setup, load))
     rows = collectives(shape.units, setup, kept=len(shape.units) - 1)
     links = link_bytes(rows, setup)
     tiers = tier_bytes(shape.units, setup, checkpoints=moved, checkpoints_on_host=offload_activations)
@@ -131,11 +126,7 @@ def estimate_step(
 def _fits_by_tier(rows: tuple[StateRow, ...], setup: Setup, machine: Machine) -> tuple[Fit, ...]:
     """Return the needed and available bytes of each tier in use: a device holds the rows of one rank, a node's memory
     and drives those of all its ranks.
-
-    The recomputed block and the loss are never alive at the same time; the larger one counts.
     """
-    transient = [row.nbytes for row in rows if row.kind in {"a block, recomputed", "logits and loss"}]
-    found = by_tier(row for row in rows if row.kind not in {"a block, recomputed", "logits and loss"})
-    found["device"] = found.get("device", 0) + max(transient, default=0)
+    found = by_tier(rows)
     needs = {tier: found.get(tier, 0) * (1 if tier == "device" else setup.per_node) for tier in TIERS}
     return tuple(Fit(tier, need, machine.get(CAPACITY[tier])) for tier, need in needs.items() if need)
