@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,10 @@ import torch
 from partition_models import cut, gathered_bytes, make, tokens
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from zero_comm import run_ranks
 from zero_partition import ShardedOptimizer, full_parameter
@@ -95,3 +101,28 @@ def copies() -> dict[str, bool]:
 def test_copies_of_a_watched_model_and_the_closed_model_are_plain() -> None:
     for facts in run_ranks(copies, 2):
         assert all(facts.values()), facts
+
+
+def build_while_a_partition_is_collected() -> bool:
+    """Collect a partition that nobody has closed while torch iterates over its hooks on registrations; return whether
+    it was collected then."""
+    collected = []
+    collecting = [
+        register(lambda *_: collected.append(gc.collect()))
+        for register in (register_module_module_registration_hook, register_module_parameter_registration_hook)
+    ]
+    gc.disable()
+    model = make()
+    parts = cut(model, 3)
+    parts.cycle = parts  # type: ignore[attr-defined]
+    gone = weakref.ref(parts)
+    del model, parts
+    nn.Sequential(nn.Linear(2, 2))
+    gc.enable()
+    for handle in collecting:
+        handle.remove()
+    return gone() is None and len(collected) > 0
+
+
+def test_a_model_can_be_built_while_a_partition_that_nobody_closed_is_collected() -> None:
+    assert run_ranks(build_while_a_partition_is_collected, 1) == [True]

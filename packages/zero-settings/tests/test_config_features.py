@@ -58,7 +58,7 @@ def test_every_key_without_effect_exists_and_says_why(path):
     section = ConfigFile
     *parents, key = path.split(".")
     for name in parents:
-        siblings = {"type": "onebitadam"} if name == "params" else {}
+        siblings = {"type": "muon" if key == "ns_method" else "onebitadam"} if name == "params" else {}
         section = section.section_of(name, siblings)
     assert issubclass(section, Section) and key in section.model_fields
     assert NO_EFFECT[path]
@@ -92,7 +92,7 @@ HAS_EFFECT = """
 audit_every activation_checkpointing.contiguous_memory_optimization activation_checkpointing.cpu_checkpointing
 activation_checkpointing.number_checkpoints activation_checkpointing.partition_activations
 activation_checkpointing.profile activation_checkpointing.synchronize_checkpoint_boundary
-checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.interval checkpoint.keep_last
+checkpoint.format checkpoint.in_memory.every checkpoint.in_memory.path checkpoint.interval checkpoint.keep_last
 checkpoint.mean_time_between_failures checkpoint.overhead checkpoint.path checkpoint.use_node_local_storage
 checkpoint.writer.decoupled
 bf16.auto_cast bf16.check_grad_overflow bf16.enabled bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states

@@ -55,13 +55,13 @@ class AddedParameters:
             if (call := report()) is not None:
                 call(module)
 
-        handles = (register_module_module_registration_hook(hook), register_module_parameter_registration_hook(hook))
-        self._closing = [weakref.finalize(self, handle.remove) for handle in handles]
+        # removed by `close` alone: garbage is collected anywhere, also while torch iterates over its hooks
+        self._handles = register_module_module_registration_hook(hook), register_module_parameter_registration_hook(hook)
 
     def close(self) -> None:
         """Remove the hooks by which torch reports registrations."""
-        for remove in self._closing:
-            remove()
+        for handle in self._handles:
+            handle.remove()
 
     def digest(self) -> int:
         """Return a 32-bit digest of the added parameters' names and values; 0 while there are none. Looks for added

@@ -90,12 +90,12 @@ class Interception:
             if watching is not None and id(parameter) in watching._held:
                 watching._watch(module)
 
-        self._stop = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
-        self._stop.atexit = False
+        # removed by `remove` alone: garbage is collected anywhere, also while torch iterates over its hooks
+        self._handle = register_module_parameter_registration_hook(registered)
 
     def remove(self) -> None:
         """Stop watching, and give the modules plain dicts again."""
-        self._stop()
+        self._handle.remove()
         for module in self._modules:
             module.__dict__["_parameters"] = dict(module._parameters)
         self._modules.clear()

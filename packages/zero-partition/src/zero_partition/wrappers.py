@@ -29,8 +29,8 @@ class Trains(Protocol):
 
 def refuse_wrappers(partition: Trains) -> Callable[[], object]:
     """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
-    made around a module with parameters of ``partition``; return the call that ends it. It ends with the partition
-    too."""
+    made around a module with parameters of ``partition``, as long as that exists; return the call that ends it. The
+    hook stays until that call: garbage is collected anywhere, also while torch iterates over its hooks."""
     reference = weakref.ref(partition)
 
     def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
@@ -43,9 +43,7 @@ def refuse_wrappers(partition: Trains) -> Callable[[], object]:
         ):
             _refuse(type(parent).__name__)
 
-    end = weakref.finalize(partition, register_module_module_registration_hook(registered).remove)
-    end.atexit = False
-    return end
+    return register_module_module_registration_hook(registered).remove
 
 
 def register_unless_wrapper(
