@@ -76,7 +76,7 @@ def test_links_are_not_followed_out_of_a_directory(tmp_path: Path) -> None:
         open_any(tmp_path / "run", "linked")
     (tmp_path / "run" / "latest").unlink()
     (tmp_path / "run" / "latest_universal").symlink_to(tmp_path / "other" / "latest")
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"global_step1.*is a symbolic link"):  # not global_step2, elsewhere
         open_any(tmp_path / "run")
     (tmp_path / "link").symlink_to(tmp_path / "other")  # what the user names may be one
     assert open_any(tmp_path / "link").step == open_any(tmp_path / "link" / "global_step2").step == 2
@@ -99,6 +99,51 @@ def test_a_damaged_directory_is_passed_over_for_an_older_one(tmp_path: Path) -> 
     flip(tmp_path / "global_step1")
     with pytest.raises(DamagedError, match=r"(?s)no whole checkpoint.*'global_step3'.*'global_step1'"):
         open_any(tmp_path)
+
+
+def own(root: Path, step: int, *, save_latest: bool = False) -> Path:
+    """A checkpoint of this package, under the tag "own"."""
+    data = Interval("w", "param", (4,), "U8", 0, b"data")
+    return save_sharded(root, "own", [data], step=step, save_latest=save_latest)
+
+
+@pytest.mark.parametrize("native", [None, 0, 3])
+def test_without_latest_the_newest_of_either_format_is_opened(native: int | None, tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "latest").unlink()
+    if native is not None:
+        own(tmp_path, native)
+    found = open_any(tmp_path)
+    assert found.tag == ("own" if native == 3 else "global_step2") and found.report.skipped == ()
+    assert opened(tmp_path, tmp_path) == [found.tag, found.tag]
+
+
+@pytest.mark.parametrize("native", [0, 3])
+@pytest.mark.parametrize("latest", ["damaged", "missing", "its own is damaged"])
+def test_a_latest_that_cannot_be_followed_gives_way_to_the_newest_of_either_format(
+    latest: str, native: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    own(tmp_path, native)
+    if latest == "damaged":
+        (tmp_path / "latest").write_bytes(b"global_step1\n \t ")
+    elif latest == "missing":
+        (tmp_path / "latest").write_text("global_step7")
+    else:
+        data = Interval("w", "param", (4,), "U8", 0, b"data")
+        (save_sharded(tmp_path, "last", [data], step=9) / "manifest.msgpack").write_bytes(b"")
+    found = open_any(tmp_path)
+    assert found.tag == ("own" if native == 3 else "global_step2")
+    passed_over = {"damaged": "latest", "missing": "global_step7", "its own is damaged": "last"}[latest]
+    assert [tag for tag, _ in found.report.skipped] == [passed_over] and passed_over in caplog.text
+
+
+def test_a_latest_that_names_a_whole_own_checkpoint_is_followed(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    own(tmp_path, 1, save_latest=True)
+    assert open_any(tmp_path).tag == "own"
 
 
 def test_an_own_checkpoint_that_is_damaged_gives_way_to_one_of_deepspeed(tmp_path: Path) -> None:

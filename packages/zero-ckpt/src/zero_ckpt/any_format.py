@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .catalog import find_candidates
 from .commit import holds_checkpoint, replaced_directories, replaced_tag
@@ -22,7 +22,7 @@ from .errors import CheckpointError, DamagedError
 from .foreign import ForeignCheckpoint, files_of, is_foreign, warn_of_missing_states
 from .latest import is_tag, read_latest
 from .opened import open_regular, read_bounded
-from .opening import damage_advice, find_directory, open_checkpoint
+from .opening import damage_advice, find_directory, first_choice, open_checkpoint
 from .reader import Checkpoint, OpenReport
 from .restoring import restore
 from .types import Coordinator, SoloCoordinator
@@ -46,7 +46,8 @@ def open_any(
     directory; without a file `latest` also the one that `latest_universal` names. Collective when given a coordinator.
 
     Of DeepSpeed's, each rank verifies the checksums of its share of the files, so that all are read once more. Without
-    a tag, where that one is damaged, the next older whole checkpoint of either format is opened. Raises as
+    a tag, where `latest` is not there, cannot be followed, or names one that is damaged, the newest whole checkpoint of
+    either format is opened; the `report` says what was passed over. Raises as
     `open_checkpoint` does; DamagedError for a file of DeepSpeed that is missing or damaged, and CheckpointError for
     objects that are not read, model-parallel checkpoints, symbolic links in one of DeepSpeed's, and ranks that see
     different contents.
@@ -57,8 +58,8 @@ def open_any(
     own_failed: CheckpointError | None = None
     while True:
 
-        def choose(no_own: bool = own_failed is not None) -> list[bool | str | None] | None:
-            """Return [whether it is DeepSpeed's, its name or None for the root's own choice] on the first rank."""
+        def choose(no_own: bool = own_failed is not None) -> list[Any] | None:
+            """Return what `_choose` does on the first rank."""
             return _choose(directory, tag, skipped, no_own=no_own) if group.rank == 0 else None
 
         chosen = run_on_all_ranks(group, what, choose)[0]
@@ -68,7 +69,10 @@ def open_any(
                 raise own_failed
             own = "" if own_failed is None else f"\n{own_failed}"
             raise DamagedError(f"{what}: no whole checkpoint{lines}{own}\n{damage_advice(directory, skipped)}")
-        theirs, name = bool(chosen[0]), None if chosen[1] is None else str(chosen[1])
+        theirs, name, passed_over = chosen
+        for other, problem in passed_over:
+            logger.warning("checkpoint %r is passed over: %s", other, problem)
+            skipped[other] = problem
         only_choice = tag is not None or (theirs and name is None)
         try:
             if theirs:
@@ -143,29 +147,33 @@ def _open_theirs(
     return found[0]
 
 
-def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[bool | str | None] | None:
-    """Return [whether it is DeepSpeed's, its name] of the checkpoint to open next; a name of None is the root itself if
-    it is DeepSpeed's, else what `open_checkpoint` finds without a tag. None where all are in `skipped`. `no_own`: this
-    package's are passed over.
+def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[Any] | None:
+    """Return [whether it is DeepSpeed's, its name, what it is chosen over] of the checkpoint to open next; a name of
+    None is the root itself if it is DeepSpeed's, else what `open_checkpoint` finds without a tag. None where all are in
+    `skipped`. `no_own`: this package's are passed over.
+
+    What it is chosen over is [tag, problem] of the one that `latest` names, in a list, which is empty otherwise.
     """
     if tag is not None:
-        return [is_tag(tag) and _is_theirs(root, tag), tag]
+        return [is_tag(tag) and _is_theirs(root, tag), tag, []]
     if not no_own and holds_checkpoint(root):
-        return [False, None]
+        return [False, None, []]
     if is_foreign(root):
-        return [True, None]
+        return [True, None, []]
     latest = _latest(root)
     if latest is not None and latest not in skipped and is_tag(latest) and _is_theirs(root, latest):
-        return [True, latest]
+        return [True, latest, []]
     theirs = [name for name in _their_tags(root) if name not in skipped]
-    if not no_own and not (latest in skipped and theirs):
-        return [False, None]
+    named = [] if no_own else first_choice(root, skipped)
+    if not no_own and (not theirs or any(one.manifest is not None for one in named)):
+        return [False, None, []]
     options: list[tuple[int, bool, str]] = [(_step(root / name), True, name) for name in theirs]
     if not no_own:
         own = (one for one in find_candidates(root) if one.manifest is not None and one.tag not in skipped)
         options += [(one.manifest.step, False, one.tag) for one in own if one.manifest is not None]
     _, is_theirs, name = max(options, default=(0, False, ""))
-    return [is_theirs, name] if name else None
+    passed_over = [[one.tag, one.problem] for one in named if one.tag not in skipped]
+    return [is_theirs, name, passed_over] if name else None
 
 
 def _is_theirs(root: Path, name: str) -> bool:

@@ -119,6 +119,12 @@ def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) 
     return found
 
 
+def first_choice(root: Path, skip: Mapping[str, str]) -> list[Candidate]:
+    """Return what `open_checkpoint` looks at first without a tag, in a list: `root` itself or the checkpoint that
+    `latest` names, with its problem if it has one; empty without a `latest`."""
+    return _settled(_first_choice, root, None, skip)
+
+
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
     """Return the candidate of `tag`, of `root` itself, or of `latest`, in a list; empty if there is no `latest`.
 
