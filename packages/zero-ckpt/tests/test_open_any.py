@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from ranks import ThreadCoordinator, on_ranks
 
-from zero_ckpt import Checkpoint, CheckpointError, DamagedError, Interval, open_any, restore, restore_any, save_sharded
+from zero_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    DamagedError,
+    Interval,
+    convert,
+    open_any,
+    restore,
+    restore_any,
+    save_sharded,
+)
+from zero_ckpt.repairing import repair
 
 torch = pytest.importorskip("torch")
 
@@ -144,6 +155,26 @@ def test_a_latest_that_names_a_whole_own_checkpoint_is_followed(tmp_path: Path) 
     write(tmp_path, 2)
     own(tmp_path, 1, save_latest=True)
     assert open_any(tmp_path).tag == "own"
+
+
+def test_repair_leaves_a_latest_that_names_a_whole_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+    own(tmp_path, 1)
+    folder = write(tmp_path, 2)
+    assert repair(tmp_path, dry_run=True) == repair(tmp_path) == []
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    flip(folder)
+    assert repair(tmp_path, dry_run=True) == ["would point latest at the newest whole checkpoint"]
+    assert repair(tmp_path) == ["pointed latest at own"] and open_any(tmp_path).tag == "own"
+
+
+def test_a_conversion_leaves_a_latest_that_names_a_whole_checkpoint_of_deepspeed(tmp_path: Path) -> None:
+    own(tmp_path / "other", 1, save_latest=True)
+    folder = write(tmp_path / "run", 2)
+    convert(tmp_path / "other", tmp_path / "run", to="zero-ckpt")
+    assert open_any(tmp_path / "run").tag == "global_step2" and open_any(tmp_path / "run", "step1").step == 1
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    convert(tmp_path / "other", tmp_path / "run", to="zero-ckpt", overwrite=True)
+    assert (tmp_path / "run" / "latest").read_text().startswith("step1\n")
 
 
 def test_an_own_checkpoint_that_is_damaged_gives_way_to_one_of_deepspeed(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 from .catalog import find_candidates
 from .commit import holds_checkpoint, replaced_directories, replaced_tag
 from .conversion.archive import verify_archive
+from .conversion.deepspeed_folder import files_of, is_foreign
 from .coordination import run_on_all_ranks
 from .errors import CheckpointError, DamagedError
-from .foreign import ForeignCheckpoint, files_of, is_foreign, warn_of_missing_states
+from .foreign import ForeignCheckpoint, warn_of_missing_states
 from .latest import is_tag, read_latest
 from .opened import open_regular, read_bounded
 from .opening import damage_advice, find_directory, first_choice, open_checkpoint

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checksum import checksum
-from .commit import holds_checkpoint
 from .conversion.checks import require_torch
 from .conversion.sources import Source, laid_out_as_expected, open_foreign
 from .errors import CheckpointError, MismatchError
@@ -146,16 +145,6 @@ def _refuse_links(directory: Path) -> None:
                 f"{file} is a symbolic link, which is not followed in a checkpoint; copy the folder with its files "
                 "(cp -rL)"
             )
-
-
-def files_of(directory: Path) -> list[Path]:
-    """Return the files of a tag directory of DeepSpeed that are read, sorted."""
-    return sorted([*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")])
-
-
-def is_foreign(directory: Path) -> bool:
-    """Return whether a directory holds model files of DeepSpeed and is no checkpoint of this package."""
-    return directory.is_dir() and not holds_checkpoint(directory) and any(directory.glob("*model_states.pt"))
 
 
 def _places(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from .catalog import examine, find_candidates
@@ -17,6 +17,7 @@ from .commit import (
     sweep,
     tag_of,
 )
+from .conversion.deepspeed_folder import names_whole_deepspeed
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -36,9 +37,10 @@ def repair(
     Puts back a checkpoint that an interrupted save had moved aside and sweeps what interrupted saves left; renames
     checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
     checkpoint of the root holds one with the same checksum (its twin); renames what stays damaged to `.damaged-<tag>`;
-    and points `latest` at the newest whole checkpoint when it names none. It changes no tensor of a whole checkpoint,
-    and no directory that was not written as a checkpoint. With `dry_run` nothing is changed: the sentences say what
-    would be done, beginning with "would". `progress` is called with the number of bytes read since its last call.
+    and points `latest` at the newest whole checkpoint when it names none, be it of DeepSpeed. It changes no tensor of a
+    whole checkpoint, and no directory that was not written as a checkpoint. With `dry_run` nothing is
+    changed: the sentences say what would be done, beginning with "would". `progress` is called with the number of bytes
+    read since its last call.
 
     Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some, and
     CheckpointError when the root stays locked for ten minutes.
@@ -94,7 +96,7 @@ def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list
             whole.add(names.get(path, path.name))
         else:
             done.append(f"would restore {path.name} from other checkpoints, or set it aside: {report.problems[0]}")
-    if whole and _readable_latest(root) not in whole:
+    if whole and not _names_whole(root, whole):
         done.append("would point latest at the newest whole checkpoint")
     return done
 
@@ -170,6 +172,13 @@ def _readable_latest(root: Path) -> str | None:
         return None
 
 
+def _names_whole(root: Path, whole: Collection[str]) -> bool:
+    """Return whether `latest` names one of the checkpoints `whole`, or a whole one of DeepSpeed, all of which is
+    read."""
+    named = _readable_latest(root)
+    return named in whole or names_whole_deepspeed(root, named, checksums=True)
+
+
 def _fix_latest(root: Path) -> list[str]:
     """Point `latest` at the newest whole checkpoint unless it names a whole one. Returns what was done as one sentence
     in a list, empty if nothing was.
@@ -177,7 +186,7 @@ def _fix_latest(root: Path) -> list[str]:
     Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
     """
     whole = [candidate.tag for candidate in find_candidates(root) if candidate.problem is None]
-    if not whole or _readable_latest(root) in whole:
+    if not whole or _names_whole(root, whole):
         return []
     try:
         require_replaceable(root)

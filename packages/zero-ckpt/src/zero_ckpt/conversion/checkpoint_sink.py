@@ -12,6 +12,7 @@ from ..latest import check_tag, is_tag, read_latest
 from ..saving import save_sharded
 from ..types import ITEMSIZE, Interval, numel
 from .checks import refuse_existing, require_folder
+from .deepspeed_folder import names_whole_deepspeed
 from .sources import Progress, Source, pieces
 
 
@@ -19,9 +20,9 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
     """Save as `<root>/step<step>`, complete or not at all, and return that path. Memory is bounded: one piece is read
     at a time.
 
-    `latest` is pointed to it, unless it names a checkpoint of a later step. `progress` is called with the bytes of each
-    piece. Raises CheckpointError when anything is at that path, unless `overwrite`, when a parent is no folder, and
-    when reading or writing fails; an earlier checkpoint is untouched then.
+    `latest` is pointed to it, unless it names a checkpoint of a later step, or a whole one of DeepSpeed. `progress` is
+    called with the bytes of each piece. Raises CheckpointError when anything is at that path, unless `overwrite`, when
+    a parent is no folder, and when reading or writing fails; an earlier checkpoint is untouched then.
     """
     refuse_existing(root / f"step{source.step}", overwrite)
     require_folder(root / f"step{source.step}")
@@ -34,16 +35,18 @@ def write_checkpoint(source: Source, root: Path, *, progress: Progress, overwrit
         client_state=source.client_state,
         frozen=source.frozen,
         replace_existing=overwrite,
-        save_latest=not _has_newer_latest(root, source.step),
+        save_latest=not _must_leave_latest(root, source.step),
     )
 
 
-def _has_newer_latest(root: Path, step: int) -> bool:
-    """Return whether `latest` of a root names a checkpoint of a later step than `step`."""
+def _must_leave_latest(root: Path, step: int) -> bool:
+    """Return whether `latest` of a root names a checkpoint of a later step than `step`, or a whole one of DeepSpeed."""
     try:
         tag = read_latest(root)
     except CheckpointError:
         return False
+    if names_whole_deepspeed(root, tag, checksums=False):
+        return True
     manifest = None if tag is None or not is_tag(tag) else examine(tag, root / tag).manifest
     return manifest is not None and manifest.step > step
 

@@ -1,0 +1,40 @@
+"""Which folders are checkpoints of DeepSpeed, which of their files are read, and whether those are whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..commit import holds_checkpoint
+from ..errors import CheckpointError, DamagedError
+from ..latest import is_tag
+from .archive import verify_archive
+from .sources import open_foreign
+
+
+def is_foreign(directory: Path) -> bool:
+    """Return whether a directory holds model files of DeepSpeed and is no checkpoint of this package."""
+    return directory.is_dir() and not holds_checkpoint(directory) and any(directory.glob("*model_states.pt"))
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Return the files of a tag directory of DeepSpeed that are read, sorted."""
+    return sorted([*directory.glob("*_states.pt"), *directory.glob("zero/**/*.pt")])
+
+
+def names_whole_deepspeed(root: Path, tag: str | None, *, checksums: bool) -> bool:
+    """Return whether `tag` of a root is a checkpoint of DeepSpeed in which nothing is missing or damaged.
+
+    True also for one that cannot be judged here, as without torch or of a model-parallel run. With `checksums` all of
+    its bytes are read and compared with them, otherwise its files' structure is.
+    """
+    if tag is None or not is_tag(tag) or (root / tag).is_symlink() or not is_foreign(root / tag):
+        return False
+    try:
+        open_foreign(root / tag)
+        for file in files_of(root / tag) if checksums else ():
+            verify_archive(file)
+    except DamagedError:
+        return False
+    except CheckpointError:
+        return True
+    return True
