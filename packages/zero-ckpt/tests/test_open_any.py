@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from zero_ckpt import (
     CheckpointError,
     DamagedError,
     Interval,
+    ReplacedError,
+    SoloCoordinator,
     convert,
     open_any,
     restore,
@@ -155,6 +158,63 @@ def test_a_latest_that_names_a_whole_own_checkpoint_is_followed(tmp_path: Path) 
     write(tmp_path, 2)
     own(tmp_path, 1, save_latest=True)
     assert open_any(tmp_path).tag == "own"
+
+
+def replace(root: Path, value: int) -> None:
+    """Put another directory with this value in the place of global_step1, as a save does, and leave the old one beside
+    it."""
+    (root / "global_step1").rename(root / f".old{value}")
+    write(root / "new", value).rename(root / "global_step1")
+
+
+def weights(checkpoint: Checkpoint) -> list[float]:
+    """The eight elements, of which each rank's file holds four."""
+    data = bytearray(32)
+    checkpoint.read_into("w", "param", 0, data)
+    return torch.frombuffer(data, dtype=torch.float32).tolist()
+
+
+class Replacing(SoloCoordinator):
+    """A coordinator in whose second exchange, after which a rank may be the last to have opened, a save replaces."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._calls = root, 0
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        self._calls += 1
+        if self._calls == 2:
+            replace(self._root, 5)
+        return [value]
+
+
+def test_a_directory_that_is_replaced_while_it_is_read_is_never_mixed_with_another(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    found = open_any(tmp_path)
+    replace(tmp_path, 5)
+    assert weights(found) == [1.0] * 8
+    shutil.rmtree(tmp_path / ".old5")
+    with pytest.raises(ReplacedError, match="was replaced or removed while it was being read"):
+        weights(found)
+
+
+def test_a_directory_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    found = open_any(tmp_path, coordinator=Replacing(tmp_path))
+    assert found.step == 5 and weights(found) == [5.0] * 8
+
+
+def test_a_directory_that_is_replaced_while_it_is_restored_is_restored_again(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    seen = []
+
+    def fill(checkpoint: Checkpoint) -> list[float]:
+        if not seen:
+            replace(tmp_path, 5)
+            shutil.rmtree(tmp_path / ".old5")
+        seen.append(checkpoint)
+        return weights(checkpoint)
+
+    assert restore_any(tmp_path, fill)[1] == [5.0] * 8 and len(seen) == 2
 
 
 def test_repair_leaves_a_latest_that_names_a_whole_checkpoint_of_deepspeed(tmp_path: Path) -> None:

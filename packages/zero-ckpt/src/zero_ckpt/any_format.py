@@ -19,7 +19,7 @@ from .commit import holds_checkpoint, replaced_directories, replaced_tag
 from .conversion.archive import verify_archive
 from .conversion.deepspeed_folder import files_of, is_foreign
 from .coordination import run_on_all_ranks
-from .errors import CheckpointError, DamagedError
+from .errors import CheckpointError, DamagedError, ReplacedError
 from .foreign import ForeignCheckpoint, warn_of_missing_states
 from .latest import is_tag, read_latest
 from .opened import open_regular, read_bounded
@@ -34,6 +34,7 @@ T = TypeVar("T")
 LATEST_UNIVERSAL = "latest_universal"
 """The file in a root of DeepSpeed that names its newest universal checkpoint."""
 _MOST_TAG_BYTES = 4096
+_REPLACEMENTS = 20
 
 
 def open_any(
@@ -48,7 +49,8 @@ def open_any(
 
     Of DeepSpeed's, each rank verifies the checksums of its share of the files, so that all are read once more. Without
     a tag, where `latest` is not there, cannot be followed, or names one that is damaged, the newest whole checkpoint of
-    either format is opened; the `report` says what was passed over. Raises as
+    either format is opened; the `report` says what was passed over. One that a save replaces meanwhile is opened again,
+    up to 20 times. Raises as
     `open_checkpoint` does; DamagedError for a file of DeepSpeed that is missing or damaged, and CheckpointError for
     objects that are not read, model-parallel checkpoints, symbolic links in one of DeepSpeed's, and ranks that see
     different contents.
@@ -57,6 +59,7 @@ def open_any(
     what = f"opening {directory}" + (f" at {tag!r}" if tag is not None else "")
     skipped = dict(skip or {})
     own_failed: CheckpointError | None = None
+    replaced = 0
     while True:
 
         def choose(no_own: bool = own_failed is not None) -> list[Any] | None:
@@ -79,6 +82,11 @@ def open_any(
             if theirs:
                 return _open_theirs(directory, name, OpenReport(tag, name or directory.name), skipped, group, what)
             opened = open_checkpoint(directory, name, coordinator=group, skip=skipped)
+        except ReplacedError:
+            replaced += 1
+            if replaced > _REPLACEMENTS:
+                raise
+            continue
         except DamagedError as error:
             if only_choice:
                 raise
@@ -117,7 +125,8 @@ def _open_theirs(
 ) -> ForeignCheckpoint:
     """Open DeepSpeed's directory `name` of a root (None: the root itself) and verify this rank's share of its files.
 
-    Collective; `what` begins errors. Raises CheckpointError when the ranks find different contents.
+    Collective; `what` begins errors. Raises CheckpointError when the ranks find different contents, and ReplacedError
+    when a save replaces it meanwhile.
     """
     found: list[ForeignCheckpoint] = []
 
@@ -131,13 +140,20 @@ def _open_theirs(
         if name is not None and directory.is_symlink():
             raise CheckpointError(f"{directory} is a symbolic link, which is not followed; name the folder itself")
         found.append(ForeignCheckpoint(directory, replace(report, skipped=tuple(skipped.items()))))
-        files = files_of(directory)
-        for number, file in enumerate(files):
-            if number % group.world_size == group.rank:
-                verify_archive(file)
+        with found[0].unreplaced():
+            files = files_of(directory)
+            for number, file in enumerate(files):
+                if number % group.world_size == group.rank:
+                    verify_archive(file)
         return [*found[0].summary(), len(files)]
 
+    def still_there() -> None:
+        """Raise ReplacedError when a save has replaced the directory, as other ranks may have opened the new one."""
+        with found[0].unreplaced():
+            pass
+
     seen = run_on_all_ranks(group, what, part)
+    run_on_all_ranks(group, what, still_there)
     if any(view != seen[0] for view in seen):
         views = ", ".join(f"rank {rank}: step {v[0]} of {v[1]} ranks, {v[3]} files" for rank, v in enumerate(seen))
         raise CheckpointError(

@@ -13,11 +13,13 @@ import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checksum import checksum
 from .conversion.checks import require_torch
+from .conversion.segments import SegmentSource
 from .conversion.sources import Source, laid_out_as_expected, open_foreign
 from .errors import CheckpointError, MismatchError
 from .manifest import Manifest, TensorEntry
@@ -37,25 +39,28 @@ class ForeignCheckpoint(Checkpoint):
     Names and kinds are as this package's own savers give them: every parameter has a `param` (in float32 where the
     directory holds only its float32 copy), 0-dimensional optimizer state ends in `.scalar`, and steps are floats.
     `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`,
-    not by reads. `report` says the tag. Raises CheckpointError and DamagedError as `open_source` does, and
-    CheckpointError for a symbolic link among its files.
+    not by reads, which go through the opened directory. `report` says the tag. Raises CheckpointError and DamagedError
+    as `open_source` does, CheckpointError for a symbolic link among its files, and ReplacedError, as reads do, when a
+    save has put another directory in its place.
     """
 
     def __init__(self, path: Path, report: OpenReport) -> None:
         require_torch(f"reading {path}, a checkpoint of DeepSpeed,")
         from .conversion.training_state import read_training_state
 
-        _refuse_links(path)
-        if (path / "offloaded_tensors").is_dir():
-            raise CheckpointError(
-                f"{path}: its optimizer states are in DeepSpeed's swap files, below offloaded_tensors, which are not "
-                "read. Save it once more with the optimizer offloaded to the CPU"
-            )
-        self._source = open_foreign(path)
-        self._places = dict(_places(self._source))
-        self._steps = {place: step for place, key in self._places.items() if (step := _counted(self._source, key))}
-        with laid_out_as_expected(path):
-            training, ranks = read_training_state(path)
+        folder = Folder(path, follow=True)
+        with folder.unreplaced():
+            _refuse_links(path)
+            if (path / "offloaded_tensors").is_dir():
+                raise CheckpointError(
+                    f"{path}: its optimizer states are in DeepSpeed's swap files, below offloaded_tensors, which are "
+                    "not read. Save it once more with the optimizer offloaded to the CPU"
+                )
+            self._source = _opened(folder)
+            self._places = dict(_places(self._source))
+            self._steps = {place: step for place, key in self._places.items() if (step := _counted(self._source, key))}
+            with laid_out_as_expected(path):
+                training, ranks = read_training_state(path)
         found = {place: self._source.tensors[key] for place, key in self._places.items()}
         tensors = tuple(
             TensorEntry(*place, tuple(tensor.shape), "F32" if place in self._steps else tensor.dtype, ())
@@ -72,7 +77,7 @@ class ForeignCheckpoint(Checkpoint):
             frozen=None if frozen is None else frozenset(frozen),
             tag=report.opened,
         )
-        super().__init__(path, report.opened, manifest, report, Folder(path, follow=True))
+        super().__init__(path, report.opened, manifest, report, folder)
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer, *, verify: bool = True) -> None:
         """Fill `out` with elements of a tensor from flat element `offset` on, in the dtype of its entry.
@@ -104,6 +109,10 @@ class ForeignCheckpoint(Checkpoint):
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+
+    def unreplaced(self) -> AbstractContextManager[None]:
+        """Return a context manager that raises ReplacedError when another directory has this one's place at its end."""
+        return self._folder.unreplaced()
 
     def summary(self) -> list[int | str]:
         """Return what every rank must find alike: the step, the number of ranks that wrote it, and a checksum of the
@@ -145,6 +154,14 @@ def _refuse_links(directory: Path) -> None:
                 f"{file} is a symbolic link, which is not followed in a checkpoint; copy the folder with its files "
                 "(cp -rL)"
             )
+
+
+def _opened(folder: Folder) -> SegmentSource:
+    """Return the contents of an opened directory. Raises as `open_source` does."""
+    source = open_foreign(folder.path)
+    if not isinstance(source, SegmentSource):
+        raise CheckpointError(f"{folder.path} is no checkpoint of DeepSpeed")
+    return source.held_by(folder)
 
 
 def _places(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:

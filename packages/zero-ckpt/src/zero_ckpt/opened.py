@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import DamagedError, ReplacedError
+from .errors import CheckpointError, DamagedError, ReplacedError
 
 _FILE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -200,6 +200,17 @@ class Folder:
         """Raise ReplacedError when the path does not lead to this directory any more."""
         if not self.is_current():
             raise ReplacedError(f"{self.path} was replaced or removed while it was being read; open it again")
+
+    @contextmanager
+    def unreplaced(self) -> Iterator[None]:
+        """Context manager for reads by path: raise ReplacedError at its end, in place of a CheckpointError that is
+        raised inside as well, when the path does not lead to this directory any more."""
+        try:
+            yield
+        except CheckpointError:
+            self.require_current()
+            raise
+        self.require_current()
 
     def open_named(self, relative: str, where: str) -> int:
         """Return a descriptor of a regular file in the directory, for the caller to close.

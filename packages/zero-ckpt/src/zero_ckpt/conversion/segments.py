@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..checksum import checksum
 from ..errors import DamagedError, MismatchError
 from ..filing import read_at
+from ..opened import Folder
 from ..types import ITEMSIZE, numel
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class SegmentedTensor:
 class SegmentSource:
     """A `Source` whose tensors, by (name, kind), are read with plain file reads: no file is ever loaded as a whole.
 
-    The other arguments are what the properties of a `Source` return. Raises DamagedError when the segments of a tensor
-    do not cover it exactly once.
+    The other arguments are what the properties of a `Source` return, and the `folder` of `held_by`. Raises DamagedError
+    when the segments of a tensor do not cover it exactly once.
     """
 
     def __init__(
@@ -66,9 +67,15 @@ class SegmentSource:
         step: int,
         client_state: Any,
         frozen: Collection[str] | None = None,
+        folder: Folder | None = None,
     ) -> None:
         self.tensors = {key: tensor.checked(f"{key[0]} ({key[1]})") for key, tensor in tensors.items()}
         self.aliases, self.step, self.client_state, self.frozen = aliases, step, client_state, frozen
+        self._folder = folder
+
+    def held_by(self, folder: Folder) -> SegmentSource:
+        """Return the same source, whose reads go through an opened folder that all of its files lie in."""
+        return SegmentSource(self.tensors, self.aliases, self.step, self.client_state, self.frozen, folder)
 
     @property
     def fingerprint(self) -> str:
@@ -85,7 +92,7 @@ class SegmentSource:
 
     def read_into(self, name: str, kind: str, offset: int, out: Buffer) -> None:
         """Fill `out` with a tensor's elements from flat element `offset` on. Raises MismatchError when the tensor has
-        fewer, and DamagedError."""
+        fewer, DamagedError, and ReplacedError when the folder was replaced and its files are gone."""
         tensor = self.tensors[name, kind]
         size = ITEMSIZE[tensor.dtype]
         view = memoryview(out).cast("B")
@@ -101,5 +108,10 @@ class SegmentSource:
             skip = (low - segment.offset) * size
             if segment.data is not None:
                 target[:] = segment.data[skip : skip + target.nbytes]
+                continue
+            where = f"{name!r} ({kind}) in {segment.file}"
+            if self._folder is None:
+                read_at(segment.file, segment.begin + skip, target, where)
             else:
-                read_at(segment.file, segment.begin + skip, target, f"{name!r} ({kind}) in {segment.file}")
+                relative = str(segment.file.relative_to(self._folder.path))
+                self._folder.read_at(relative, segment.begin + skip, target, where)
