@@ -175,6 +175,17 @@ def test_steps_that_differ_in_a_group_are_told(tmp_path: Path, caplog: pytest.Lo
     assert {open_any(tmp_path).tensors[f"blocks.{n}.weight", "step.scalar"].dtype for n in range(2)} == {"F32"}
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("key", ("global_steps", "module", "param_shapes", "optimizer", "lr_scheduler", "ds_config"))
+def test_client_state_under_a_name_of_the_format_is_refused(key: str, tmp_path: Path) -> None:
+    engine = start(2, fresh(0), checkpoint=FORMAT)
+    with pytest.raises(CheckpointError, match=f"client state: DeepSpeed's files have '{key}' for entries of their own"):
+        engine.save_checkpoint(tmp_path, client_state={key: 7, "ds_version": "mine", "best": 1})
+    assert not list(tmp_path.iterdir())
+    engine.save_checkpoint(tmp_path, client_state={"ds_version": "mine", "best": 1})
+    assert engine.load_checkpoint(tmp_path)[1] == {"ds_version": "mine", "best": 1}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage"),
     ({"checkpoint": {**FORMAT, "writer": {"decoupled": True}}}, "checkpoint.writer.decoupled"),

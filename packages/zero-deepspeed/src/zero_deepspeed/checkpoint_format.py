@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_ckpt import Checkpoint, Coordinator, Interval
+from zero_ckpt import Checkpoint, CheckpointError, Coordinator, Interval
 from zero_ckpt.conversion.deepspeed_pickle import ConstantScaler, DeepSpeedObject, DynamicScaler
 from zero_ckpt.conversion.deepspeed_sink import DeepSpeedForm
+from zero_ckpt.conversion.training_state import NOT_THE_USERS
 from zero_ckpt.deepspeed_saving import save_deepspeed
 from zero_core.checkpoint.names import frozen_names, named_parameters
 from zero_core.errors import UsageError
@@ -50,16 +51,21 @@ class DeepSpeedWriter:
         **others: Any,
     ) -> Path:
         """Write ``root/tag``; ``client_state``: the training state besides tensors, the user's client state in it.
-        Collective. Raises `zero_ckpt.CheckpointError`."""
+        Collective. Raises `zero_ckpt.CheckpointError`, also for keys of the client state that the format has itself."""
         kept = {key: others[key] for key in ("step", "aliases", "frozen")}
         user = from_plain(client_state["client"])
+
+        def checked() -> Iterator[Interval]:
+            """Yield the intervals, where an error reaches all ranks."""
+            _require_the_users_own(user)
+            yield from intervals
 
         def form(checkpoint: Checkpoint) -> DeepSpeedForm:
             """Return what the files say besides tensors."""
             return self._form(user)
 
         return save_deepspeed(
-            root, tag, intervals, form, coordinator=coordinator, save_latest=save_latest, client_state=None, **kept
+            root, tag, checked(), form, coordinator=coordinator, save_latest=save_latest, client_state=None, **kept
         )
 
     def _form(self, user: Mapping[str, Any]) -> DeepSpeedForm:
@@ -112,6 +118,16 @@ class DeepSpeedWriter:
         computing = {key: value for key, value in _COMPUTING.items() if key in kept}
         computing |= {key: asked[key] for key in computing if isinstance(asked, dict) and key in asked}
         return {**({"bias_correction": True} if "betas" in kept else {}), **kept, **computing}
+
+
+def _require_the_users_own(client_state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for keys that a checkpoint of DeepSpeed has for entries of its own."""
+    taken = sorted(key for key in client_state if key in NOT_THE_USERS)
+    if taken:
+        raise CheckpointError(
+            f"client state: DeepSpeed's files have {', '.join(map(repr, taken))} for entries of their own, which it "
+            'would overwrite; give it other keys, or set checkpoint.format to "native"'
+        )
 
 
 def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:

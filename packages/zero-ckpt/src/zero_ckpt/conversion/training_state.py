@@ -24,7 +24,8 @@ _STAGE_0 = (
     "load_optimizer_states=False to continue with new ones; or load it with DeepSpeed once at stage 0, convert it "
     "there (ds_to_universal.py), or train a step at stage 1 and save again"
 )
-_NOT_THE_USERS = (OWN_KEYS | {"lr_scheduler", "ds_autoep_layers"}) - {"ds_version"}
+NOT_THE_USERS = (OWN_KEYS | {"lr_scheduler", "ds_autoep_layers"}) - {"ds_version"}
+"""Keys of a model file that are never the user's client state."""
 
 
 def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
@@ -49,7 +50,7 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
         "loss_scale": _loss_scale(optimizer),
         "param_groups": [] if by_position else _param_groups(optimizer, file),
         "advice": _STAGE_0 if by_position else None,
-        "client": {key: loader.load(value) for key, value in model.data.items() if key not in _NOT_THE_USERS},
+        "client": {key: loader.load(value) for key, value in model.data.items() if key not in NOT_THE_USERS},
     }
     return state, int(model.data.get("dp_world_size") or 1)
 
