@@ -246,9 +246,16 @@ class _RankFiles:
         return self._compose(place, kind, flat, dict.fromkeys(names, kind), flat.numel)
 
     def _compose(self, place: str, kind: str, flat: FlatGroup, kinds: Mapping[str, str], length: int) -> torch.Tensor:
-        """Return a tensor of the template, for the first `length` elements of a flat one."""
-        name, found = next(iter(kinds.items()))
-        dtype = self._source.tensors[name, found].dtype
+        """Return a tensor of the template, for the first `length` elements of a flat one. Raises CheckpointError where
+        the parameters' dtypes differ."""
+        dtypes = {name: self._source.tensors[name, found].dtype for name, found in kinds.items()}
+        name, dtype = next(iter(dtypes.items()))
+        other = next((other for other, its in dtypes.items() if its != dtype), None)
+        if other is not None:
+            raise CheckpointError(
+                f"{name!r} ({kind}) is {dtype} and {other!r} is {dtypes[other]}, in one param group, for which a "
+                "checkpoint of DeepSpeed has one dtype; save with checkpoint.format native"
+            )
         key = f"\0{place}", kind
         self._composed[key] = ComposedTensor(length, dtype, flat.runs, kinds)
         return self._placed(ModelTensor(*key, (length,), dtype, dtype))

@@ -1,0 +1,55 @@
+"""What a checkpoint of DeepSpeed cannot hold is refused by name, or told, when it is saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from zero_ckpt import CheckpointError, Interval, open_any  # noqa: E402
+from zero_ckpt.conversion.deepspeed_pickle import ConstantScaler  # noqa: E402
+from zero_ckpt.conversion.deepspeed_sink import DeepSpeedForm  # noqa: E402
+from zero_ckpt.deepspeed_saving import save_deepspeed  # noqa: E402
+from zero_ckpt.torch import dtype_name, tensor_buffer  # noqa: E402
+
+
+def save(root: Path, stage: int, groups: Sequence[Sequence[str]], **tensors: torch.Tensor) -> Path:
+    """Save four steps of these flat parameters; of those in `groups`, or that are named `was_…`, with moments."""
+    intervals = []
+    for name, tensor in tensors.items():
+        kinds = ["param", "exp_avg"] if name.startswith("was_") or any(name in group for group in groups) else ["param"]
+        for kind in kinds:
+            data = tensor_buffer(tensor)
+            intervals.append(Interval(name, kind, tuple(tensor.shape), dtype_name(tensor.dtype), 0, data))
+    form = DeepSpeedForm(
+        stage=stage,
+        groups=groups,
+        options=[{"lr": 0.1}] * len(groups),
+        bf16=False,
+        sub_group_numel=100,
+        round_robin=False,
+        aligned=False,
+        left_out=frozenset(),
+        scaler=ConstantScaler(cur_scale=1.0, dynamic=False),
+        optimizer={},
+        model={"global_steps": 4},
+        beside={"ds_version": "0"},
+    )
+    return save_deepspeed(root, "global_step4", intervals, lambda checkpoint: form, step=4)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_float64_beside_float32_in_a_param_group_is_refused(stage: int, tmp_path: Path) -> None:
+    single, double = torch.ones(4) / 3, torch.ones(8, dtype=torch.float64) / 3
+    with pytest.raises(CheckpointError, match=r"'a' \(master\) is F32 and 'b' is F64, in one param group"):
+        save(tmp_path, stage, [["a", "b"]], a=single, b=double)
+    assert list(tmp_path.iterdir()) == []
+    save(tmp_path, stage, [["a"], ["b"]], a=single, b=double)
+    found = open_any(tmp_path)
+    data = bytearray(64)
+    found.read_into("b", "master" if ("b", "master") in found.tensors else "param", 0, data)
+    assert torch.equal(torch.frombuffer(data, dtype=torch.float64), double)
