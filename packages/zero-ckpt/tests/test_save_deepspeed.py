@@ -53,3 +53,15 @@ def test_float64_beside_float32_in_a_param_group_is_refused(stage: int, tmp_path
     data = bytearray(64)
     found.read_into("b", "master" if ("b", "master") in found.tensors else "param", 0, data)
     assert torch.equal(torch.frombuffer(data, dtype=torch.float64), double)
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_states_of_parameters_that_were_frozen_later_are_told(
+    stage: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "zero_ckpt"):
+        save(tmp_path, stage, [["a"]], a=torch.ones(4), always_frozen=torch.ones(4), was_trained=torch.ones(4))
+    assert "1 parameters (was_trained, for example) are frozen, but have states of earlier steps" in caplog.text
+    caplog.clear()
+    save(tmp_path, stage, [["a"]], a=torch.ones(4), always_frozen=torch.ones(4))
+    assert not caplog.records

@@ -2,7 +2,8 @@
 
 [Note: what DeepSpeed's files cannot say]
 DeepSpeed keeps one step for all parameters of a group, and a state for every trained parameter. A parameter that never
-had a gradient gets zeros, as it has there; where the steps of a group differ, all get the largest, which is logged.
+had a gradient gets zeros, as it has there; where the steps of a group differ, all get the largest, which is logged, as
+are frozen parameters that have states of earlier steps, which are left out.
 """
 
 from __future__ import annotations
@@ -102,9 +103,23 @@ class _RankFiles:
                 self._kinds.setdefault(name, {})[state_key(kind)] = kind
         self._groups = [self._ordered(group) for group in form.groups]
         self._trained = {name for group in self._groups for name in group}
+        if rank == 0:
+            self._warn_of_left_out()
         missing = [name for name in self._trained if (name, "param") not in source.tensors]
         if missing:
             raise CheckpointError(f"{missing[0]!r} of the optimizer is not among the model's parameters")
+
+    def _warn_of_left_out(self) -> None:
+        """Log which parameters have a master or states, but are in no group, as those that were frozen after some
+        steps."""
+        held = {name for name, kind in self._source.tensors if kind == "master" or is_optimizer_kind(kind)}
+        left = sorted(held - self._trained)
+        if left:
+            logger.warning(
+                "%d parameters (%s, for example) are frozen, but have states of earlier steps: DeepSpeed's files "
+                "have no place for those, nor for a master, so a run that thaws them after loading begins theirs anew",
+                *(len(left), ", ".join(left[:_SHOWN])),
+            )
 
     def write(self, value: dict[str, Any], path: Path) -> None:
         """Write a value of `model` or `optimizer` to `path`."""
