@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,23 @@ def test_a_directory_that_is_replaced_while_it_is_restored_is_restored_again(tmp
         return weights(checkpoint)
 
     assert restore_any(tmp_path, fill)[1] == [5.0] * 8 and len(seen) == 2
+
+
+def test_what_no_pickle_reads_is_examined_before_its_checksums_are_compared(tmp_path: Path) -> None:
+    extra = write(tmp_path, 1) / "more_states.pt"
+    os.mkfifo(extra)
+    holder = os.open(extra, os.O_RDWR | os.O_NONBLOCK)  # so that an open for reading alone does not wait for ever
+    os.write(holder, b"no archive")
+    try:
+        with pytest.raises(DamagedError, match="more_states.pt: it is not a regular file"):
+            open_any(tmp_path, "global_step1")
+    finally:
+        os.close(holder)
+    extra.unlink()
+    with zipfile.ZipFile(extra, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(1 << 20))
+    with pytest.raises(CheckpointError, match=r"data.pkl' is compressed \(\d+ bytes that become 1048576\)"):
+        open_any(tmp_path, "global_step1")
 
 
 def test_repair_leaves_a_latest_that_names_a_whole_checkpoint_of_deepspeed(tmp_path: Path) -> None:

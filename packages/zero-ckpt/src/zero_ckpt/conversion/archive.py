@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import struct
 import zipfile
+from io import BufferedReader
 from pathlib import Path
 
 from ..errors import CheckpointError, DamagedError
-from ..opened import read_fd
+from ..opened import open_regular, read_fd
 
 _END = struct.Struct("<4s4H2LH")
 _END64_LOCATOR = struct.Struct("<4sLQL")
@@ -28,16 +29,19 @@ def require_stored_archive(path: Path) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise DamagedError(f"{path}: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as file:
+        _require_stored_and_bounded(file, path)
+
+
+def _require_stored_and_bounded(file: BufferedReader, path: Path) -> None:
+    """Raise as `require_stored_archive` does for an open file; `path` names it."""
     try:
-        nbytes = directory_nbytes(fd, str(path))
+        nbytes = directory_nbytes(file.fileno(), str(path))
         if nbytes > _MAX_DIRECTORY_BYTES:
             raise CheckpointError(f"{path}: a zip directory of {nbytes} bytes, expected at most {_MAX_DIRECTORY_BYTES}")
-        with os.fdopen(os.dup(fd), "rb") as file:
-            _require_stored(file, os.fstat(fd).st_size, path)
+        _require_stored(file, os.fstat(file.fileno()).st_size, path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OSError) as error:
         raise DamagedError(f"{path}: the zip archive is damaged: {error}") from error
-    finally:
-        os.close(fd)
 
 
 def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = None) -> int:
@@ -72,10 +76,10 @@ def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = N
     return int(_END64.unpack(raw)[-2])
 
 
-def _require_stored(file: object, nbytes: int, path: Path) -> None:
+def _require_stored(file: BufferedReader, nbytes: int, path: Path) -> None:
     """Raise CheckpointError for a compressed record or a pickle of more than 256 MiB, and DamagedError for a name that
     is there twice or a record that reaches beyond the file's `nbytes`."""
-    with zipfile.ZipFile(file) as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
     names = set()
     for record in records:
@@ -97,10 +101,22 @@ def verify_archive(path: Path) -> None:
     """Compare the CRC-32 of every record of a file of `torch.save` with its content, reading 8 MiB at a time.
 
     Records without a checksum, which torch can be told to leave out, are passed over. Raises DamagedError, naming the
-    file, when one differs or the archive cannot be read.
+    file, when one differs or the archive cannot be read, also for what is no regular file and for a link, and before
+    anything is read as `require_stored_archive` does.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        fd = open_regular(path)
+    except OSError as error:
+        raise DamagedError(f"{path}: {error.strerror or error}") from error
+    with os.fdopen(fd, "rb") as file:
+        _require_stored_and_bounded(file, path)
+        _verify_records(file, path)
+
+
+def _verify_records(file: BufferedReader, path: Path) -> None:
+    """Read all records of an archive that has been examined. Raises as `verify_archive` does."""
+    try:
+        with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.CRC:
                     with archive.open(record) as content:
