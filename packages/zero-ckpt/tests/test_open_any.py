@@ -235,6 +235,47 @@ def test_what_no_pickle_reads_is_examined_before_its_checksums_are_compared(tmp_
         open_any(tmp_path, "global_step1")
 
 
+def test_the_search_goes_on_behind_what_cannot_be_read(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    write(tmp_path, 2, ours=Path("an object"))
+    write(tmp_path, 3, global_steps=float("inf"))
+    flip(write(tmp_path, 4))
+    for outcome in opened(tmp_path, tmp_path):
+        assert outcome == "global_step1"
+    assert {tag for tag, _ in open_any(tmp_path).report.skipped} >= {"global_step4"}
+    (tmp_path / "latest").write_text("global_step2")
+    with pytest.raises(CheckpointError, match="holds objects that are not read"):
+        open_any(tmp_path)
+
+
+def test_where_none_can_be_opened_that_is_an_error_and_not_the_lack_of_any(tmp_path: Path) -> None:
+    flip(write(tmp_path, 1))
+    write(tmp_path, 2, ours=Path("an object"))
+    (tmp_path / "latest").unlink()
+    with pytest.raises(DamagedError, match=r"(?s)no whole checkpoint.*'global_step1'.*'global_step2'"):
+        open_any(tmp_path)
+
+
+def test_a_file_that_is_cut_off_is_passed_over_as_damaged(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    file = write(tmp_path, 2) / "mp_rank_00_model_states.pt"
+    for content in (file.read_bytes()[:-40], b""):
+        file.write_bytes(content)
+        assert open_any(tmp_path).tag == "global_step1"
+        with pytest.raises(DamagedError, match="its end is missing|is empty"):
+            open_any(tmp_path, "global_step2")
+
+
+def test_the_step_is_read_from_one_model_file(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    folder = write(tmp_path, 2)
+    (folder / "mp_rank_00_model_states.pt").rename(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    (folder / "zero_pp_rank_1_mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest").unlink()
+    found = open_any(tmp_path)  # global_step2 is known to be newer, so it is told
+    assert (found.tag, [tag for tag, _ in found.report.skipped]) == ("global_step1", ["global_step2"])
+
+
 def test_repair_leaves_a_latest_that_names_a_whole_checkpoint_of_deepspeed(tmp_path: Path) -> None:
     own(tmp_path, 1)
     folder = write(tmp_path, 2)

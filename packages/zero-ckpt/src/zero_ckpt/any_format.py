@@ -73,7 +73,7 @@ def open_any(
                 raise own_failed
             own = "" if own_failed is None else f"\n{own_failed}"
             raise DamagedError(f"{what}: no whole checkpoint{lines}{own}\n{damage_advice(directory, skipped)}")
-        theirs, name, passed_over = chosen
+        theirs, name, passed_over, searching = chosen
         for other, problem in passed_over:
             logger.warning("checkpoint %r is passed over: %s", other, problem)
             skipped[other] = problem
@@ -87,11 +87,11 @@ def open_any(
             if replaced > _REPLACEMENTS:
                 raise
             continue
-        except DamagedError as error:
-            if only_choice:
+        except CheckpointError as error:
+            if only_choice or not (searching or isinstance(error, DamagedError)):
                 raise
             if theirs or name is not None:
-                logger.warning("checkpoint %r is damaged: %s", name, error)
+                logger.warning("checkpoint %r cannot be opened: %s", name, error)
                 skipped[name or directory.name] = str(error)
             else:
                 own_failed = error
@@ -165,32 +165,34 @@ def _open_theirs(
 
 
 def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[Any] | None:
-    """Return [whether it is DeepSpeed's, its name, what it is chosen over] of the checkpoint to open next; a name of
-    None is the root itself if it is DeepSpeed's, else what `open_checkpoint` finds without a tag. None where all are in
-    `skipped`. `no_own`: this package's are passed over.
+    """Return [whether it is DeepSpeed's, its name, what it is chosen over, whether `latest` does not say it] of the
+    checkpoint to open next; a name of None is the root itself if it is DeepSpeed's, else what `open_checkpoint` finds
+    without a tag. None where all are in `skipped`. `no_own`: this package's are passed over.
 
     What it is chosen over is [tag, problem] of the one that `latest` names, in a list, which is empty otherwise.
     """
     if tag is not None:
-        return [is_tag(tag) and _is_theirs(root, tag), tag, []]
+        return [is_tag(tag) and _is_theirs(root, tag), tag, [], False]
     if not no_own and holds_checkpoint(root):
-        return [False, None, []]
+        return [False, None, [], False]
     if is_foreign(root):
-        return [True, None, []]
+        return [True, None, [], False]
     latest = _latest(root)
     if latest is not None and latest not in skipped and is_tag(latest) and _is_theirs(root, latest):
-        return [True, latest, []]
+        return [True, latest, [], False]
     theirs = [name for name in _their_tags(root) if name not in skipped]
+    if skipped and not theirs and not find_candidates(root):
+        return None
     named = [] if no_own else first_choice(root, skipped)
     if not no_own and (not theirs or any(one.manifest is not None for one in named)):
-        return [False, None, []]
+        return [False, None, [], False]
     options: list[tuple[int, bool, str]] = [(_step(root / name), True, name) for name in theirs]
     if not no_own:
         own = (one for one in find_candidates(root) if one.manifest is not None and one.tag not in skipped)
         options += [(one.manifest.step, False, one.tag) for one in own if one.manifest is not None]
     _, is_theirs, name = max(options, default=(0, False, ""))
     passed_over = [[one.tag, one.problem] for one in named if one.tag not in skipped]
-    return [is_theirs, name, passed_over] if name else None
+    return [is_theirs, name, passed_over, True] if name else None
 
 
 def _is_theirs(root: Path, name: str) -> bool:
@@ -209,11 +211,11 @@ def _their_tags(root: Path) -> Iterator[str]:
 
 def _step(directory: Path) -> int:
     """Return the step of one of DeepSpeed's directories; -1 where it cannot be read."""
-    from .conversion.deepspeed import open_models
+    from .conversion.deepspeed import open_model
 
     try:
-        return open_models(directory)[0].step()
-    except (CheckpointError, TypeError, ValueError):
+        return open_model(directory).step()
+    except (CheckpointError, TypeError, ValueError, OverflowError):
         return -1
 
 

@@ -51,12 +51,18 @@ def directory_nbytes(fd: int, where: str, begin: int = 0, length: int | None = N
     when it is no such archive, DamagedError when it is damaged.
     """
     end = os.fstat(fd).st_size if length is None else begin + length
+    if end == begin:
+        raise DamagedError(f"{where} is empty")
     if end - begin < _END.size:
         raise CheckpointError(f"{where} is not in torch's zip format: it has {end - begin} bytes")
     raw = bytearray(_END.size)
     read_fd(fd, end - _END.size, memoryview(raw), where)
     magic, *_, nbytes, _, comment = _END.unpack(raw)
     if magic != b"PK\5\6" or comment:
+        first = bytearray(4)
+        read_fd(fd, begin, memoryview(first), where)
+        if first == b"PK\3\4":
+            raise DamagedError(f"{where}: the zip archive is damaged: its end is missing")
         raise CheckpointError(
             f"{where} is not in torch's zip format (files that torch wrote before version 1.6 are not read; load and "
             "save them with torch once)"

@@ -122,6 +122,11 @@ def open_models(directory: Path) -> list[ModelFile]:
     return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
 
 
+def open_model(directory: Path) -> ModelFile:
+    """Return the model file of the first data-parallel rank. Raises as `open_models` does, which reads them all."""
+    return ModelFile(_ranked(directory, "*_model_states.pt", _MODEL)[0])
+
+
 def optimizer_files(directory: Path) -> list[Path]:
     """Return the optimizer files of a tag directory, by data-parallel rank; none at stage 0. Raises DamagedError when a
     rank's is missing."""

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import DamagedError
 from ..filing import read_at
-from .deepspeed import OWN_KEYS, open_models, optimizer_files
+from .deepspeed import OWN_KEYS, open_model, optimizer_files
 from .torch_file import StandIn, load_structure
 
 _COUNTERS = ("global_steps", "skipped_steps", "global_samples")
@@ -40,7 +40,7 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
     into CPU memory; objects stay of their types. Raises CheckpointError, and DamagedError for a file that is missing or
     damaged.
     """
-    model = open_models(directory)[0]
+    model = open_model(directory)
     optimizer, file = _optimizer_state(directory)
     loader = _Loader(model.path)
     by_position = not optimizer and model.data.get("optimizer") is not None
