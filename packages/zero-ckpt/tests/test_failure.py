@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from zero_ckpt import (
 from zero_ckpt.commit import Staging
 from zero_ckpt.coordination import run_on_all_ranks
 from zero_ckpt.latest import write_latest
+from zero_ckpt.locking import try_lock
 
 
 def save(root: Path, tag: str, step: int, data: bytes = b"abcdefgh") -> Path:
@@ -98,6 +101,26 @@ def test_what_dead_saves_left_is_swept_and_what_lives_is_not(tmp_path: Path) -> 
     assert names(tmp_path) == [alive.path.name, "latest", "t"]
     alive.discard()
     assert names(tmp_path) == ["latest", "t"]
+
+
+def test_other_saves_do_not_wait_while_one_that_is_given_up_is_removed(tmp_path: Path) -> None:
+    staging = Staging.create(tmp_path, "t", "aaaaaaaaaaaa")
+    (staging.path / "rank-00000.safetensors").write_bytes(b"half")
+    free: list[bool | None] = []
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        """While the tree is removed, note whether the root can be locked."""
+        if event == "call" and frame.f_code.co_name == "rmtree":
+            root = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+            free.append(try_lock(root))
+            os.close(root)
+
+    sys.setprofile(watch)
+    try:
+        staging.discard()
+    finally:
+        sys.setprofile(None)
+    assert free == [True] and names(tmp_path) == []
 
 
 def test_retention_keeps_the_newest_and_what_latest_names(tmp_path: Path) -> None:

@@ -97,13 +97,16 @@ class Staging:
     def discard(self) -> None:
         """Remove the directory and all in it; does nothing after a commit. What cannot be removed is logged and
         left."""
-        if not self._ended:
-            try:
-                with root_lock(self.root):
-                    remove_tree(self.path)
-            except (OSError, CheckpointError) as error:  # a rank may be writing still; the next save sweeps it
-                logger.warning("left %s to be swept by the next save: %s", self.path, error)
-            self._end()
+        if self._ended:
+            return
+        try:
+            with root_lock(self.root):
+                to_remove = set_for_removal(self.path) if exists(self.path) else None
+            if to_remove is not None:
+                remove_tree(to_remove)
+        except (OSError, CheckpointError) as error:  # a rank may be writing still; the next save sweeps it
+            logger.warning("left %s to be swept by the next save: %s", self.path, error)
+        self._end()
 
     def _end(self) -> None:
         """Release the lock; from now on `discard` does nothing."""
