@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def a_folder_per_rank(folder: Path) -> tuple[list[float], list[float], list[str]
     path = again.load_checkpoint(mine)[0]
     assert again.load_checkpoint(folder / f"none{dist.get_rank()}") == (None, None)
     return expected, train(again, 2, 4), [str(path), *sorted(file.name for file in mine.iterdir())]
+
+
+def another_view_per_rank(folder: Path) -> tuple[Any, Any]:
+    """Load in a folder that is empty for rank 0, and has another `latest_universal` or `latest` for rank 1."""
+    mine = folder / f"rank{dist.get_rank()}"
+    (mine / "run").mkdir(parents=True)
+    if dist.get_rank():
+        (mine / "run" / "latest").write_text("global_step2")
+        (mine / "run" / "latest_universal").write_text("universal")
+    engine = start(2)
+    os.chdir(mine)
+    return engine.load_checkpoint("run")
+
+
+def test_the_first_rank_looks_for_latest(tmp_path: Path) -> None:
+    assert run_ranks(another_view_per_rank, 2, tmp_path) == [(None, None)] * 2
 
 
 def test_ranks_that_name_different_folders_share_the_first_one(tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zero_core.errors import UsageError
+
+from .state_files import latest_universal
 
 if TYPE_CHECKING:
     from zero_core.engine import Engine
@@ -30,9 +33,7 @@ def agreed_place(
     """
     engine.training_state.check_open(call)
     given = ["" if folder is None else os.fspath(folder), None if tag is None else str(tag)]
-    told = engine.partition.runtime.agree(call, "", given)
-    if engine.model_part.coordinator is not None:
-        told = [place for places in engine.model_part.coordinator.all_gather_object(told) for place in places]
+    told = _told(engine, call, given)
     first, first_tag = told[0]
     if not first:
         raise UsageError(f"{call}: expected a folder, got {folder!r}")
@@ -49,3 +50,19 @@ def agreed_place(
     if first_tag != given[1] and validation != "Ignore":
         logger.warning("%s(tag=%r) on rank %d: the tag of rank 0 counts, %r", call, given[1], rank, first_tag)
     return first, first_tag
+
+
+def newest_tags(engine: Engine, folder: str) -> tuple[bool, str | None]:
+    """Return whether ``folder`` has a file `latest`, and the tag that its `latest_universal` names, as the first rank
+    finds them: a save may replace them while ranks look. Collective."""
+    has_latest, universal = (Path(folder) / "latest").is_file(), latest_universal(folder)
+    first: list[Any] = _told(engine, "load_checkpoint", [has_latest, universal])[0]
+    return first[0], first[1]
+
+
+def _told(engine: Engine, call: str, given: list[Any]) -> list[Any]:
+    """Return what every rank has ``given``, by rank. Collective."""
+    told: list[Any] = engine.partition.runtime.agree(call, "", given)
+    if engine.model_part.coordinator is not None:
+        told = [each for part in engine.model_part.coordinator.all_gather_object(told) for each in part]
+    return told

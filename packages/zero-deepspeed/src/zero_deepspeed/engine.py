@@ -27,7 +27,7 @@ from zero_settings import Config
 
 from . import VERSION
 from .checkpoint_format import DeepSpeedWriter
-from .checkpoint_places import agreed_place
+from .checkpoint_places import agreed_place, newest_tags
 from .client_state import from_plain, to_plain
 from .communication import get_world_group
 from .errors import UnsupportedError
@@ -35,7 +35,7 @@ from .getters import GETTERS, REFUSED, refuse
 from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import add_names, remove_names
-from .state_files import latest_universal, state_files
+from .state_files import state_files
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -288,12 +288,13 @@ class DeepSpeedEngine(nn.Module):
         `zero_ckpt.CheckpointError` on every rank.
         """
         folder, tag = agreed_place(self.zero_engine, "load_checkpoint", load_dir, tag)
-        universal = latest_universal(folder)
-        if tag is None and self.resolved_config.checkpoint.load_universal:
-            tag = universal
-        if tag is None and not (Path(folder) / "latest").is_file() and universal is None:
-            logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
-            return None, None
+        if tag is None:
+            has_latest, universal = newest_tags(self.zero_engine, folder)
+            if self.resolved_config.checkpoint.load_universal:
+                tag = universal
+            if not has_latest and universal is None:
+                logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
+                return None, None
         path, client_state = self.zero_engine.load_checkpoint(
             folder,
             tag,
