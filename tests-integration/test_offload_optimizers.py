@@ -29,9 +29,9 @@ OPTIMIZERS: dict[str, Make] = {
 BATCH, STEPS, HALF = 6, 6, 3
 
 
-def build() -> nn.Module:
+def build(width: int = 120) -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(70, 120), nn.Tanh(), nn.Linear(120, 5)).double()
+    return nn.Sequential(nn.Linear(70, width), nn.Tanh(), nn.Linear(width, 5)).double()
 
 
 def batch(step: int) -> torch.Tensor:
@@ -63,20 +63,20 @@ def plain(name: str) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def start(name: str, stage: int, offload: dict[str, Any]) -> tuple[Any, Any]:
+def start(name: str, stage: int, offload: dict[str, Any], **more: Any) -> tuple[Any, Any]:
     import zero_core
 
-    model = build()
+    model = build(400).float() if more else build()  # then more slices than a tier has buffers
     zero = {"stage": stage, "offload_optimizer": offload, "sub_group_size": 4096, "unit_min_numel": 1}
-    config = {"train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": zero}
+    config = {"train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": zero, **more}
     optimizer = OPTIMIZERS[name](groups(model))
     engine, *_ = zero_core.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule(optimizer), config=config)
     return engine, optimizer
 
 
-def train(engine: Any, first: int, last: int) -> None:
+def train(engine: Any, first: int, last: int, dtype: torch.dtype = torch.float64) -> None:
     for step in range(first, last):
-        mine = batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+        mine = batch(step).to(dtype).chunk(dist.get_world_size())[dist.get_rank()]
         engine.backward(engine(mine).square().mean())
         engine.step()
 
@@ -110,9 +110,9 @@ def resumed(name: str, stage: int, offload: dict[str, Any], folder: str) -> dict
     return found
 
 
-def tiers(folder: Path) -> dict[str, dict[str, Any]]:
+def tiers(folder: Path, **more: Any) -> dict[str, dict[str, Any]]:
     folder.mkdir(exist_ok=True)
-    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3, "ratio": 0.6}
+    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 3, "ratio": 0.6, **more}
     return {"host": {"device": "cpu"}, "nvme": nvme}
 
 
@@ -128,6 +128,28 @@ def test_they_train_as_plain_torch_does(name: str, stage: int, ranks: int, tmp_p
         for parameter, value in found.items():
             assert torch.equal(value, on_device[0][parameter]), (tier, parameter)
             assert (value - expected[parameter]).abs().max() < 1e-12, (tier, parameter)
+
+
+def saved_between_steps(name: str, stage: int, offload: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+    engine, _ = start(name, stage, offload, bf16={"enabled": True})
+    for step in range(STEPS):
+        train(engine, step, step + 1, torch.bfloat16)
+        engine.save_checkpoint(folder, tag=f"step{step}")
+        values(engine)  # reads the masters
+    found = values(engine)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("name", "stage", "ranks"), [("RMSprop", 1, 1), ("NAdam", 3, 2)])
+def test_bf16_weights_with_masters_on_a_tier_have_the_bits_of_the_device(
+    name: str, stage: int, ranks: int, tmp_path: Path
+) -> None:
+    expected = run_ranks(saved_between_steps, ranks, name, stage, {"device": "none"}, str(tmp_path / "none"))[0]
+    for tier, offload in tiers(tmp_path / "drive", buffer_count=4, ratio=1.0).items():
+        found = run_ranks(saved_between_steps, ranks, name, stage, offload, str(tmp_path / tier))[0]
+        for parameter, value in found.items():
+            assert torch.equal(value, expected[parameter]), (tier, parameter)
 
 
 @pytest.mark.parametrize("name", ["NAdam", "ASGD", "Rprop"])  # which keep numbers and first values of their own

@@ -74,8 +74,7 @@ class DeviceSteps:
             for one, parameter in zip(spans, parameters, strict=True):
                 self._take_states(optimizer, one.span.fragment, parameter, tensors[one.number])
                 (one.weights if self._device.type != "cpu" else one.out).view().copy_(parameter)
-                if not one.span.fragment.keeps_master:
-                    parameter.data = parameter.new_empty(0)
+                parameter.data = parameter.new_empty(0)
 
     def commit(self) -> None:
         """Give the fragments the numbers that the optimizer has computed of them; called once all slices have been
@@ -101,15 +100,14 @@ class DeviceSteps:
         return optimizer
 
     def _parameter(self, staged_span: StagedSpan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the tensor that the optimizer knows a span by, the same object at every step: its master, or else an
-        object that holds a copy of its weights on the device, made anew at every step.
+        """Return the tensor that the optimizer knows a span by, the same object at every step, which holds the span's
+        master until the end of `run`, or else its weights on the device. A tier may keep a master elsewhere at every
+        step.
         """
         fragment, key = staged_span.span.fragment, (staged_span.span.fragment, staged_span.span.begin)
-        if fragment.keeps_master:
-            return self._parameters.setdefault(key, tensors[MASTER])
-        copied = staged_span.weights.view().to(self._device)
-        parameter = self._parameters.setdefault(key, copied)
-        parameter.data = copied
+        values = tensors[MASTER] if fragment.keeps_master else staged_span.weights.view().to(self._device)
+        parameter = self._parameters.setdefault(key, values.detach())
+        parameter.data = values
         return parameter
 
     def _lend_states(
