@@ -18,6 +18,7 @@ from shards import GROUPS, NUMELS, Lender, plans, same_states, states_of, update
 
 from zero_offload import ExactUpdate, OffloadedUpdate, OffloadError, Trace
 from zero_offload.ends import HostUse, tier_ends
+from zero_offload.update._tiers import HostTier
 
 
 @contextmanager
@@ -107,6 +108,48 @@ def test_a_step_that_is_interrupted_anywhere_is_whole_or_refused(dtype: torch.dt
         if not happened:
             break
     assert all(outcomes.values()), outcomes
+
+
+def test_a_reset_after_an_interrupt_between_both_halves_of_an_exchange_parts_states_and_journal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dtype = torch.bfloat16
+    lender, plain_lender = Patient(dtype), Lender(dtype)
+    update, plain = exact_of(lender, dtype), update_of(plain_lender, plans(dtype))
+    for one in (update, plain):
+        backward(one, 0)
+        one.step()
+        one.clear_gradients()
+    saved, weights = states_of(update), lender.flat()
+    backward(update, 1)
+    computed(update)
+    exchange, calls = HostTier.exchange, list[int]()
+
+    def cut_short(*arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return exchange(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HostTier, "exchange", cut_short)
+        update.step()
+    update.reset()
+    update.clear_gradients()
+    update.write(saved)
+    for shard, values in zip(NUMELS, weights.split(list(NUMELS.values())), strict=True):
+        lender.tensors[shard].copy_(values)
+    for step in (1, 2):
+        for one in (update, plain):
+            backward(one, step)
+        computed(update)
+        for one in (update, plain):
+            one.step(grad_scale=0.5)  # clipped, so what was computed beforehand is dropped
+            one.clear_gradients()
+    assert same_states(states_of(update), states_of(plain))
+    assert torch.equal(lender.flat(), plain_lender.flat())
+    update.close()
+    plain.close()
 
 
 class Counted:

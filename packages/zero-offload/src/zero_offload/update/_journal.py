@@ -151,6 +151,12 @@ class Journal:
             old = place.tier.exchange(place.slice_index, place.number, new)
             self._states.exchange(place.own_index, place.own_number, old)
 
+    def reset(self) -> None:
+        """Take back the memory that `commit` has given to the tier, also where that was cut short; the tier is to be
+        reset, too.
+        """
+        self._states.reset()
+
     def installed(self, shard: str, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return what is to be copied into ``weights``, a shard in the memory that forward reads, after `commit`:
         (target, source) of each span, 1-D.

@@ -106,9 +106,9 @@ class HostTier:
         use = HostUse("masters and optimizer states", on_device=on_device, parts=parts)
         self._nbytes = host_bytes(slices)
         self._block = HostBlock(self._nbytes, use)
-        self._tensors: list[list[_Tensors]] = [[{} for _ in slice_] for slice_ in slices]
+        self._keep([[{} for _ in slice_] for slice_ in slices])
         places = [
-            (kind, span, self._tensors[index][number])
+            (kind, span, self._own[index][number])
             for index, slice_ in enumerate(slices)
             for number, span in enumerate(slice_)
             for kind in span.fragment.kinds
@@ -118,6 +118,12 @@ class HostTier:
         for kind, span, tensors in sorted(places, key=lambda place: -place[0].dtype.itemsize):
             tensors[kind.name] = self._block.view(position, kind.items(span.length), kind.dtype)
             position += kind.nbytes(span.length)
+
+    def _keep(self, own: list[list[_Tensors]]) -> None:
+        """Make ``own``, the tensors of each span of each slice, those of this tier until `exchange`, and from every
+        `reset` on.
+        """
+        self._own, self._tensors = own, [list(tensors) for tensors in own]
 
     def order(self, indices: Sequence[int]) -> list[int]:
         """Return the indices as they are: there are no transfers."""
@@ -140,7 +146,10 @@ class HostTier:
         return before
 
     def reset(self) -> None:
-        """Do nothing: the content of a slice may be anything until the caller writes it."""
+        """Undo every `exchange`, also one that was cut short; the content of a slice may be anything until the caller
+        writes it. The tiers that it exchanged with are to be reset, too.
+        """
+        self._keep(self._own)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of the states as ``states``, or as ``device`` if they count as device memory; ``ring`` and
@@ -170,7 +179,7 @@ class HostTier:
 
     def close(self) -> None:
         """Free the block; tensors over it keep it alive."""
-        self._tensors.clear()
+        self._keep([])
         self._nbytes, self._block = 0, HostBlock(0, HostUse("nothing"))
 
 
@@ -182,13 +191,15 @@ class DeviceTier(HostTier):
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
         super().__init__((), on_device=True)
         self._nbytes = host_bytes(slices)
-        self._tensors = [
+        self._keep(
             [
-                {k.name: torch.empty(k.items(s.length), dtype=k.dtype, device=device) for k in s.fragment.kinds}
-                for s in slice_
+                [
+                    {k.name: torch.empty(k.items(s.length), dtype=k.dtype, device=device) for k in s.fragment.kinds}
+                    for s in slice_
+                ]
+                for slice_ in slices
             ]
-            for slice_ in slices
-        ]
+        )
 
 
 def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:

@@ -396,6 +396,8 @@ class ExactUpdate(OffloadedUpdate):
         self._end_late()
         self._failure = self._failed_late = None
         self._options = copy_options(self._live_groups())
+        self._failed = True  # until the tier is reset, it may share memory with the journal
+        self._journal.reset()
         super().reset()
 
     def _end_late(self) -> None:
