@@ -139,7 +139,8 @@ void run_norms_squared(const char* x, Dtype dtype, int64_t n, int64_t block, dou
     parallel_for(threads, (blocks + together - 1) / together, sums);
 }
 
-// Eight words side by side. Each step is one-to-one in its word and in what was there before, so a change of one word is never lost.
+// Eight words side by side. Each step is one-to-one in its word and in what was there before, so a change of one word is never lost. The
+// shift brings high bits, such as signs, to places from where the product spreads them: the product moves nothing downwards.
 static uint64_t digest(const char* x, int64_t n) {
     constexpr uint64_t kFactor = 0x9e3779b97f4a7c15u;
     constexpr int kWords = 8;
@@ -147,8 +148,8 @@ static uint64_t digest(const char* x, int64_t n) {
     for (int j = 0; j < kWords; ++j) state[j] = kFactor * static_cast<uint64_t>(j + 1);
     const auto add = [&] {
         for (int j = 0; j < kWords; ++j) {
-            const uint64_t mixed = (state[j] ^ words[j]) * kFactor;
-            state[j] = mixed ^ mixed >> 32;
+            const uint64_t both = state[j] ^ words[j];
+            state[j] = (both ^ both >> 29) * kFactor;
         }
     };
     for (; n >= static_cast<int64_t>(sizeof(words)); n -= sizeof(words), x += sizeof(words)) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,22 @@ def test_changes_of_many_elements_change_it(n: int) -> None:
         y = x.copy()
         y[[i, j]] *= -1
         assert digests(x) != digests(y)
+
+
+def changed_signs(x: np.ndarray, first: int, offsets: tuple[int, ...]) -> np.ndarray:
+    y = x.copy()
+    y[[first + offset for offset in offsets]] *= -1
+    return y
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_signs_that_change_in_a_pattern_change_it(dtype: type) -> None:
+    x = weights(128).astype(dtype)
+    near = [0, 1, 2, 4, 8, 15, 16, 17, 31, 32, 33, 34, 63, 64]
+    patterns = [p for size in (1, 2, 3, 4) for p in itertools.combinations(near, size)]
+    for first in (0, 1, 3):
+        for pattern in patterns:
+            assert digests(changed_signs(x, first, pattern)) != digests(x), (first, pattern)
 
 
 def test_zeros_of_different_lengths_differ() -> None:
