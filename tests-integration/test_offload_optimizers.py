@@ -26,6 +26,30 @@ OPTIMIZERS: dict[str, Make] = {
     "Adadelta": lambda p: torch.optim.Adadelta(p),
     "AdamW with amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
 }
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum, without a kernel; it counts no steps."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["average"] = state["average"] * 0.9 + p.grad if "average" in state else p.grad.clone()
+                    p.sub_(state["average"], alpha=group["lr"])
+
+
+WITHOUT_STEPS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Momentum": Momentum,
+}
 BATCH, STEPS, HALF = 6, 6, 3
 
 
@@ -53,7 +77,7 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 def plain(name: str) -> dict[str, torch.Tensor]:
     model = build()
-    optimizer = OPTIMIZERS[name](groups(model))
+    optimizer = {**OPTIMIZERS, **WITHOUT_STEPS}[name](groups(model))
     scheduler = schedule(optimizer)
     for step in range(STEPS):
         model(batch(step)).square().mean().backward()
@@ -69,7 +93,7 @@ def start(name: str, stage: int, offload: dict[str, Any], **more: Any) -> tuple[
     model = build(400).float() if more else build()  # then more slices than a tier has buffers
     zero = {"stage": stage, "offload_optimizer": offload, "sub_group_size": 4096, "unit_min_numel": 1}
     config = {"train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(), "zero_optimization": zero, **more}
-    optimizer = OPTIMIZERS[name](groups(model))
+    optimizer = {**OPTIMIZERS, **WITHOUT_STEPS}[name](groups(model))
     engine, *_ = zero_core.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule(optimizer), config=config)
     return engine, optimizer
 
@@ -161,6 +185,15 @@ def test_their_checkpoints_load_on_any_tier_and_number_of_ranks(name: str, tmp_p
         run_ranks(saved, 2, name, 2, places[source], folder)
         for parameter, value in run_ranks(resumed, ranks, name, 3, places[target], folder)[0].items():
             assert (value - expected[parameter]).abs().max() < 1e-12, (source, target, parameter)
+
+
+@pytest.mark.parametrize("name", WITHOUT_STEPS)
+def test_momentum_of_optimizers_that_count_no_steps_is_loaded_on_a_tier(name: str, tmp_path: Path) -> None:
+    expected = plain(name)
+    run_ranks(saved, 2, name, 2, {"device": "none"}, str(tmp_path / "saved"))
+    for tier, offload in tiers(tmp_path / "drive").items():
+        for parameter, value in run_ranks(resumed, 2, name, 2, offload, str(tmp_path / "saved"))[0].items():
+            assert (value - expected[parameter]).abs().max() < 1e-12, (tier, parameter)
 
 
 class Counting(torch.optim.SGD):

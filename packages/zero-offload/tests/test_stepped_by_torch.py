@@ -41,3 +41,39 @@ def test_masters_in_files_are_stepped_where_they_are_also_after_their_states_wer
             found.append((states, lender.flat()))
     assert same_states(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum that counts no steps, and whose first buffer is half the gradient."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["average"] = state["average"] * 0.9 + p.grad if "average" in state else p.grad / 2
+                p.sub_(state["average"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_moments_that_are_written_without_a_step_count_in_the_next_one(dtype: torch.dtype) -> None:
+    found = []
+    for loads in (False, True):
+        lender = Lender(dtype)
+        with made(Momentum, lender, dtype) as update:
+            if not loads:
+                one_step(update, 0)
+                start, saved = {n: t.clone() for n, t in lender.tensors.items()}, states_of(update)
+            else:
+                lender.tensors = {name: tensor.clone() for name, tensor in start.items()}
+                update.write({name: {k: v for k, v in state.items() if k != "step"} for name, state in saved.items()})
+            one_step(update, 1)
+            found.append(lender.flat())
+    assert torch.equal(*found)

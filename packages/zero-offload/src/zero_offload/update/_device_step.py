@@ -118,14 +118,14 @@ class DeviceSteps:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Give the optimizer the states of a span (``tensors``, by kind) and the number of its steps. SGD's buffer is
-        left out of a first step, which sets it to the gradient.
+        left out of a step without earlier moments, which sets it to the gradient.
         """
-        if self._rule.make is not None and fragment.step == 0:
+        if self._rule.make is not None and not fragment.has_moments:
             optimizer.state.pop(parameter, None)  # the optimizer makes its first states itself
             self._counted[parameter] = 1
             return
         state, group = optimizer.state[parameter], optimizer.param_groups[0]
-        begins_anew = self._rule.template is torch.optim.SGD and fragment.step == 0
+        begins_anew = self._rule.template is torch.optim.SGD and not fragment.has_moments
         for kind in fragment.moments:
             state[kind.name] = None if begins_anew else tensors[kind.name]
         where = self._device if group.get("fused") or group.get("capturable") else _HOST

@@ -27,7 +27,7 @@ class KernelOperands:
     """The operands of one kernel call: one entry per span in every list, all of the same group and dtypes.
 
     ``sizes`` in elements; ``params``, ``grads`` and ``states`` (by kind of state) are memory addresses; ``common`` are
-    keyword arguments of the kernel; ``first``: it is the fragments' first step. ``results``: addresses for the new
+    keyword arguments of the kernel; ``first``: the fragments have no moments yet. ``results``: addresses for the new
     values, of ``param`` and by kind of state; None for those of the operands themselves.
     """
 

@@ -144,8 +144,8 @@ def run_kernels(
     *,
     results: Sequence[Tensors] | None = None,
 ) -> None:
-    """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number and
-    dtypes; it writes the new weights to each span's ``out``. ``tensors``: the states of every span of the slice, by
+    """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number, dtypes
+    and whether they have moments; it writes the new weights to each span's ``out``. ``tensors``: the states of every span of the slice, by
     kind, which are updated in place, or only read where ``results``, of the same sizes, takes the new ones; weights
     that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies gradients.
 
@@ -160,6 +160,7 @@ def run_kernels(
         key = (
             plan.group,
             fragment.step,
+            fragment.has_moments,
             shard.dtype,
             shard.grad_dtype,
             fragment.keeps_master,
@@ -210,4 +211,4 @@ def _empty_operands(span: FragmentSpan, grad_scale: float, *, apart: bool) -> Ke
         common["copy_dtype"] = KERNEL_DTYPES[fragment.shard.dtype]
     states: dict[str, list[int]] = {kind.name: [] for kind in fragment.moments}
     results: dict[str, list[int]] | None = {name: [] for name in ("param", *states)} if apart else None
-    return KernelOperands([], [], [], states, common, first=fragment.step == 0, results=results)
+    return KernelOperands([], [], [], states, common, first=not fragment.has_moments, results=results)
