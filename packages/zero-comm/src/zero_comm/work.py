@@ -61,7 +61,7 @@ class Work:
         self._advance = advance
         self._ledger = ledger
         self._watched = watched
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._began = time.perf_counter()
         device = next((b.device for b in buffers if b.device.type != "cpu"), None) if pending else None
         timed = ledger is not None and ledger.times_devices
@@ -82,7 +82,7 @@ class Work:
         """
         advance, self._advance = self._advance, None
         if advance is not None:
-            advance()
+            self._compute(advance)
 
     def wait(self, patience: timedelta | None = None) -> None:
         """Block until the result is in place (on an accelerator: until the current stream is ordered behind it), and
@@ -90,8 +90,8 @@ class Work:
 
         Raises `PeerError` when the transport reports that a rank is gone, or after ``patience`` (None: the group's own
         timeout). The group is then unusable, and another `wait` raises the same error at once: gloo would block for
-        ever when asked twice for one message. So does what ``finish`` raises; ``patience`` does not reach the waits
-        that are inside it (several hops, a codec).
+        ever when asked twice for one message. So does what ``finish`` or ``advance`` raises, KeyboardInterrupt too;
+        ``patience`` does not reach the waits that are inside them (several hops, a codec).
         """
         if self._failure is not None:
             raise self._failure
@@ -116,12 +116,16 @@ class Work:
         self._advance = None
         finish, self._finish = self._finish, None
         if finish is not None:
-            try:
-                finish()
-            except Exception as failure:
-                self._failure = failure
-                raise
+            self._compute(finish)
         self._buffers = ()
+
+    def _compute(self, computation: Callable[[], None]) -> None:
+        """Run ``computation``, which runs once; later waits raise what it raises."""
+        try:
+            computation()
+        except BaseException as failure:
+            self._failure = failure
+            raise
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
         """Wait for all pending operations. ``limit``: the argument of their `wait`, empty for none. Raises `PeerError`,
