@@ -77,3 +77,69 @@ def test_moments_that_are_written_without_a_step_count_in_the_next_one(dtype: to
             one_step(update, 1)
             found.append(lender.flat())
     assert torch.equal(*found)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer of another project: it counts in Python, keeps a Python float, and with ``decays`` another one."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1, decays: bool = False) -> None:
+        super().__init__(params, {"lr": lr, "decays": decays})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, product=1.0, seen=torch.zeros_like(p))
+                    state.update({"decay": 1.0} if group["decays"] else {})
+                state["step"] += 1
+                state["product"] *= 0.9 + 0.01 / state["step"]
+                if group["decays"]:
+                    state["decay"] *= 0.7
+                state["seen"].add_(p.grad)
+                p.sub_(state["seen"] * state["product"] * state.get("decay", 1.0), alpha=group["lr"])
+
+
+def counting(params: Any) -> torch.optim.Optimizer:
+    return Counting([{**params[0], "decays": True}, params[1]])
+
+
+def product_after(steps: int) -> float:
+    product = 1.0
+    for step in range(1, steps + 1):
+        product *= 0.9 + 0.01 / step
+    return product
+
+
+def test_python_numbers_keep_their_type_and_bits_in_the_groups_that_have_them() -> None:
+    lender = Lender(torch.float32)
+    with made(counting, lender, torch.float32) as update:
+        for step in range(3):
+            one_step(update, step)
+        for name, state in states_of(update).items():
+            assert ("decay" in state) == (name not in ("norm", "bias")), name
+            assert state["product"].item() == product_after(3), name
+            assert set(update.numbers(name)) == set(state) - {"seen", "step"}
+        with pytest.raises(ValueError, match="'norm': expected states among .*, got decay"):
+            update.write({"norm": {"decay": torch.tensor(1.0)}})
+
+
+@pytest.mark.parametrize("make", [counting, torch.optim.NAdam])
+def test_numbers_that_are_written_count_at_the_same_step(make: Make) -> None:
+    name = "product" if make is counting else "mu_product"
+    found = []
+    for rewritten in (False, True):
+        lender = Lender(torch.float32)
+        with made(make, lender, torch.float32) as update:
+            for step in range(2):
+                one_step(update, step)
+                if rewritten and step == 0:
+                    update.write({"matrix": {name: torch.tensor(0.25)}})
+            found.append((states_of(update)["matrix"][name].item(), lender.flat()))
+    assert found[0][0] != found[1][0] < 0.25
+    assert not torch.equal(found[0][1], found[1][1])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import OffloadError
-from ._probed_states import plain_step
+from ._probed_states import number_tensor, plain_step
 from ._rules import Rule
 from ._slices import MASTER, KeptFragment
 from ._staging import StagedSpan
@@ -76,6 +76,10 @@ class DeviceSteps:
                 (one.weights if self._device.type != "cpu" else one.out).view().copy_(parameter)
                 parameter.data = parameter.new_empty(0)
 
+    def begin(self) -> None:
+        """Forget the numbers of a step that did not come to its `commit`."""
+        self._numbers = {}
+
     def commit(self) -> None:
         """Give the fragments the numbers that the optimizer has computed of them; called once all slices have been
         updated.
@@ -129,17 +133,19 @@ class DeviceSteps:
         for kind in fragment.moments:
             state[kind.name] = None if begins_anew else tensors[kind.name]
         where = self._device if group.get("fused") or group.get("capturable") else _HOST
-        count = state.get(_STEP)
-        if count is None or count.device.type != where.type or self._counted[parameter] != fragment.step:
-            state[_STEP] = torch.full((), float(fragment.step), dtype=torch.float32, device=where)
-            state.update({name: self._number(fragment, name, where) for name in self._rule.numbers})
+        count, like = state.get(_STEP), self._rule.count(group)
+        if not isinstance(like, torch.Tensor):
+            state.update({} if like is None else {_STEP: type(like)(fragment.step)})
+        elif count is None or count.device.type != where.type or self._counted[parameter] != fragment.step:
+            state[_STEP] = torch.full((), float(fragment.step), dtype=like.dtype, device=where)
+        state.update({n: self._number(fragment, n, example, where) for n, example in self._rule.numbers(group).items()})
         self._counted[parameter] = fragment.step + 1
 
-    def _number(self, fragment: KeptFragment, name: str, where: torch.device) -> Any:
-        """Return the number ``name`` that was kept of a fragment, in the optimizer's type; OffloadError if there is
+    def _number(self, fragment: KeptFragment, name: str, like: Any, where: torch.device) -> Any:
+        """Return the number ``name`` that was kept of a fragment, in the type of ``like``; OffloadError if there is
         none.
         """
-        kept, like = fragment.numbers.get(name), self._rule.numbers[name]
+        kept = fragment.numbers.get(name)
         if kept is None:
             raise OffloadError(
                 f"'{fragment.name}': {self._rule.template.__name__} keeps the number '{name}', which the states that "
@@ -157,9 +163,9 @@ class DeviceSteps:
         """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind); states that
         it updated in place need no copy. Keep its numbers for `commit`.
         """
-        if self._rule.numbers:
+        if names := self._rule.numbers(optimizer.param_groups[0]).keys():
             held = optimizer.state[parameter]
-            self._numbers[fragment] = {n: torch.as_tensor(held[n]).detach().cpu().clone() for n in self._rule.numbers}
+            self._numbers[fragment] = {name: number_tensor(held[name]).detach().cpu().clone() for name in names}
         for kind in fragment.moments:
             own = optimizer.state[parameter][kind.name]
             if own is not tensors[kind.name]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ProbedStates", "copy_of", "plain_step", "probe_states"]
+__all__ = ["ProbedStates", "copy_of", "number_tensor", "plain_step", "probe_states"]
 
 _STEP = "step"
 _ELEMENTS = 6
@@ -23,12 +23,12 @@ _OF_TORCH = frozenset(["defaults", "param_groups", "state"])
 @dataclass(frozen=True)
 class ProbedStates:
     """What an optimizer keeps of a parameter: ``moments``, names of tensors of its shape; ``numbers``, 0-D tensors or
-    Python numbers by name, with the type that the optimizer gives them; ``counts``: one of these is ``step``, which is
-    not among ``numbers``."""
+    Python numbers by name, with the type that the optimizer gives them; ``count``: its ``step``, which is not among
+    ``numbers``, or None if it keeps none."""
 
     moments: tuple[str, ...]
     numbers: Mapping[str, Any]
-    counts: bool
+    count: Any
 
 
 def copy_of(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], group: Mapping[str, Any]) -> Any:
@@ -42,6 +42,13 @@ def copy_of(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], group:
     options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
     made.param_groups = [{**options, "params": params}]
     return made
+
+
+def number_tensor(value: Any) -> torch.Tensor:
+    """Return a number as a 0-D tensor of the same value, a Python float in float64; a tensor is returned itself."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def plain_step(optimizer: torch.optim.Optimizer) -> None:
@@ -82,7 +89,7 @@ def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     count = numbers.pop(_STEP, None)
     if count is not None and float(count) != 2.0:
         raise ValueError(f"{kind} keeps a 'step' of {float(count)} after two steps, which a tier counts itself")
-    return ProbedStates(tuple(moments), numbers, count is not None)
+    return ProbedStates(tuple(moments), numbers, count)
 
 
 def _own_values(optimizer: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,16 @@ class KernelOperands:
     results: dict[str, list[int]] | None = None
 
 
+def _no_numbers(group: Group) -> Mapping[str, Any]:
+    """Return {}: the optimizers that have a kernel keep no numbers beside ``step``."""
+    return {}
+
+
+def _float_count(group: Group) -> Any:
+    """Return an example of ``step`` in torch's own optimizers, a float32 tensor."""
+    return torch.zeros((), dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class Rule:
     """One optimizer.
@@ -49,8 +59,8 @@ class Rule:
     ``run`` calls the kernel, which writes weights and states in place, or into the batch's ``results``; None: the
     optimizer that ``make`` returns steps, on the host too. ``refused``: options that the kernel does not have.
     ``fused``: on a device, where no option says otherwise, the template steps by torch's fused kernel; torch's own
-    classes choose by themselves. ``numbers``: what the optimizer keeps of a parameter beside moments and ``step``, by
-    name, as examples of their types.
+    classes choose by themselves. ``numbers`` returns what the optimizer keeps of a parameter of a group beside moments
+    and ``step``, by name, as examples of their types; ``count`` an example of ``step``, None if it keeps none.
     """
 
     template: type[torch.optim.Optimizer]
@@ -60,7 +70,8 @@ class Rule:
     refused: tuple[str, ...] = ()
     fused: bool = False
     make: Callable[[], torch.optim.Optimizer] | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Callable[[Group], Mapping[str, Any]] = _no_numbers
+    count: Callable[[Group], Any] = _float_count
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return all options of a parameter group: ``options``, and the defaults of the torch class for the others.
@@ -247,7 +258,6 @@ def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
             probed[key] = probe_states(optimizer, group)
         return probed[key]
 
-    numbers = {name: value for group in optimizer.param_groups for name, value in states(group).numbers.items()}
     return Rule(
         type(optimizer),
         lambda group: tuple((name, False) for name in states(group).moments),
@@ -255,5 +265,6 @@ def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
         None,
         ("differentiable",),
         make=partial(copy_of, optimizer, [torch.zeros(0)], optimizer.param_groups[0]),
-        numbers=numbers,
+        numbers=lambda group: states(group).numbers,
+        count=lambda group: states(group).count,
     )

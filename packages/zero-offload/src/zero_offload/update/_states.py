@@ -16,6 +16,7 @@ from zero_optim_kernels import dequantize_blocks, quantize_blocks
 
 from .._protocols import Generation
 from ..sealed import Sealed
+from ._probed_states import number_tensor
 from ._rules import Rule
 from ._slices import BLOCK, MASTER, FragmentSpan, KeptFragment, Slice, StateKind
 from ._step import Groups, Tensors, fill_moments
@@ -96,16 +97,17 @@ def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
     return "u5e3" if kind.second else "e4m3"
 
 
-def check_state(rule: Rule, fragment: KeptFragment, state: State) -> None:
+def check_state(rule: Rule, groups: Groups, fragment: KeptFragment, state: State) -> None:
     """Raise ValueError, naming the fragment, for a kind that it does not have, for a kind of another size, and for
-    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names its numbers.
+    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names its numbers for each of
+    ``groups``.
     """
     kinds = {kind.name: kind for kind in fragment.kinds}
-    unknown = sorted(set(state) - {_STEP, *kinds, *rule.numbers})
+    known = {_STEP, *kinds, *rule.numbers(groups[fragment.plan.group])}
+    unknown = sorted(set(state) - known)
     if unknown:
         raise ValueError(
-            f"'{fragment.name}': expected states among {sorted({_STEP, *kinds, *rule.numbers})}, "
-            f"got {', '.join(unknown)}"
+            f"'{fragment.name}': expected states among {sorted(known)}, got {', '.join(unknown)}"
         )
     for name in state.keys() & kinds.keys():
         items = kinds[name].items(fragment.plan.numel)
@@ -126,7 +128,7 @@ def write_states(
 
     8-bit moments are taken as codes and scales, or in any floating dtype. ``groups``: the parameter groups, by number.
     A state must pass `check_state`. A master given counts as equal to the current weights. The fragment counts as
-    having moments if one, or a step count above 0, is given.
+    having moments if one, a number, or a step count above 0 is given.
     """
     indices = [i for i, slice_ in enumerate(slices) if any(_has_state(span, states) for span in slice_)]
     with closing(tier.visit(indices, dirty=True)) as visits:  # type: ignore[type-var]
@@ -137,14 +139,15 @@ def write_states(
                         fill_moments(rule, groups, span.fragment, tensors)
                     _write_span(span, tensors, states[span.fragment])
     for fragment, state in states.items():
-        fragment.has_moments |= bool(set(state) - {MASTER, _STEP, *rule.numbers}) or bool(state.get(_STEP))
+        fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
         if MASTER in state:
             fragment.has_master, fragment.weights_changed = True, False
         if _STEP in state:
             fragment.step = int(state[_STEP])
-        for name in rule.numbers.keys() & state.keys():
-            like = torch.as_tensor(rule.numbers[name])
-            fragment.numbers[name] = torch.as_tensor(state[name]).to("cpu", like.dtype, copy=True).reshape(())
+        for name, like in rule.numbers(groups[fragment.plan.group]).items():
+            if name in state:
+                dtype = number_tensor(like).dtype
+                fragment.numbers[name] = number_tensor(state[name]).to("cpu", dtype, copy=True).reshape(())
 
 
 def _has_state(span: FragmentSpan, states: Mapping[KeptFragment, State]) -> bool:

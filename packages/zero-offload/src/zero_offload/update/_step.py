@@ -49,6 +49,9 @@ def run_step(
     At the end the step count of each fragment is one higher, and its states count as held by the tier. On an error some
     weights are updated and others not; counts stay as they were.
     """
+    for torch_steps in (on_device, on_host):
+        if torch_steps is not None:
+            torch_steps.begin()
     active = tier.order([i for i, slice_ in enumerate(slices) if any(span.fragment in fragments for span in slice_)])
     staged.begin(active, absent=absent, rewritten=_rewritten(fragments))
     try:

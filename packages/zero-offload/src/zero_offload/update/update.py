@@ -19,6 +19,7 @@ from ..sealed import Sealed
 from ..trace import Trace
 from ._build import UpdateParts, build, check_room_for_seal
 from ._gradients import CallerGradients, CollectedGradients, borrowed_gradient, known_shard
+from ._probed_states import number_tensor
 from ._rules import OptimizerLike, find_rule, has_rule
 from ._slices import BLOCK, KeptFragment, kinds_of
 from ._states import as_values, check_state, forget_states, read_states, sealed_state, write_states
@@ -296,7 +297,9 @@ class OffloadedUpdate:
         """Return what torch's optimizer keeps of a fragment beside moments and ``step``: 0-D tensors, with the values
         of an example before the first step. ShardError for an unknown fragment.
         """
-        return {n: torch.as_tensor(v) for n, v in self._rule.numbers.items()} | self._fragment_named(fragment).numbers
+        known = self._fragment_named(fragment)
+        examples = self._rule.numbers(self._groups()[known.plan.group])
+        return {name: number_tensor(value) for name, value in examples.items()} | known.numbers
 
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
@@ -338,7 +341,7 @@ class OffloadedUpdate:
         """Return ``states`` by fragment; raise the errors of `write` for those that do not fit. Nothing is changed."""
         found = {self._fragment_named(name): state for name, state in states.items()}
         for fragment, state in found.items():
-            check_state(self._rule, fragment, state)
+            check_state(self._rule, self._groups(), fragment, state)
         return found
 
     def restart(self, fragments: Collection[str]) -> None:
