@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shards import Lender, one_step, plans, same_states, states_of
+from shards import FRAGMENTS, Lender, gradient, one_step, plans, same_states, states_of
 
 from zero_offload import OffloadedUpdate, TierOptions
 
@@ -77,6 +77,39 @@ def test_moments_that_are_written_without_a_step_count_in_the_next_one(dtype: to
             one_step(update, 1)
             found.append(lender.flat())
     assert torch.equal(*found)
+
+
+class Boosted(torch.optim.Optimizer):
+    """Sums of gradients, with an option that a group may lack."""
+
+    elementwise = True
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    total = self.state[p].setdefault("total", torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(total, alpha=group["lr"] * group.get("boost", 1.0))
+
+
+@pytest.mark.parametrize("boosted", [0, 1])
+def test_an_option_that_one_group_has_counts_in_that_group(boosted: int) -> None:
+    lender, other = Lender(torch.float32), Lender(torch.float32)
+    groups = ({"boost": 3.0} if number == boosted else {} for number in range(2))
+    with made(
+        lambda params: Boosted([p | g for p, g in zip(params, groups, strict=True)]), lender, torch.float32
+    ) as update:
+        one_step(update, 0, scale=1.0)
+    for shard, fragments in FRAGMENTS.items():
+        for plan in fragments:
+            part = slice(plan.start, plan.start + plan.numel)
+            factor = 0.1 * (3.0 if plan.group == boosted else 1.0)
+            want = other.tensors[shard][part].sub(gradient(0, shard)[part], alpha=factor)
+            assert torch.equal(lender.tensors[shard][part], want), plan.name
 
 
 class Counting(torch.optim.Optimizer):

@@ -97,8 +97,12 @@ class DeviceSteps:
             template: Any = self._rule.template
             made = template([torch.zeros(0, device=self._device)]) if self._rule.make is None else self._rule.make()
             optimizer = self._optimizers[number] = made
-        own = optimizer.param_groups[0]
-        own.update({key: value for key, value in group.items() if key in own and key != "params"})
+        own, options = optimizer.param_groups[0], {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if self._rule.make is None:
+            own.update({key: value for key, value in options.items() if key in own})
+        else:  # no option of another group stays
+            own.clear()
+            own.update(options, params=[])
         if self._rule.fused and own["fused"] is None:
             own["fused"] = not own["foreach"]
         return optimizer

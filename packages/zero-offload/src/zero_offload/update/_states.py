@@ -106,9 +106,7 @@ def check_state(rule: Rule, groups: Groups, fragment: KeptFragment, state: State
     known = {_STEP, *kinds, *rule.numbers(groups[fragment.plan.group])}
     unknown = sorted(set(state) - known)
     if unknown:
-        raise ValueError(
-            f"'{fragment.name}': expected states among {sorted(known)}, got {', '.join(unknown)}"
-        )
+        raise ValueError(f"'{fragment.name}': expected states among {sorted(known)}, got {', '.join(unknown)}")
     for name in state.keys() & kinds.keys():
         items = kinds[name].items(fragment.plan.numel)
         if state[name].shape != (items,):
