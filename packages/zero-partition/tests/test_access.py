@@ -263,6 +263,23 @@ def test_a_value_that_is_replaced_while_it_is_gathered_stays(stage: int, modifie
     assert run_ranks(replace_inside_a_block, 2, stage, modifier_rank) == [[3.0, 3.0]] * 2
 
 
+def write_past_torch_around_a_replacement(stage: int) -> list[float]:
+    """Return elements that every rank has written through NumPy in a block before and after another was replaced."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = cut(model, stage)
+    with gathered(parts, model.parameters()):
+        model[0].bias.detach().numpy()[1] = 5.0
+        set_full_parameter(parts, model[0].weight, torch.full((4, 4), 3.0))
+        model[0].weight.detach().numpy()[1, 2] = 7.0
+    read = {name: full_parameter(parts, getattr(model[0], name)) for name in ("weight", "bias")}
+    return [float(read["bias"][1]), float(read["weight"][1, 2]), float(read["weight"][0, 0])]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_writes_past_torch_count_before_and_after_a_replacement_in_the_block(stage: int) -> None:
+    assert run_ranks(write_past_torch_around_a_replacement, 2, stage) == [[5.0, 7.0, 3.0]] * 2
+
+
 def set_what_one_rank_cannot(stage: int) -> list[str]:
     """Return what each refused call raised here: only rank 0 has a fragment of the parameter, or another shape."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))

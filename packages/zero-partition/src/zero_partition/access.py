@@ -231,6 +231,7 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
     flat = _broadcast_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
     with torch.no_grad(), partition.runtime.writing("set_full_param"):
+        checksums = unit.edits.checksums
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)
         elif unit.states is not None:
@@ -239,6 +240,8 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
         unit.give_back_shard()
         if unit.state is UnitState.GATHERED:
             _write(partition, unit, index, unit.flat, flat)
+            if checksums is not None:  # which `gathered` has taken
+                unit.edits.renew_checksum(checksums, index, unit.views)
 
 
 def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torch.Tensor) -> None:

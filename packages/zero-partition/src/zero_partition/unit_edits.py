@@ -80,6 +80,11 @@ class UnitEdits:
         return self._checksums is not None or self._is_lent_written()
 
     @property
+    def checksums(self) -> Checksums | None:
+        """The checksums that `find_changed` compares with, if there are any."""
+        return self._checksums
+
+    @property
     def has_checksums(self) -> bool:
         """True if `find_changed` compares checksums of the values."""
         return self._checksums is not None
@@ -189,6 +194,14 @@ class UnitEdits:
         """Take checksums of the present values of ``views``, for `find_changed` to compare with. Reads every
         element."""
         self._checksums, self._compared = checksums(views), None
+
+    @without_torch_function
+    def renew_checksum(self, before: Checksums, number: int, views: Sequence[torch.Tensor]) -> None:
+        """Compare with ``before`` again, but for parameter ``number``, with its present value in ``views``: writes to
+        the others since ``before`` are still found."""
+        now, self._compared = checksums(views), None
+        self._checksums = before.clone() if isinstance(before, torch.Tensor) else list(before)
+        self._checksums[number] = now[number]
 
     @without_torch_function
     def mark_clean(self) -> None:
