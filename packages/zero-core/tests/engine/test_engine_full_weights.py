@@ -219,7 +219,7 @@ def test_ranks_that_stop_together_go_on_together() -> None:
     assert run_ranks(stopped_together, 2) == [["KeyError: 'on every rank'", "8"]] * 2
 
 
-def misused(which: str) -> str:
+def misused(which: str, folder: str) -> str:
     engine = start(3)
     train(engine, 0, 1)
     if which == "arguments":
@@ -235,6 +235,17 @@ def misused(which: str) -> str:
         return said
     if which == "step":
         return outcome(lambda: [train(engine, 1, 2) for _ in engine.iter_full_weights(1)])
+    if which in CHANGES:
+        weight = engine.module.head.weight
+        engine.save_checkpoint(folder)
+        for _ in engine.iter_full_weights(1):
+            engine.full_state(weight, "exp_avg")  # changes nothing
+        changes = {
+            "load": lambda: engine.load_checkpoint(folder),
+            "set": lambda: engine.set_full_param(weight, torch.ones_like(engine.full_param(weight))),
+            "gathered": lambda: edit(engine, weight),
+        }
+        return outcome(lambda: [changes[which]() for _ in engine.iter_full_weights(1)])
     if which == "pass":
         handle = engine.module.head.register_forward_hook(lambda *_: copied(engine.iter_full_weights()))
         said = outcome(lambda: engine(*batch(1)))
@@ -248,7 +259,16 @@ def misused(which: str) -> str:
     return outcome(lambda: engine.iter_full_weights())
 
 
+def edit(engine: Any, weight: torch.Tensor) -> None:
+    with engine.gathered(weight, modifier_rank=0):
+        weight.data.fill_(0.5)
+
+
+CHANGES = ("load", "set", "gathered")
 REFUSALS = {
+    "load": ("PartitionError", "load_checkpoint has changed weights after bucket 1 of 8"),
+    "set": ("PartitionError", "set_full_param has changed weights after bucket 1 of 8"),
+    "gathered": ("PartitionError", "gathered has changed weights after bucket 1 of 8"),
     "arguments": ("DesyncError", "in buckets of 100 bytes", "in buckets of 101 bytes"),
     "buffers": ("PartitionError", "rank 1 has other weights than rank 0 (9 and 8)"),
     "forward": ("DesyncError", "full weights", "forward"),
@@ -261,8 +281,8 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("which", REFUSALS)
-def test_misuse_is_refused_on_every_rank(which: str) -> None:
-    for said in run_ranks(misused, 2, which):
+def test_misuse_is_refused_on_every_rank(which: str, tmp_path: Path) -> None:
+    for said in run_ranks(misused, 2, which, str(tmp_path)):
         assert all(part in said for part in REFUSALS[which]), said
 
 

@@ -72,7 +72,7 @@ def gathered(
         yield
         if modifier_rank is not None:
             _refuse_misfits(partition, units, modifier_rank)
-            with runtime.writing("gathered"):
+            with runtime.writing("gathered", weights=True):
                 copy_replaced(units)
                 for unit in units:
                     _broadcast_changes(partition, unit, modifier_rank)
@@ -226,11 +226,12 @@ def set_full_parameter(partition: Partition, parameter: nn.Parameter, value: tor
     partition.runtime.reopen("set_full_param")
     if is_whole(partition, parameter):
         set_whole(partition, parameter, value)
+        partition.runtime.weight_passes.end("set_full_param has changed weights")
         return
     unit, index = _find(partition, parameter)
     flat = _broadcast_value(partition, unit, index, "parameter", value)
     partition.readers.wait()
-    with torch.no_grad(), partition.runtime.writing("set_full_param"):
+    with torch.no_grad(), partition.runtime.writing("set_full_param", weights=True):
         checksums = unit.edits.checksums
         if unit.master is not None:
             _write(partition, unit, index, unit.master, flat)

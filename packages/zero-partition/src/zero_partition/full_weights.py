@@ -105,8 +105,8 @@ class FullWeights:
         unit; with adapters also the units of the adapters under way, a weight's copy and its change. Collective: every
         rank iterates with the same arguments, to the end or to the same bucket. When one stops earlier, the others
         raise `PartitionError` and it warns. Raises `PartitionError` at once for a bound below 1; while iterating,
-        inside a forward or backward pass, when ranks have other weights, and when the optimizer has stepped between two
-        buckets.
+        inside a forward or backward pass, when ranks have other weights, and when weights have changed between two
+        buckets: by a step, `set_full_parameter`, `gathered` with a modifier rank, or a checkpoint.
         """
         return self._checked(bucket_bytes)
 

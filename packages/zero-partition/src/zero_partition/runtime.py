@@ -312,9 +312,13 @@ class Runtime:
         """
         self._reopening.reopen(call)
 
-    def writing(self, what: str) -> AbstractContextManager[None]:
+    def writing(self, what: str, *, weights: bool = False) -> AbstractContextManager[None]:
         """Return a context for code that writes shards, masters or states; if it is interrupted by a failure that ends
-        the engine, `reopen` is refused. ``what``: what writes, for messages."""
+        the engine, `reopen` is refused. ``what``: what writes, for messages. ``weights``: it gives weights new
+        values outside a step; a pass over full weights that is open ends then, and every rank calls this at the same
+        point."""
+        if weights:
+            self.weight_passes.end(f"{what} has changed weights")
         return self._liveness.writing(what)
 
     def abort(self, failure: BaseException) -> None:

@@ -158,7 +158,7 @@ class Checkpoints:
         runtime = self._state.partition.runtime
         runtime.reopen("load_checkpoint")
         self._before_load()
-        with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint"):
+        with self._failures.abort_all_on_failure(), runtime.writing("load_checkpoint", weights=True):
             runtime.agree("load", choice, None)
             self.report, client_state = load(self._state, root, tag, wanted)
         return str(self.report.path), client_state
