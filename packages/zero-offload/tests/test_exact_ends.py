@@ -18,6 +18,7 @@ from shards import GROUPS, NUMELS, Lender, plans, same_states, states_of, update
 
 from zero_offload import ExactUpdate, OffloadedUpdate, OffloadError, Trace
 from zero_offload.ends import HostUse, tier_ends
+from zero_offload.update._journal import Journal
 from zero_offload.update._tiers import HostTier
 
 
@@ -150,6 +151,38 @@ def test_a_reset_after_an_interrupt_between_both_halves_of_an_exchange_parts_sta
     assert torch.equal(lender.flat(), plain_lender.flat())
     update.close()
     plain.close()
+
+
+def test_memory_that_cannot_be_provided_is_told_once_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(journal: Journal) -> None:
+        raise MemoryError("no pages left")
+
+    lender, plain_lender = Lender(torch.bfloat16), Lender(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "touch", refused)
+        update = exact_of(lender, torch.bfloat16)
+    plain = update_of(plain_lender, plans(torch.bfloat16))
+    for one in (update, plain):
+        backward(one, 0)
+    update._thread.submit(int).result()  # what was submitted before has ended
+    with pytest.raises(OffloadError, match="could not be provided: no pages left"):
+        update.step()
+    for one in (update, plain):
+        one.step()
+    assert same_states(states_of(update), states_of(plain))
+    update.close()
+    plain.close()
+
+
+def test_a_journal_that_is_to_close_asks_for_no_more_memory() -> None:
+    update = exact_of(Lender(torch.bfloat16), torch.bfloat16)
+    update._thread.submit(int).result()
+    mirror = update._journal._weights.borrow("first")
+    mirror.fill_(1.0)
+    update._journal.stop_touching()
+    update._journal.touch()
+    assert bool((mirror == 1.0).all())
+    update.close()
 
 
 class Counted:

@@ -24,6 +24,7 @@ from .plans import ShardPlan
 __all__ = ["Journal", "chosen_shards", "journal_bytes"]
 
 _DIGESTED = 1 << 18  # bytes that one digest is of
+_TOUCHED = 1 << 22  # elements whose memory is asked for at a time
 
 
 def journal_bytes(
@@ -101,6 +102,7 @@ class Journal:
             for index, (name, own) in enumerate(where.items())
         }
         self._read: dict[str, torch.Tensor] = {}
+        self._stopped = False
         self._weights = Mirror()
         self._weights.allocate(shards, pin=pin)
 
@@ -166,11 +168,20 @@ class Journal:
         return [(span.of_shard(weights).view(), span.of_shard(mirror).view()) for span in spans]
 
     def touch(self) -> None:
-        """Have the system provide the memory now, before the first `compute`, which would wait for every page."""
+        """Have the system provide the memory now, before the first `compute`, which would wait for every page; end
+        early after `stop_touching`.
+        """
         for name, places in self._places.items():
             kept = [t for place in places for t in self._states.tensors(place.own_index, place.own_number).values()]
             for tensor in (*kept, self._weights.borrow(name)):
-                tensor[:: max(1, PAGE // tensor.element_size())].zero_()
+                for part in tensor.split(_TOUCHED):
+                    if self._stopped:
+                        return
+                    part[:: max(1, PAGE // tensor.element_size())].zero_()
+
+    def stop_touching(self) -> None:
+        """Have `touch`, which another thread may run, end after at most a few million elements."""
+        self._stopped = True
 
     def close(self) -> None:
         """Free the memory; other methods must not be called then."""

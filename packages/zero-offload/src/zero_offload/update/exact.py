@@ -100,7 +100,7 @@ class ExactUpdate(OffloadedUpdate):
         self._copies = CopyStream(device, trace, "weights, device")
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-offload exact update")
-        self._thread.submit(self._journal.touch)
+        self._touched: Future[None] | None = self._thread.submit(self._journal.touch)
         self._expected = 1.0
         self._reductions: dict[str, int] = {}
         self._usual: dict[str, int] = {}
@@ -218,6 +218,7 @@ class ExactUpdate(OffloadedUpdate):
     ) -> None:
         """Update every fragment whose shard has a gradient, as `OffloadedUpdate.step`; may return before it is done.
 
+        OffloadError, once, if memory for updates beforehand could not be provided; the step may be tried again.
         ValueError for ``gradients``, which are collected, and for options of a group that cannot be updated with;
         nothing was changed then. If an exception ends this in the middle, KeyboardInterrupt for one, steps and reads of
         states are refused until `reset`, as after any step that failed.
@@ -227,6 +228,7 @@ class ExactUpdate(OffloadedUpdate):
             raise ValueError("step(gradients=…): expected none, as they are collected during backward")
         self._options = copy_options(self._live_groups())
         self._check_step()
+        self._check_touched()
         for number, group in enumerate(self._options):
             self._check_group(number, group)
         self.rate.note(replay=grad_scale != self._expected)
@@ -248,6 +250,13 @@ class ExactUpdate(OffloadedUpdate):
                 what = shard, weights[shard], shard in right, grad_scale, frozenset(absent)
                 self._late[shard] = self._thread.submit(self._finish_shard, *what)
         self._failed = False
+
+    def _check_touched(self) -> None:
+        """Raise OffloadError, once, if the system could not provide the journal's memory; wait for nothing."""
+        if self._touched is not None and self._touched.done():
+            touched, self._touched = self._touched, None
+            if (error := touched.exception()) is not None:
+                raise OffloadError(f"memory for updates beside backward could not be provided: {error}") from error
 
     def _is_in_place(self, shard: str) -> bool:
         """Return whether a shard's weights are updated in place, so that a write to them that left no trace counts."""
@@ -457,6 +466,7 @@ class ExactUpdate(OffloadedUpdate):
 
 def _stop(thread: ThreadPoolExecutor, gradients: HostGradients, journal: Journal) -> None:
     """Wait for the update that runs in the thread, end the thread, and free the memory of gradients and journal."""
+    journal.stop_touching()
     thread.shutdown(wait=True, cancel_futures=True)
     gradients.close()
     journal.close()
