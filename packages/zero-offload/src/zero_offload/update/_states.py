@@ -99,8 +99,8 @@ def _code(kind: StateKind) -> Literal["e4m3", "u5e3"]:
 
 def check_state(rule: Rule, groups: Groups, fragment: KeptFragment, state: State) -> None:
     """Raise ValueError, naming the fragment, for a kind that it does not have, for a kind of another size, and for
-    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names its numbers for each of
-    ``groups``.
+    8-bit codes without their scales. Kinds may be missing. ``rule``: of the optimizer, which names the numbers of each
+    of ``groups``.
     """
     kinds = {kind.name: kind for kind in fragment.kinds}
     known = {_STEP, *kinds, *rule.numbers(groups[fragment.plan.group])}

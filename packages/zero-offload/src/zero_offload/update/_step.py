@@ -148,9 +148,10 @@ def run_kernels(
     results: Sequence[Tensors] | None = None,
 ) -> None:
     """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number, dtypes
-    and whether they have moments; it writes the new weights to each span's ``out``. ``tensors``: the states of every span of the slice, by
-    kind, which are updated in place, or only read where ``results``, of the same sizes, takes the new ones; weights
-    that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies gradients.
+    and whether they have moments; it writes the new weights to each span's ``out``. ``tensors``: the states of every
+    span of the slice, by kind, which are updated in place, or only read where ``results``, of the same sizes, takes the
+    new ones; weights that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies
+    gradients.
 
     States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
     own.
