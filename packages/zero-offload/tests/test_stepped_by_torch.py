@@ -176,3 +176,31 @@ def test_numbers_that_are_written_count_at_the_same_step(make: Make) -> None:
             found.append((states_of(update)["matrix"][name].item(), lender.flat()))
     assert found[0][0] != found[1][0] < 0.25
     assert not torch.equal(found[0][1], found[1][1])
+
+
+class Refusing(Counting):
+    """`Counting` that fails at a gradient with NaN."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(p.grad is not None and bool(p.grad.isnan().any()) for g in self.param_groups for p in g["params"]):
+            raise ArithmeticError("NaN")
+        super().step()
+
+
+def test_numbers_of_a_step_that_failed_are_forgotten() -> None:
+    lender = Lender(torch.float32)
+    with made(Refusing, lender, torch.float32, TierOptions(sub_group_size=4096)) as update:
+        fresh = update.numbers("embedding")
+        for shard in FRAGMENTS:
+            into, _ = update.borrow_gradient(shard)
+            into.copy_(gradient(0, shard))
+            if shard == "second":
+                into[10:].fill_(torch.nan)
+            update.give_back_gradient(shard)
+        with pytest.raises(ArithmeticError):
+            update.step()
+        update.clear_gradients()
+        update.reset()
+        one_step(update, 1, absent={"embedding"})
+        assert update.numbers("embedding") == fresh
+        assert update.numbers("matrix") != fresh
