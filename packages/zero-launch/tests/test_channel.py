@@ -6,8 +6,10 @@ import io
 import queue
 import tracemalloc
 
+import pytest
+
 from zero_launch.channel import Channel
-from zero_launch.messages import FROM_HOST
+from zero_launch.messages import FROM_HOST, encode
 
 MOST_BYTES = 64 << 20
 
@@ -27,9 +29,20 @@ def test_a_line_without_an_end_takes_no_memory_beyond_the_bound():
 
     tracemalloc.start()
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    Channel("a", io.BufferedReader(Endless()), io.BytesIO(), inbox, kinds=FROM_HOST)
+    Channel("a", io.BufferedReader(Endless()), io.BytesIO(), inbox, kinds=FROM_HOST).start()
     _, message = inbox.get(timeout=30)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert message["kind"] == "eof" and "no message" in message["why"]
     assert peak < MOST_BYTES
+
+
+def test_what_was_sent_before_the_channel_starts_is_heard_only_then() -> None:
+    """Whoever reads the inbox answers by the channel, which it has to find by then."""
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    sent = io.BytesIO(encode({"kind": "word", "at": 0.0}) + b"\n")
+    channel = Channel("a", sent, io.BytesIO(), inbox, kinds={"word": {}})
+    with pytest.raises(queue.Empty):
+        inbox.get(timeout=1.0)
+    channel.start()
+    assert inbox.get(timeout=30) == ("a", {"kind": "word"})

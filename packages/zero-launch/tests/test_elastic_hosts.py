@@ -141,7 +141,8 @@ def test_why_a_host_does_not_come_back_is_said_once_until_it_changes(cluster, ca
 
 def test_a_launcher_that_was_held_up_reads_what_hosts_said_before_it_judges_them(cluster):
     reader, writer = (os.fdopen(number, mode) for number, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
-    channel = Channel("a", reader, writer, cluster._inbox, kinds=FROM_LAUNCHER)  # it hears itself, as a host hears it
+    # it hears itself, as a host hears it
+    channel = Channel("a", reader, writer, cluster._inbox, kinds=FROM_LAUNCHER).start()
     channel.heard_at -= 30.0
     cluster._roster.peers["a"].channel = channel
     cluster._roster._looked_at = time.monotonic() - 5.0

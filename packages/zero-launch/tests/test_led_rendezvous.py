@@ -18,8 +18,10 @@ def test_a_restart_that_comes_when_the_host_has_begun_it_by_itself_does_not_rest
     inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     host = Channel(
         "launcher", os.fdopen(pipes[0][0], "rb"), os.fdopen(pipes[1][1], "wb"), inboxes[0], kinds=FROM_LAUNCHER
-    )
-    launcher = Channel("host", os.fdopen(pipes[1][0], "rb"), os.fdopen(pipes[0][1], "wb"), inboxes[1], kinds=FROM_HOST)
+    ).start()
+    launcher = Channel(
+        "host", os.fdopen(pipes[1][0], "rb"), os.fdopen(pipes[0][1], "wb"), inboxes[1], kinds=FROM_HOST
+    ).start()
     rendezvous = LedRendezvous(host, "job")
     with ThreadPoolExecutor(1) as pool:
         began = pool.submit(rendezvous.next_rendezvous)

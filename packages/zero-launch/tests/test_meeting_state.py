@@ -35,9 +35,9 @@ def test_a_host_waits_for_a_launcher_that_lives_and_not_for_one_that_is_gone(mon
     pipes = [os.pipe(), os.pipe()]
     inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     ends = [os.fdopen(pipes[0][0], "rb"), os.fdopen(pipes[1][1], "wb")]
-    host = Channel("launcher", *ends, inboxes[0], kinds=FROM_LAUNCHER)  # type: ignore[arg-type]
+    host = Channel("launcher", *ends, inboxes[0], kinds=FROM_LAUNCHER).start()  # type: ignore[arg-type]
     ends = [os.fdopen(pipes[1][0], "rb"), os.fdopen(pipes[0][1], "wb")]
-    launcher = Channel("host", *ends, inboxes[1], kinds=FROM_HOST)  # type: ignore[arg-type]
+    launcher = Channel("host", *ends, inboxes[1], kinds=FROM_HOST).start()  # type: ignore[arg-type]
     backend = meeting.ChannelBackend(host)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(backend.get_state)

@@ -21,7 +21,7 @@ _PART_CHARACTERS = 1 << 20
 
 
 class Channel:
-    """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller.
+    """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller, from `start` on.
 
     ``name``: of the other end, in ``inbox``. ``reader``, ``writer``: the connection. ``kinds``: the messages that the
     other end may send. ``seal``: signs and checks lines where strangers may reach the connection; else None. Received
@@ -49,8 +49,13 @@ class Channel:
         self._kinds, self._seal = kinds, seal
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
+
+    def start(self) -> Channel:
+        """Begin to send and to hear; return this object. Call it once, when whoever reads the inbox can find the
+        channel: the first message may be there at once."""
         for thread in self._threads:
             thread.start()
+        return self
 
     def send(self, kind: str, **content: Any) -> None:
         """Queue a message of ``kind`` with the fields of ``content`` (see messages.py), from any thread; never blocks.

@@ -256,7 +256,7 @@ def main() -> int:
         os.dup2(2, 1)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
-    channel = Channel("launcher", reader, writer, inbox, kinds=FROM_LAUNCHER, seal=seal)
+    channel = Channel("launcher", reader, writer, inbox, kinds=FROM_LAUNCHER, seal=seal).start()
     channel.send("hello", **greeting())
     return HostSide(channel, inbox).run()
 

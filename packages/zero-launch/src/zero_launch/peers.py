@@ -161,6 +161,7 @@ def call(
     if peer.process.stdin is not None and peer.process.stdout is not None:
         reader, writer = _binary(peer.process.stdout), _binary(peer.process.stdin)
         peer.channel = Channel(peer.key, reader, writer, inbox, kinds=FROM_HOST)
+        peer.channel.start()
     else:
         threads.append(threading.Thread(target=_keep_errors, args=(peer, peer.process.stdout), daemon=True))
         threads.append(threading.Thread(target=_report_command_exit, args=(peer, inbox), daemon=True))
@@ -289,6 +290,7 @@ class Listener:
         connection.settimeout(None)
         peer = admitted[0]
         peer.channel = Channel(peer.key, reader, writer, self._inbox, kinds=FROM_HOST, seal=seal)
+        peer.channel.start()
 
     def _say_refused(self, address: str, why: str) -> None:
         """Print why a connection from ``address`` was refused; only the first ten refusals are printed."""

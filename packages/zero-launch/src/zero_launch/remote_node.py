@@ -32,7 +32,7 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
     connection = connect(node.address, node.port, _CONNECT_SECONDS, token=token, about=about, quiet=spec.quiet)
     channel = Channel(
         "launcher", connection.reader, connection.writer, inbox, kinds=FROM_LAUNCHER, seal=connection.seal
-    )
+    ).start()
     channel.send("hello", **{**greeting(), "address": connection.own_address})
     hand = HostSide(channel, inbox)
     if hand.run(spec) != 0:

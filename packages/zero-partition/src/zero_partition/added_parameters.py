@@ -56,7 +56,10 @@ class AddedParameters:
                 call(module)
 
         # removed by `close` alone: garbage is collected anywhere, also while torch iterates over its hooks
-        self._handles = register_module_module_registration_hook(hook), register_module_parameter_registration_hook(hook)
+        self._handles = (
+            register_module_module_registration_hook(hook),
+            register_module_parameter_registration_hook(hook),
+        )
 
     def close(self) -> None:
         """Remove the hooks by which torch reports registrations."""
