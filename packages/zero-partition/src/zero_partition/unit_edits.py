@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -200,8 +200,9 @@ class UnitEdits:
         """Compare with ``before`` again, but for parameter ``number``, with its present value in ``views``: writes to
         the others since ``before`` are still found."""
         now, self._compared = checksums(views), None
-        self._checksums = before.clone() if isinstance(before, torch.Tensor) else list(before)
-        self._checksums[number] = now[number]
+        kept: Any = before.clone() if isinstance(before, torch.Tensor) else list(before)
+        kept[number] = now[number]
+        self._checksums = kept
 
     @without_torch_function
     def mark_clean(self) -> None:
