@@ -174,7 +174,7 @@ class Journal:
         for name, places in self._places.items():
             kept = [t for place in places for t in self._states.tensors(place.own_index, place.own_number).values()]
             for tensor in (*kept, self._weights.borrow(name)):
-                for part in tensor.split(_TOUCHED):
+                for part in torch.split(tensor, _TOUCHED):
                     if self._stopped:
                         return
                     part[:: max(1, PAGE // tensor.element_size())].zero_()

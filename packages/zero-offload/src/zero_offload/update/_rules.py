@@ -258,6 +258,8 @@ def _stepping_copy(optimizer: torch.optim.Optimizer) -> Rule:
             probed[key] = probe_states(optimizer, group)
         return probed[key]
 
+    for group in optimizer.param_groups:
+        states(group)  # raises now, before anything is made
     return Rule(
         type(optimizer),
         lambda group: tuple((name, False) for name in states(group).moments),
