@@ -21,7 +21,8 @@ _PART_CHARACTERS = 1 << 20
 
 
 class Channel:
-    """Sends and receives messages in threads of its own, so that neither a full pipe nor a dead peer blocks the caller, from `start` on.
+    """Sends and receives messages from `start` on, in threads of its own, so that neither a full pipe nor a dead peer
+    blocks the caller.
 
     ``name``: of the other end, in ``inbox``. ``reader``, ``writer``: the connection. ``kinds``: the messages that the
     other end may send. ``seal``: signs and checks lines where strangers may reach the connection; else None. Received
