@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed cannot hold is refused by name, or told, when it is saved."""
+"""A save in DeepSpeed's format refuses, or warns of, state that the format cannot hold, by name."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FAULTS = {
     "silence": " s",
     "drip": " s",
 }
-"""What the server does, and a part of what the client says."""
+"""By the server's behaviour: a part of the client's error."""
 
 
 class UnrulyServer:

@@ -115,7 +115,7 @@ def step(engine: Any, number: int) -> float:
 
 
 def raw(engine: Any) -> dict[str, Any]:
-    """What DeepSpeed's optimizer holds on this rank: masters, moments and steps, as they are."""
+    """Return the masters, moments and steps of DeepSpeed's optimizer on this rank, as copies."""
     held = engine.optimizer
     stage3 = engine.zero_optimization_stage() == 3
     masters = held.fp32_partitioned_groups_flat if stage3 else held.single_partition_of_fp32_groups

@@ -38,7 +38,7 @@ def test_a_line_without_an_end_takes_no_memory_beyond_the_bound():
 
 
 def test_what_was_sent_before_the_channel_starts_is_heard_only_then() -> None:
-    """Whoever reads the inbox answers by the channel, which it has to find by then."""
+    """The inbox's reader replies through the channel, so the channel has to be stored before a message arrives."""
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     sent = io.BytesIO(encode({"kind": "word", "at": 0.0}) + b"\n")
     channel = Channel("a", sent, io.BytesIO(), inbox, kinds={"word": {}})

@@ -216,7 +216,7 @@ def test_a_sender_that_cannot_connect_does_not_leave_the_others_waiting(stage: i
 
 
 def in_a_fork() -> list[str]:
-    """What a process that was forked from a rank is told."""
+    """Return the errors that a process forked from a rank gets."""
     engine = start(3)
     train(engine, 0, 1)
     reading, writing = os.pipe()

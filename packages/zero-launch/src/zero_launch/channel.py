@@ -52,8 +52,8 @@ class Channel:
         self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._write)]
 
     def start(self) -> Channel:
-        """Begin to send and to hear; return this object. Call it once, when whoever reads the inbox can find the
-        channel: the first message may be there at once."""
+        """Start the threads and return this object. Call it once, after the channel is stored where the inbox's reader
+        looks for it: the first message may arrive at once."""
         for thread in self._threads:
             thread.start()
         return self

@@ -47,10 +47,9 @@ class EngineUnit(NamedTuple):
 
 @dataclass(frozen=True)
 class MomentLoad:
-    """What one micro-batch needs on the device beside the engine: ``kept``, the activations of one block; ``rest``,
+    """Device memory of one micro-batch beside the engine, in bytes: ``kept``, the activations of one block; ``rest``,
     those outside blocks; ``again``, a recomputed block; ``passing``, the gradients of activations in a block's MLP;
-    ``loss``, the logits while the loss is computed; ``logits``, the model's output until backward has ended. All in
-    bytes.
+    ``loss``, the logits while the loss is computed; ``logits``, the model's output until backward has ended.
     """
 
     kept: int

@@ -48,7 +48,7 @@ class ComposedSource:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Return those of the other source, as the other properties are."""
+        """Return the aliases of the source that is extended; the other properties are that source's, too."""
         return self._source.aliases
 
     @property

@@ -54,6 +54,6 @@ class NamingPickler(PythonPickler):  # type: ignore[misc, unused-ignore]
 
 
 class Pickling:
-    """What `torch.save` takes for the module `pickle`."""
+    """The namespace that `torch.save` gets as its ``pickle_module``."""
 
     Pickler = NamingPickler

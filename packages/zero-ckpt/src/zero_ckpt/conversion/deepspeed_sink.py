@@ -42,7 +42,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class DeepSpeedForm:
-    """What a checkpoint of DeepSpeed says besides its tensors.
+    """The content of a checkpoint of DeepSpeed besides its tensors.
 
     Attributes:
         stage: 1, 2 or 3.

@@ -1,4 +1,4 @@
-"""What an optimizer without a kernel keeps of a parameter, found by steps of a copy of it on a small tensor."""
+"""The state that an optimizer without a kernel keeps for a parameter, found by stepping a copy on a small tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_TORCH = frozenset(["defaults", "param_groups", "state"])
 
 @dataclass(frozen=True)
 class ProbedStates:
-    """What an optimizer keeps of a parameter: ``moments``, names of tensors of its shape; ``numbers``, 0-D tensors or
+    """The state kept for a parameter: ``moments``, names of tensors of its shape; ``numbers``, 0-D tensors or
     Python numbers by name, with the type that the optimizer gives them; ``count``: its ``step``, which is not among
     ``numbers``, or None if it keeps none."""
 
