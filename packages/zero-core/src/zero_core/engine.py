@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -118,6 +118,16 @@ class Engine(nn.Module):
         way: at the accumulation boundary at stages 0 and 1, each time at stages 2 and 3. Raises `UsageError` for a loss
         that is no scalar or requires no gradient. Collective when it reduces."""
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
+
+    def train_batch(
+        self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Take one optimizer step over ``batches``, the ``gradient_accumulation_steps`` micro-batches of this rank.
+
+        Does what `forward`, `backward` and `step` do for each, with the same bits; but at stage 3 every unit is
+        gathered, or read from its tier, twice per step instead of twice or more per micro-batch, and runs its forward
+        again in backward (see `zero_partition.unit_by_unit`)."""
+        return self._parts.training.train_batch(batches, loss_fn)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` (a scalar) times the loss scale, for ``engine.scale(loss).backward()``. It is not divided by

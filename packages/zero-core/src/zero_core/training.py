@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +108,40 @@ class Training:
         self._instruments.loss(returned)
         return returned
 
+    def train_batch(self, batches: Sequence[Any], loss_of: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+        """Take a step over ``batches``, at stage 3 unit by unit; return the mean loss as `Engine.train_batch` does."""
+        state, steps = self._state, self._state.sizes.steps
+        state.check_trainable("train_batch")
+        if len(batches) != steps or state.counters.accumulated or state.config.virtual_ranks:
+            raise UsageError(
+                f"engine.train_batch: expected {steps} micro-batches (gradient_accumulation_steps) at the beginning of "
+                f"an accumulation and no virtual ranks, got {len(batches)} after {state.counters.accumulated}"
+            )
+        losses: list[torch.Tensor] = []
+        scale = state.loss_scale()
+
+        def run(batch: Any) -> None:
+            """Run forward and backward of one micro-batch."""
+            dtype = input_dtype(state.config)
+            args, kwargs = _arguments(batch if dtype is None else cast_floating(batch, dtype))
+            with state.autocast(), self._checkpointing.running():
+                output = state.module(*args, **kwargs)
+            loss = (_loss_of if loss_of is None else loss_of)(output, batch)
+            precise = _float32_at_least("train_batch", loss)
+            self.observer.loss(loss)
+            losses.append((precise / steps).detach())
+            self._instruments.loss(losses[-1])
+            with torch.autograd.set_multithreading_enabled(False):  # backward stays in the micro-batch's own thread
+                torch.autograd.backward(precise / steps * scale if scale != 1.0 else precise / steps)
+
+        with self._failures.may_be_caught("train_batch"), self._instruments.during("backward"):
+            state.partition.runtime.run_unit_by_unit(
+                [partial(run, batch) for batch in batches], self._checkpointing.storing_inputs
+            )
+        for _ in batches:
+            self.step(lambda scheduler: scheduler.step())
+        return sum(losses[1:], losses[0])
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scalar ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
         self._state.check_trainable("scale")
@@ -160,6 +195,21 @@ class Training:
             norm = optimizer.gradient_norm()
             optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with which the model is called for ``batch``: a mapping's items, a sequence's, or itself."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def _loss_of(output: Any, _batch: Any) -> torch.Tensor:
+    """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or itself."""
+    if isinstance(output, Mapping):
+        output = output["loss"]
+    found: torch.Tensor = getattr(output, "loss", output[0] if isinstance(output, tuple) else output)
+    return found
 
 
 def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) -> Exception | None:

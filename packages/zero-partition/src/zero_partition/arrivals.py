@@ -22,6 +22,9 @@ class GradientArrivals:
     ``units``: all units, by index; ``gradients``: those of trained units, by index. ``gatherer``, ``reducer``: release
     and reduce a unit with its last gradient. ``liveness``: is told of a failure that ends the engine.
     ``watched_units``: has the tool to call when a unit's gradients are done.
+
+    Attributes:
+        reduces_each: the caller of each backward pass reduces its gradients itself, without a reducing pass.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class GradientArrivals:
         self._liveness = liveness
         self._watched_units = watched_units
         self._left: list[tuple[int, int, GradientHook]] = []
+        self.reduces_each = False
 
     def ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the gradient of parameter ``number`` of the unit with index ``unit``, which autograd has finished.
@@ -100,7 +104,7 @@ class GradientArrivals:
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         reduces = self._reducer.active
-        gradients.add(number, gradient, more_follow=not reduces)
+        gradients.add(number, gradient, more_follow=not (reduces or self.reduces_each))
         if reduces and self._reducer.arrived(index, number):
             if self._watched_units.watch is not None:
                 self._watched_units.watch.backward_done(unit)

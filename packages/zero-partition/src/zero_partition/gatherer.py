@@ -67,7 +67,13 @@ class Gatherer:
         self._turn = -1
 
     def begin(
-        self, key: str, *, like_reversed: str | None = None, restores: bool = False, before: str | None = None
+        self,
+        key: str,
+        *,
+        like_reversed: str | None = None,
+        order: Sequence[int] | None = None,
+        restores: bool = False,
+        before: str | None = None,
     ) -> None:
         """Start the pass of this ``key`` (see `OrderedGathers.begin`), and have the tier load the shards that it
         gathers first.
@@ -75,7 +81,7 @@ class Gatherer:
         ``before``: key of the pass that is expected to follow. The unit that it gathers first is kept for it if the
         running pass is done with that unit when all others are gathered.
         """
-        self._gathers.begin(key, like_reversed=like_reversed, restores=restores)
+        self._gathers.begin(key, like_reversed=like_reversed, order=order, restores=restores)
         self._turn = -1 if before is None else self._gathers.first_of(before, after=key)
         kept = self._gathers.kept
         self._prefetch_shards([index for index in self._gathers.remaining if index != kept])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,6 +22,15 @@ from .unit import Unit
 
 Watch = Callable[[torch.Tensor, Sequence[bool]], None]
 """Called with a flat buffer of gradients and, for each of the unit's parameters, whether it has one there."""
+
+
+class Unreduced(NamedTuple):
+    """Gradients that wait for a reduction: the ``flat`` buffer (None where there is none yet), the parameters' ``views``
+    of it, and for each parameter whether its gradient is ``present``."""
+
+    flat: torch.Tensor | None
+    views: list[torch.Tensor]
+    present: list[bool]
 
 
 class UnitGradients:
@@ -176,6 +185,18 @@ class UnitGradients:
                 "before initialize; the weights that the optimizer has were not changed."
             ) from failure
         self._present[index] = self.touched[index] = True
+
+    def take_unreduced(self) -> Unreduced:
+        """Return the gradients that no reduction has taken yet, and hold none any more; see `put_unreduced`."""
+        taken = Unreduced(self._flat, self._views, self._present)
+        self._flat, self._views, self._present = None, [], [False] * len(self._present)
+        return taken
+
+    def put_unreduced(self, taken: Unreduced | None) -> None:
+        """Hold again what `take_unreduced` has returned; do nothing for None. Only while no other gradient waits for a
+        reduction."""
+        if taken is not None:
+            self._flat, self._views, self._present = taken
 
     def show(self, watch: Watch) -> None:
         """Call ``watch`` with the flat buffer of the gradients that no reduction has taken yet; do nothing if there are

@@ -107,6 +107,16 @@ class Interleaving:
             self._make_room()
         self.finish_all()
 
+    def start_now(self, units: Iterable[int]) -> None:
+        """Finish every reduction in flight, then start those of the gradients of ``units`` (indices) outside a pass;
+        do nothing without units. Collective: the same set on every rank, in any order."""
+        indices = self._reductions.in_order(units)
+        if indices:
+            self.finish_all()
+        for index in indices:
+            self._reductions.start(index)
+            self._make_room()
+
     def finish_all(self) -> None:
         """Wait for every reduction that was started, oldest first, and have the units take the results."""
         while self._reductions.oldest is not None:

@@ -163,9 +163,18 @@ class OrderedGathers:
         order = self._schedules[key].order if key in self._schedules else self._schedules[after].order[::-1]
         return order[0] if order else -1
 
-    def begin(self, key: str, *, like_reversed: str | None = None, restores: bool = False) -> None:
+    def begin(
+        self,
+        key: str,
+        *,
+        like_reversed: str | None = None,
+        order: Sequence[int] | None = None,
+        restores: bool = False,
+    ) -> None:
         """Start the pass of this ``key`` in its learned order; issue nothing yet. The first time, the order is the
         reverse of that of the pass ``like_reversed`` (a key) if that one is learned, else module order.
+
+        ``order``: unit indices, the same on every rank, that replace the learned order.
 
         ``restores``: every rank has `kept` the same unit, which this pass does not gather again. Else what this rank
         has kept is freed.
@@ -174,11 +183,14 @@ class OrderedGathers:
         if self._kept is not None and not restores:
             self._kept.drop_kept()
             self._kept = None
-        if key not in self._schedules:
-            order = self._releasable
-            if like_reversed is not None and like_reversed in self._learned:
-                order = self._schedules[like_reversed].order[::-1]
+        if order is not None:
             self._schedules[key] = GatherSchedule(order)
+            self._learned.add(key)
+        elif key not in self._schedules:
+            first = self._releasable
+            if like_reversed is not None and like_reversed in self._learned:
+                first = self._schedules[like_reversed].order[::-1]
+            self._schedules[key] = GatherSchedule(first)
         self._key = key
         self._schedule = self._schedules[key]
         self._schedule.restart()

@@ -23,6 +23,12 @@ class StartsReductions(Protocol):
         Collective, the same units on every rank, in any order.
         """
 
+    def start_now(self, units: Iterable[int], /) -> None:
+        """Finish every reduction in flight, and start those of the gradients of ``units`` (indices) outside a pass.
+
+        Collective, the same units on every rank, in any order.
+        """
+
     def finish_all(self) -> None:
         """Wait for every reduction in flight."""
 
@@ -179,6 +185,11 @@ class Reducer:
         """Reduce-scatter the (late) gradients of ``units`` (indices) outside a pass, and wait. Collective: the same set
         on every rank."""
         self._starts.reduce_scatter_now(units)
+
+    def start_now(self, units: Iterable[int]) -> None:
+        """Start the reductions of the gradients of ``units`` (indices) outside a pass, once those in flight are
+        finished; `finish` waits for them. Collective: the same set on every rank."""
+        self._starts.start_now(units)
 
     def clear(self) -> None:
         """Forget the gradients of all units, which modules ran, and that a pass failed; what was learned of expected

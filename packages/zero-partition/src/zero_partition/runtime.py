@@ -39,6 +39,7 @@ from .step_hook_watch import StepHookWatch
 from .training_loop import FollowedLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
+from .unit_by_unit import Body, UnitByUnit
 from .unit_watch import UnitWatch, WatchedUnits
 from .user_edits import UserEdits
 from .user_gradients import UserGradients
@@ -162,6 +163,7 @@ class Runtime:
         self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers)
         self.hints = self._hooks.hints
         self._interception = Interception(model, self.units, unannounced)
+        self._unit_by_unit = UnitByUnit(model, self.gradients, parts, self._hooks, device)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
         ends = (zero_grad.remove for zero_grad in zero_grads)
@@ -200,6 +202,12 @@ class Runtime:
             self._compiled.remove()
         self._compiled = CompiledRegions(model, self.units, self._hooks, **options)
         return self._compiled.names
+
+    def run_unit_by_unit(
+        self, bodies: Sequence[Body], around_inputs: Callable[[], AbstractContextManager[object]]
+    ) -> None:
+        """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit (see `UnitByUnit.run`)."""
+        self._unit_by_unit.run(bodies, around_inputs)
 
     def add_use(self, name: str, module: nn.Module, unit: Unit) -> None:
         """Gather ``unit`` in the calls of ``module``, called ``name`` in the model, too, from now on."""

@@ -71,7 +71,7 @@ class Checkpointing:
         """Return ``function(*args, **kwargs)`` without storing what autograd saves in it: backward runs it again.
         ``use_reentrant``: torch's older variant, which needs an input that requires gradients and takes no keywords."""
         segment = _Segment(self, function)
-        with self._storing_inputs():
+        with self.storing_inputs():
             return torch_checkpoint(segment, *args, use_reentrant=use_reentrant, **kwargs)
 
     @contextmanager
@@ -95,7 +95,7 @@ class Checkpointing:
         self._store.reset()
 
     @contextmanager
-    def _storing_inputs(self) -> Iterator[None]:
+    def storing_inputs(self) -> Iterator[None]:
         """Put what autograd saves inside the block (under torch's checkpoint a segment's inputs) into the store."""
         if isinstance(self._store, PlainStore) and self._offload is None:
             yield

@@ -1,0 +1,151 @@
+"""Threads for the micro-batches of a step, of which one runs at a time, when the driver says so."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class _Cancelled(BaseException):
+    """Unwinds the code of a micro-batch whose step has failed elsewhere."""
+
+
+class MicroBatchThread(threading.Thread):
+    """Runs ``body``, the code of one micro-batch, in turns with the thread that made it, the driver: from `advance`
+    until the code calls `ask`, or ends. ``device``: current in the thread.
+
+    Attributes:
+        request: what the code asked for last; None once it has ended.
+        generators: states of the random generators in which the code goes on (see `GeneratorStates`).
+    """
+
+    def __init__(self, number: int, body: Callable[[], None], device: torch.device) -> None:
+        super().__init__(name=f"micro-batch {number}", daemon=True)
+        self.request: Any = None
+        self.generators = GeneratorStates(device)
+        self._device = device
+        self._body = body
+        self._context = contextvars.copy_context()
+        self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
+        self._may_run = threading.Semaphore(0)
+        self._waits = threading.Semaphore(0)
+        self._running = False
+        self._answer: Any = None
+        self._failure: BaseException | None = None
+        self._cancelled = False
+        self._ended = False
+
+    def run(self) -> None:
+        """Run the body when the driver first advances; keep what it raises for the driver."""
+        self._may_run.acquire()
+        try:
+            if not self._cancelled:
+                if self._stream is not None:
+                    torch.accelerator.set_device_index(self._device.index)
+                    torch.accelerator.set_stream(self._stream)
+                self._context.run(self._body)
+        except _Cancelled:
+            pass
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self.request, self._ended = None, True
+            self._waits.release()
+
+    def ask(self, request: Any) -> Any:
+        """Hand ``request`` to the driver, wait, and return its answer. Only the thread itself calls it."""
+        self.request = request
+        self._waits.release()
+        self._may_run.acquire()
+        if self._cancelled:
+            raise _Cancelled
+        answer, self._answer = self._answer, None
+        return answer
+
+    def advance(self, answer: Any = None) -> None:
+        """Let the code go on, with ``answer`` to what it asked, until it asks again or ends. Only the driver calls it.
+        Raises what the code has raised."""
+        self._answer = answer
+        self._running = True
+        with self.generators.in_force():
+            self._may_run.release()
+            self._waits.acquire()
+        self._running = False
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """End the thread: unwind its code if it has not ended yet, and join it. May be called again."""
+        if not self.is_alive():
+            return
+        if self._running:  # the driver was interrupted while it waited
+            self._waits.acquire()
+            self._running = False
+        self._cancelled = True
+        while not self._ended:
+            self._may_run.release()
+            self._waits.acquire()
+        self.join()
+
+
+class GeneratorStates:
+    """States of torch's random generators, of the CPU and of ``device``: the sequence of random numbers that one
+    micro-batch draws. They begin with the present states; `fork` makes other ones of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._present()
+
+    def copy(self) -> GeneratorStates:
+        """Return the same states as another object."""
+        other = GeneratorStates.__new__(GeneratorStates)
+        other._device, other._states = self._device, list(self._states)
+        return other
+
+    def fork(self, number: int) -> None:
+        """Replace the states by those of generators seeded with ``number`` and with what the present states would draw
+        next, which is not drawn from them."""
+        with self.copy().in_force():
+            seed = int(torch.randint(2**62, (1,)))
+        with self.in_force():
+            torch.manual_seed((seed + number) % 2**63)
+
+    def in_force(self) -> _InForce:
+        """Return a context in which the generators have these states; what is drawn in it advances them. The states
+        from before are restored at its end."""
+        return _InForce(self)
+
+    def _present(self) -> list[torch.Tensor]:
+        """Return the present states of the generators."""
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        """Give the generators the ``states``."""
+        torch.set_rng_state(states[0])
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+
+
+class _InForce:
+    """The context of `GeneratorStates.in_force`."""
+
+    def __init__(self, states: GeneratorStates) -> None:
+        self._of = states
+        self._before: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
+        """Put the states in force, and keep those from before."""
+        self._before = self._of._present()
+        self._of._set(self._of._states)
+
+    def __exit__(self, *_: object) -> None:
+        """Keep how far the states have come, and restore those from before."""
+        self._of._states = self._of._present()
+        self._of._set(self._before)

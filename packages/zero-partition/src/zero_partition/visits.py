@@ -1,0 +1,204 @@
+"""Visits of a micro-batch to a module: its forward, kept as its inputs, and its backward, which runs it again."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from .errors import PartitionError
+from .micro_batch_threads import GeneratorStates, MicroBatchThread
+from .unit import Unit
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, enum.Enum)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module whose calls are visits. ``name``: in the model. ``units``: those that its call uses. ``trains``: one of
+    them is trained. ``call``: calls the module itself."""
+
+    name: str
+    module: nn.Module
+    units: tuple[Unit, ...]
+    call: Callable[..., Any]
+
+    @property
+    def trains(self) -> bool:
+        """Return whether one of the units is trained."""
+        return any(unit.plan.trainable for unit in self.units)
+
+
+class Asked(NamedTuple):
+    """What a micro-batch waits for: the forward of a ``visit``, or with ``gradients`` (of its outputs; None where there
+    is none) its backward. ``tensors``: the visit's inputs."""
+
+    visit: Visit
+    tensors: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor | None, ...] | None
+
+
+class Result(NamedTuple):
+    """The outputs of a visit's forward: the ``tensors`` among them, detached, and which of them ``require`` a
+    gradient."""
+
+    tensors: list[torch.Tensor]
+    require: list[bool]
+
+
+@dataclass
+class Visit:
+    """One call of the module at ``place`` by the micro-batch of ``thread``.
+
+    `call` asks the driver for the forward; the driver calls `forward`, and later `backward`. ``grad``: gradients are
+    enabled around the call. ``autocast``: the devices' autocast there, as arguments of `torch.autocast`.
+    """
+
+    place: Place
+    thread: MicroBatchThread
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    autocast: list[tuple[str, torch.dtype, bool, bool]] = field(default_factory=lambda: _autocast_states())
+    _spec: TreeSpec | None = None
+    _leaves: list[Any] = field(default_factory=list)
+    _outputs: list[Any] = field(default_factory=list)
+    _output_spec: TreeSpec | None = None
+    _generators: GeneratorStates | None = None
+    _graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[], Any]) -> Any:
+        """Return the module's output for ``args`` and ``kwargs``, without its graph: autograd keeps the tensors among
+        them, inside the context that ``around`` returns. Raises `PartitionError` for an argument that a second run may
+        find changed."""
+        leaves, self._spec = tree_flatten((args, kwargs))
+        self._refuse_changeable(args, kwargs)
+        numbers: dict[int, int] = {}
+        tensors: list[torch.Tensor] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in numbers:
+                numbers[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+        self._leaves = [_Input(numbers[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves]
+        anchor = torch.empty(0, requires_grad=self.grad and self.place.trains)
+        with around():
+            made = _Run.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
+        outputs = iter(made)
+        return tree_unflatten([next(outputs) if x is _TENSOR else x for x in self._outputs], self._output_spec)  # type: ignore[arg-type]
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Result:
+        """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`."""
+        self._generators = self.thread.generators.copy()
+        inputs, output = self._run(tensors)
+        leaves, self._output_spec = tree_flatten(output)
+        self._outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if self.grad:
+            self._graph = (inputs, outputs)
+        return Result([x.detach() for x in outputs], [x.requires_grad for x in outputs])
+
+    def drop_graph(self) -> None:
+        """Free the graph that `forward` has kept: the visit's backward will run the module again."""
+        self._graph = None
+
+    def backward(
+        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Run the module again, unless its graph is kept, and backpropagate ``gradients`` of its outputs. Return those
+        of ``tensors``, its inputs; parameters get theirs as in any backward pass. Buffers that the module writes are as
+        before."""
+        graph, self._graph = self._graph, None
+        if graph is None:
+            with cast(GeneratorStates, self._generators).copy().in_force(), _buffers_kept(self.place.module):
+                inputs, output = self._run(tensors)
+            outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+            graph = (inputs, outputs)
+        pairs = [(x, g) for x, g in zip(graph[1], gradients, strict=True) if x.requires_grad and g is not None]
+        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        return [x.grad for x in graph[0]]
+
+    def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+        """Call the module as the micro-batch did, with new leaves of the graph in place of ``tensors``; return these
+        and its output. Raises `PartitionError` if it has changed a list or a dict among its arguments."""
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        leaves = [inputs[x.number] if isinstance(x, _Input) else x for x in self._leaves]
+        args, kwargs = tree_unflatten(leaves, cast(TreeSpec, self._spec))
+        with ExitStack() as stack:
+            for device, dtype, enabled, cached in self.autocast:
+                stack.enter_context(torch.autocast(device, dtype, enabled, cached))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            output = self.place.call(*args, **kwargs)
+        after, spec = tree_flatten((args, kwargs))
+        if spec != self._spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
+            raise PartitionError(
+                f"train_batch: module '{self.place.name}' changed a list or a dict among its arguments. Its forward "
+                "runs twice for each micro-batch, so it has to leave its arguments alone: use the ordinary loop of "
+                "engine(batch), engine.backward and engine.step."
+            )
+        return inputs, output
+
+    def _refuse_changeable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `PartitionError`, naming it, for an argument that is neither a tensor nor plain data."""
+        for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                advice = "pass use_cache=False" if "cache" in type(leaf).__name__.lower() else "use the ordinary loop"
+                raise PartitionError(
+                    f"train_batch: argument {keystr(path[1:])} of module '{self.place.name}' is a "
+                    f"{type(leaf).__name__}. The module's forward runs twice for each micro-batch, and may find it "
+                    f"changed the second time: {advice}."
+                )
+
+
+class _Input(NamedTuple):
+    """Stands for the visit's input tensor ``number`` among its arguments."""
+
+    number: int
+
+
+class _Tensor:
+    """Stands for a tensor among a visit's outputs."""
+
+
+_TENSOR = _Tensor()
+
+
+class _Run(torch.autograd.Function):
+    """The node of autograd's graph that stands for a visit."""
+
+    @staticmethod
+    def forward(ctx: Any, visit: Visit, _anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Ask the driver for the visit's forward; return the tensors among its outputs."""
+        ctx.visit = visit
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        result: Result = visit.thread.ask(Asked(visit, tensors, None))
+        ctx.mark_non_differentiable(*[t for t, required in zip(*result, strict=True) if not required])
+        return tuple(result.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Ask the driver for the visit's backward; return the gradients of its inputs."""
+        return None, None, *ctx.visit.thread.ask(Asked(ctx.visit, ctx.saved_tensors, gradients))
+
+
+def _autocast_states() -> list[tuple[str, torch.dtype, bool, bool]]:
+    """Return the thread's autocast of the CPU and of the accelerator, as arguments of `torch.autocast`."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
+    cached = torch.is_autocast_cache_enabled()
+    return [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), cached) for d in devices]
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore, after the block, the buffers of ``module`` that it has written, such as running means."""
+    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    yield
+    with torch.no_grad():
+        for buffer, version, value in before:
+            if buffer._version != version:
+                buffer.copy_(value)
