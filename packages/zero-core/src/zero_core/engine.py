@@ -34,7 +34,7 @@ from .preparation import compile_module
 from .recording import report_of
 from .schedules import stepping_with
 from .state import TrainingState
-from .training import Observer
+from .training import LossOf, Observer, loss_in
 
 if TYPE_CHECKING:
     from zero_report import Report
@@ -119,14 +119,10 @@ class Engine(nn.Module):
         that is no scalar or requires no gradient. Collective when it reduces."""
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
-    def train_batch(
-        self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Take one optimizer step over ``batches``, the ``gradient_accumulation_steps`` micro-batches of this rank.
-
-        Does what `forward`, `backward` and `step` do for each, with the same bits; but at stage 3 every unit is
-        gathered, or read from its tier, twice per step instead of twice or more per micro-batch, and runs its forward
-        again in backward (see `zero_partition.unit_by_unit`)."""
+    def train_batch(self, batches: Sequence[Any], loss_fn: LossOf = loss_in) -> torch.Tensor:
+        """Take one optimizer step over ``batches``, this rank's ``gradient_accumulation_steps`` micro-batches; return
+        their mean loss, detached. At stage 3 each unit is read twice per step, not per micro-batch, and runs forward
+        again in backward. ``loss_fn``: of a model's output and its micro-batch. Collective."""
         return self._parts.training.train_batch(batches, loss_fn)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ import torch
 
 from zero_offload import HostStore, NvmeStore, park, unpark
 from zero_partition import DeviceResidency, Partition, ShardedOptimizer, Unit
+from zero_partition.state_kinds import by_kind
 
 from .errors import UsageError
 from .offloading import Offloading
 from .state import TrainingState
-from .state_kinds import by_kind
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """DeepSpeed's names: optimizer states, masters, the weights that forward reads, gradients (both)."""

@@ -22,7 +22,11 @@ from .errors import UsageError
 from .failures import Failures
 from .instruments import Instruments
 from .offloading import Offloading
+from .schedules import stepping_with
 from .state import TrainingState
+
+LossOf = Callable[[Any, Any], torch.Tensor]
+"""Returns the loss, a scalar, of a model's output and its micro-batch."""
 
 
 class Observer(Protocol):
@@ -79,13 +83,18 @@ class Training:
         says. Collective at stage 3. Where other ranks may wait for this one, a failure is raised on all."""
         state = self._state
         state.check_open("forward")
+        micro_batch = state.micro_batches.around_forward(state.counters.global_steps, state.counters.accumulated)
+        with self._failures.may_be_caught("forward"), self._instruments.during("forward"):
+            with self._offloading.forward(), micro_batch, self._audit.forward():
+                return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with cast arguments, under the configured autocast."""
+        state = self._state
         if (dtype := input_dtype(state.config)) is not None:
             args, kwargs = cast_floating((args, kwargs), dtype)
-        micro_batch = state.micro_batches.around_forward(state.counters.global_steps, state.counters.accumulated)
-        with self._failures.may_be_caught("forward"), state.autocast(), self._checkpointing.running():
-            with self._instruments.during("forward"), self._offloading.forward(), micro_batch, self._audit.forward():
-                with naming_dtypes(state.module, (args, kwargs)):
-                    return state.module(*args, **kwargs)
+        with state.autocast(), self._checkpointing.running(), naming_dtypes(state.module, (args, kwargs)):
+            return state.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, divide: bool) -> torch.Tensor:
         """Backpropagate the scalar ``loss``, divided by the accumulation steps if ``divide``; return it (detached, in
@@ -108,38 +117,37 @@ class Training:
         self._instruments.loss(returned)
         return returned
 
-    def train_batch(self, batches: Sequence[Any], loss_of: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
-        """Take a step over ``batches``, at stage 3 unit by unit; return the mean loss as `Engine.train_batch` does."""
+    def train_batch(self, batches: Sequence[Any], loss_of: LossOf) -> torch.Tensor:
+        """Take a step over ``batches``, unit by unit where units are released; return the mean loss. Collective."""
         state, steps = self._state, self._state.sizes.steps
         state.check_trainable("train_batch")
-        if len(batches) != steps or state.counters.accumulated or state.config.virtual_ranks:
+        if len(batches) != steps or state.counters.accumulated:
             raise UsageError(
-                f"engine.train_batch: expected {steps} micro-batches (gradient_accumulation_steps) at the beginning of "
-                f"an accumulation and no virtual ranks, got {len(batches)} after {state.counters.accumulated}"
+                f"engine.train_batch: expected gradient_accumulation_steps = {steps} micro-batches at the beginning of "
+                f"an accumulation, got {len(batches)} after {state.counters.accumulated}"
             )
         losses: list[torch.Tensor] = []
-        scale = state.loss_scale()
 
         def run(batch: Any) -> None:
-            """Run forward and backward of one micro-batch."""
-            dtype = input_dtype(state.config)
-            args, kwargs = _arguments(batch if dtype is None else cast_floating(batch, dtype))
-            with state.autocast(), self._checkpointing.running():
-                output = state.module(*args, **kwargs)
-            loss = (_loss_of if loss_of is None else loss_of)(output, batch)
-            precise = _float32_at_least("train_batch", loss)
+            """Run forward and backward of one micro-batch, and keep its loss."""
+            loss = loss_of(_called(self._call, batch), batch)
+            precise = _float32_at_least("train_batch", loss) / steps
+            losses.append(precise.detach())
             self.observer.loss(loss)
-            losses.append((precise / steps).detach())
             self._instruments.loss(losses[-1])
-            with torch.autograd.set_multithreading_enabled(False):  # backward stays in the micro-batch's own thread
-                torch.autograd.backward(precise / steps * scale if scale != 1.0 else precise / steps)
+            with torch.autograd.set_multithreading_enabled(False):  # backward stays in the micro-batch's thread
+                (precise * state.loss_scale()).backward()
 
-        with self._failures.may_be_caught("train_batch"), self._instruments.during("backward"):
-            state.partition.runtime.run_unit_by_unit(
-                [partial(run, batch) for batch in batches], self._checkpointing.storing_inputs
-            )
-        for _ in batches:
-            self.step(lambda scheduler: scheduler.step())
+        by_unit = any(unit.releasable for unit in state.partition.units) and not state.config.virtual_ranks
+        if by_unit:
+            stores = (self._offloading.forward, self._checkpointing.storing_inputs)
+            with self._failures.may_be_caught("train_batch"), self._instruments.during("backward"):
+                state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in batches], stores)
+        for batch in batches:
+            if not by_unit:
+                loss = loss_of(_called(self.forward, batch), batch)
+                losses.append(self.backward(loss, retain_graph=False, divide=True))
+            self.step(stepping_with(None))
         return sum(losses[1:], losses[0])
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -197,14 +205,14 @@ class Training:
         return norm
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which the model is called for ``batch``: a mapping's items, a sequence's, or itself."""
+def _called(model: Callable[..., Any], batch: Any) -> Any:
+    """Return what ``model`` returns for ``batch``: a mapping's items or a sequence's as arguments, or itself."""
     if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def _loss_of(output: Any, _batch: Any) -> torch.Tensor:
+def loss_in(output: Any, _batch: Any) -> torch.Tensor:
     """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or itself."""
     if isinstance(output, Mapping):
         output = output["loss"]

@@ -25,8 +25,8 @@ Watch = Callable[[torch.Tensor, Sequence[bool]], None]
 
 
 class Unreduced(NamedTuple):
-    """Gradients that wait for a reduction: the ``flat`` buffer (None where there is none yet), the parameters' ``views``
-    of it, and for each parameter whether its gradient is ``present``."""
+    """Gradients that wait for a reduction: the ``flat`` buffer (None where there is none yet), each parameter's view of
+    it, and whether its gradient is there."""
 
     flat: torch.Tensor | None
     views: list[torch.Tensor]

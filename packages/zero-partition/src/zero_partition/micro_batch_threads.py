@@ -114,6 +114,10 @@ class GeneratorStates:
         with self.in_force():
             torch.manual_seed((seed + number) % 2**63)
 
+    def install(self) -> None:
+        """Give the generators these states for good."""
+        self._set(self._states)
+
     def in_force(self) -> _InForce:
         """Return a context in which the generators have these states; what is drawn in it advances them. The states
         from before are restored at its end."""

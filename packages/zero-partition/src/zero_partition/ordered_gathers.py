@@ -197,6 +197,11 @@ class OrderedGathers:
         self._used = {}
         self._fresh.clear()
 
+    def adopt(self, unit: Unit) -> None:
+        """Count ``unit``, which an earlier pass has gathered and which is gathered still, as gathered in the running
+        pass."""
+        self._fresh.add(unit.index)
+
     def issue_next(self) -> Unit:
         """Issue the next gather of the running pass and return its unit. Call it only if some are `remaining`."""
         schedule = cast(GatherSchedule, self._schedule)

@@ -39,7 +39,7 @@ from .step_hook_watch import StepHookWatch
 from .training_loop import FollowedLoop
 from .unannounced import UnannouncedUse
 from .unit import Unit
-from .unit_by_unit import Body, UnitByUnit
+from .unit_by_unit import Around, Body, UnitByUnit
 from .unit_watch import UnitWatch, WatchedUnits
 from .user_edits import UserEdits
 from .user_gradients import UserGradients
@@ -203,9 +203,7 @@ class Runtime:
         self._compiled = CompiledRegions(model, self.units, self._hooks, **options)
         return self._compiled.names
 
-    def run_unit_by_unit(
-        self, bodies: Sequence[Body], around_inputs: Callable[[], AbstractContextManager[object]]
-    ) -> None:
+    def run_unit_by_unit(self, bodies: Sequence[Body], around_inputs: Around) -> None:
         """Run ``bodies``, each the forward and backward of one micro-batch, unit by unit (see `UnitByUnit.run`)."""
         self._unit_by_unit.run(bodies, around_inputs)
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from .agreement import END_OF_PASS
 from .errors import PartitionError
-from .gradients import Unreduced, UnitGradients
+from .gradients import UnitGradients, Unreduced
 from .hooks import ModuleHooks
 from .micro_batch_threads import MicroBatchThread
 from .pass_parts import PassParts
@@ -42,6 +42,8 @@ _BACKWARD = "backward unit by unit"
 
 Body = Callable[[], None]
 """The code of one micro-batch: calls the model, and backward on its loss."""
+Around = Sequence[Callable[[], AbstractContextManager[object]]]
+"""Functions that return the contexts in which autograd saves the inputs of a visit."""
 
 
 class UnitByUnit:
@@ -65,19 +67,18 @@ class UnitByUnit:
         self._hooks = hooks
         self._device = device
 
-    def run(self, bodies: Sequence[Body], around_inputs: Callable[[], AbstractContextManager[object]]) -> None:
+    def run(self, bodies: Sequence[Body], around_inputs: Around) -> None:
         """Run ``bodies``, one for each micro-batch, and reduce their gradients. Collective: every rank has as many.
 
         The first micro-batch draws random numbers from the present generators, which it advances; each other one from
-        generators seeded with theirs and its number. ``around_inputs``: returns a context in which autograd saves the
-        inputs of a visit. Raises `PartitionError` for a model that has no units to go by, for micro-batches that visit
-        other modules than the first, and where that differs between ranks.
+        generators seeded with theirs and its number. Raises `PartitionError` for a model that has no units to go by,
+        for micro-batches that visit other modules than the first, and where that differs between ranks.
         """
         self._parts.liveness.check()
         places = self._places()
-        pass_ = _Run(self._gradients, self._parts, [MicroBatchThread(n, b, self._device) for n, b in enumerate(bodies)])
+        threads = [MicroBatchThread(number, body, self._device) for number, body in enumerate(bodies)]
         with _diverted(places, partial(_visit, around_inputs)), self._passes_paused():
-            pass_.run()
+            _StepByUnit(self._gradients, self._parts, threads).run()
 
     @contextmanager
     def _passes_paused(self) -> Iterator[None]:
@@ -126,7 +127,7 @@ class UnitByUnit:
             self._collect(f"{inside}{key}", child, found)
 
 
-class _Run:
+class _StepByUnit:
     """One step's micro-batches on their way through the units. ``threads``: theirs, in order."""
 
     def __init__(
@@ -154,6 +155,7 @@ class _Run:
             while (place := self._next_backward()) is not None:
                 self._visit_backward(place)
             self._end()
+            self._threads[0].generators.install()
         finally:
             for thread in self._threads:
                 thread.end()
@@ -230,6 +232,8 @@ class _Run:
         before = self._visited[-2::-1]
         order = dict.fromkeys(unit.index for place in before for unit in place.units if unit.releasable)
         parts.gatherer.begin(_BACKWARD, order=list(order))
+        for unit in gathered:
+            parts.gathers.adopt(unit)
 
     def _release_turn(self) -> None:
         """Release the units that the turn has kept; do nothing if it has not come."""
@@ -317,7 +321,7 @@ def _says(kind: tuple[str, bool] | None) -> str:
     return f"runs {'the backward of ' if kind[1] else ''}module '{kind[0]}'"
 
 
-def _visit(around_inputs: Callable[[], Any], place: Place, *args: Any, **kwargs: Any) -> Any:
+def _visit(around_inputs: Around, place: Place, *args: Any, **kwargs: Any) -> Any:
     """Call the module at ``place`` as a visit in a micro-batch's thread, else directly."""
     thread = threading.current_thread()
     if not isinstance(thread, MicroBatchThread):

@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     gradients: tuple[torch.Tensor | None, ...] | None
 
 
-class Result(NamedTuple):
+class VisitOutputs(NamedTuple):
     """The outputs of a visit's forward: the ``tensors`` among them, detached, and which of them ``require`` a
     gradient."""
 
@@ -71,9 +71,9 @@ class Visit:
     _generators: GeneratorStates | None = None
     _graph: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[], Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Sequence[Callable[[], Any]]) -> Any:
         """Return the module's output for ``args`` and ``kwargs``, without its graph: autograd keeps the tensors among
-        them, inside the context that ``around`` returns. Raises `PartitionError` for an argument that a second run may
+        them, inside the contexts that ``around`` return. Raises `PartitionError` for an argument that a second run may
         find changed."""
         leaves, self._spec = tree_flatten((args, kwargs))
         self._refuse_changeable(args, kwargs)
@@ -85,12 +85,14 @@ class Visit:
                 tensors.append(leaf)
         self._leaves = [_Input(numbers[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves]
         anchor = torch.empty(0, requires_grad=self.grad and self.place.trains)
-        with around():
-            made = _Run.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            for enter in around:
+                stack.enter_context(enter())
+            made = _VisitNode.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         outputs = iter(made)
         return tree_unflatten([next(outputs) if x is _TENSOR else x for x in self._outputs], self._output_spec)  # type: ignore[arg-type]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> Result:
+    def forward(self, tensors: Sequence[torch.Tensor]) -> VisitOutputs:
         """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`."""
         self._generators = self.thread.generators.copy()
         inputs, output = self._run(tensors)
@@ -99,7 +101,7 @@ class Visit:
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.grad:
             self._graph = (inputs, outputs)
-        return Result([x.detach() for x in outputs], [x.requires_grad for x in outputs])
+        return VisitOutputs([x.detach() for x in outputs], [x.requires_grad for x in outputs])
 
     def drop_graph(self) -> None:
         """Free the graph that `forward` has kept: the visit's backward will run the module again."""
@@ -112,14 +114,13 @@ class Visit:
         of ``tensors``, its inputs; parameters get theirs as in any backward pass. Buffers that the module writes are as
         before."""
         graph, self._graph = self._graph, None
-        if graph is None:
-            with cast(GeneratorStates, self._generators).copy().in_force(), _buffers_kept(self.place.module):
+        if graph is not None:
+            return _backpropagate(*graph, gradients)
+        with _buffers_kept(self.place.module):
+            with cast(GeneratorStates, self._generators).copy().in_force():
                 inputs, output = self._run(tensors)
             outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-            graph = (inputs, outputs)
-        pairs = [(x, g) for x, g in zip(graph[1], gradients, strict=True) if x.requires_grad and g is not None]
-        torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
-        return [x.grad for x in graph[0]]
+            return _backpropagate(inputs, outputs, gradients)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Call the module as the micro-batch did, with new leaves of the graph in place of ``tensors``; return these
@@ -166,7 +167,7 @@ class _Tensor:
 _TENSOR = _Tensor()
 
 
-class _Run(torch.autograd.Function):
+class _VisitNode(torch.autograd.Function):
     """The node of autograd's graph that stands for a visit."""
 
     @staticmethod
@@ -175,7 +176,7 @@ class _Run(torch.autograd.Function):
         ctx.visit = visit
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        result: Result = visit.thread.ask(Asked(visit, tensors, None))
+        result: VisitOutputs = visit.thread.ask(Asked(visit, tensors, None))
         ctx.mark_non_differentiable(*[t for t, required in zip(*result, strict=True) if not required])
         return tuple(result.tensors)
 
@@ -183,6 +184,15 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Ask the driver for the visit's backward; return the gradients of its inputs."""
         return None, None, *ctx.visit.thread.ask(Asked(ctx.visit, ctx.saved_tensors, gradients))
+
+
+def _backpropagate(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Backpropagate ``gradients``, those of ``outputs``, and return those of ``inputs``, leaves of the graph."""
+    pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad and g is not None]
+    torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+    return [x.grad for x in inputs]
 
 
 def _autocast_states() -> list[tuple[str, torch.dtype, bool, bool]]:
@@ -195,10 +205,10 @@ def _autocast_states() -> list[tuple[str, torch.dtype, bool, bool]]:
 
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore, after the block, the buffers of ``module`` that it has written, such as running means."""
-    before = [(buffer, buffer._version, buffer.clone()) for buffer in module.buffers()]
+    """Restore, after the block, the values of the buffers of ``module``, such as running means: some kernels write them
+    without raising their version."""
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     yield
     with torch.no_grad():
-        for buffer, version, value in before:
-            if buffer._version != version:
-                buffer.copy_(value)
+        for buffer, value in before:
+            buffer.copy_(value)

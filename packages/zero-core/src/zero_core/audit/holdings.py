@@ -12,10 +12,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zero_partition import Unit
 from zero_partition.shared_storage import overlapping
+from zero_partition.state_kinds import by_kind
 
 from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState
-from ..state_kinds import by_kind
 from .digests import digest, digest_of_data
 
 

@@ -13,9 +13,9 @@ from zero_ckpt import CheckpointError, Interval
 from zero_ckpt.torch import Stager, dtype_name, tensor_buffer
 from zero_offload import Sealed
 from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
+from zero_partition.state_kinds import by_kind
 
 from ..state import TrainingState
-from ..state_kinds import by_kind
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import replicated_parameters
 from .rank_state import rank_intervals

@@ -17,9 +17,9 @@ from zero_ckpt.torch import torch_dtype
 from zero_comm import Tag
 from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 from zero_partition.model_buffers import copy_values
+from zero_partition.state_kinds import with_lists
 
 from ..state import TrainingState
-from ..state_kinds import with_lists
 from .fragments import has_own_master, master_fragments, shard_fragments
 from .names import WEIGHT_KINDS, check_names, load_report, named_parameters, replicated_parameters
 from .progress import (

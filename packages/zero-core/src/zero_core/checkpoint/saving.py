@@ -17,12 +17,12 @@ from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator,
 from zero_ckpt.torch import DistCoordinator, RngState
 from zero_comm import destroy_group
 from zero_offload import BudgetError, HostBudget
+from zero_partition.state_kinds import unsavable
 from zero_settings import absolute_path
 
 from ..errors import UsageError
 from ..offloading import Offloading
 from ..state import TrainingState
-from ..state_kinds import unsavable
 from .intervals import StateIntervals
 from .names import aliases, frozen_names, named_parameters, restructured
 from .progress import progress_of

@@ -9,9 +9,9 @@ import psutil
 import torch
 
 from zero_partition import DeviceResidency, storage_address
+from zero_partition.state_kinds import by_kind
 
 from ..compat import max_memory_allocated, memory_allocated
-from ..state_kinds import by_kind
 from ..text import mebibytes, table
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zero_partition import ShardedOptimizer
+from .optimizer import ShardedOptimizer
 
 _IN_A_LIST = re.compile(r"(.+)\.list\.(\d+)")
 _SINGLE = frozenset([torch.Tensor, bool, int, float])
