@@ -127,13 +127,15 @@ class Case(NamedTuple):
     dtype: str = "fp32"
     tier: str = "none"
     stage: int = 3
+    inputs: str = "none"  # the tier of what autograd saves
+    overlap: str = "off"
 
 
 def config(case: Case, folder: str, **more: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
     if case.tier != "none":
         place = {"device": case.tier, **({"nvme_path": folder} if case.tier == "nvme" else {})}
-        zero |= {"offload_optimizer": place, **({"offload_param": place} if case.stage == 3 else {})}
+        zero |= {"offload_optimizer": {**place, "overlap": case.overlap}, **({"offload_param": place} if case.stage == 3 else {})}
     dtypes = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20}}}
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -142,6 +144,7 @@ def config(case: Case, folder: str, **more: Any) -> dict[str, Any]:
         "gradient_clipping": 0.5,
         "steps_per_print": 0,
         "zero_optimization": zero,
+        "offload": {"activations": {"device": case.inputs, "nvme_path": folder}} if case.inputs != "none" else {},
         **dtypes.get(case.dtype, {}),
         **more,
     }
@@ -204,6 +207,8 @@ CASES = [
     *(Case(model) for model in MODELS),
     *(Case(model, dtype) for model in ("net", "llama", "tied llama") for dtype in ("bf16", "fp16")),
     *(Case(model, "bf16", tier) for model in ("net", "tied llama") for tier in ("cpu", "nvme")),
+    *(Case("net", tier="nvme", inputs=tier) for tier in ("cpu", "nvme")),
+    Case("net", "bf16", "cpu", overlap="exact"),
     Case("net", stage=2),
     Case("net", "bf16", "cpu", 1),
 ]
@@ -394,6 +399,22 @@ def test_what_cannot_go_unit_by_unit_is_refused_by_name_and_the_engine_goes_on(r
         for said, moved in run_ranks(refused, ranks, str(tmp_path), build, given):
             assert all(word in said for word in expected), said
             assert moved
+
+
+def fails_alone(folder: str) -> str:
+    """What a rank says when only rank 1's second micro-batch fails."""
+    engine = zero_core.initialize(model=Net(), config=config(Case("net"), folder))[0]
+    given = batches(0)
+    given[1] = given[1] + (30 if dist.get_rank() == 1 else 0)
+    with pytest.raises(Exception) as caught:
+        engine.train_batch(given)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_failure_of_one_rank_ends_the_step_on_all(tmp_path: Path) -> None:
+    told, raised = run_ranks(fails_alone, 2, str(tmp_path))
+    assert "IndexError" in raised
+    assert "rank 1" in told and "IndexError" in told
 
 
 def test_ranks_whose_micro_batches_visit_other_modules_are_told(tmp_path: Path) -> None:

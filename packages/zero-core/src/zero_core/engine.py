@@ -16,6 +16,7 @@ from zero_ckpt import LoadReport
 from zero_comm import Ledger, WeightBucket
 from zero_optim import Scheduler
 from zero_partition import BUCKET_BYTES, FullWeights, Partition, ShardedOptimizer, register_unless_wrapper
+from zero_partition.micro_batches import LossOf, loss_in
 from zero_settings import Config
 
 from . import report
@@ -34,7 +35,7 @@ from .preparation import compile_module
 from .recording import report_of
 from .schedules import stepping_with
 from .state import TrainingState
-from .training import LossOf, Observer, loss_in
+from .training import Observer
 
 if TYPE_CHECKING:
     from zero_report import Report

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any, Protocol
 
 import torch
 
 from zero_optim import Scheduler
 from zero_partition import StepResult, naming_dtypes
+from zero_partition.micro_batches import LossOf, call_model
 from zero_precision import cast_floating
 from zero_settings import input_dtype
 
@@ -24,9 +25,6 @@ from .instruments import Instruments
 from .offloading import Offloading
 from .schedules import stepping_with
 from .state import TrainingState
-
-LossOf = Callable[[Any, Any], torch.Tensor]
-"""Returns the loss, a scalar, of a model's output and its micro-batch."""
 
 
 class Observer(Protocol):
@@ -130,13 +128,13 @@ class Training:
 
         def run(batch: Any) -> None:
             """Run forward and backward of one micro-batch, and keep its loss."""
-            loss = loss_of(_called(self._call, batch), batch)
+            loss = loss_of(call_model(self._call, batch), batch)
             precise = _float32_at_least("train_batch", loss) / steps
             losses.append(precise.detach())
             self.observer.loss(loss)
             self._instruments.loss(losses[-1])
             with torch.autograd.set_multithreading_enabled(False):  # backward stays in the micro-batch's thread
-                (precise * state.loss_scale()).backward()
+                torch.autograd.backward(precise * state.loss_scale())
 
         by_unit = any(unit.releasable for unit in state.partition.units) and not state.config.virtual_ranks
         if by_unit:
@@ -145,10 +143,10 @@ class Training:
                 state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in batches], stores)
         for batch in batches:
             if not by_unit:
-                loss = loss_of(_called(self.forward, batch), batch)
+                loss = loss_of(call_model(self.forward, batch), batch)
                 losses.append(self.backward(loss, retain_graph=False, divide=True))
             self.step(stepping_with(None))
-        return sum(losses[1:], losses[0])
+        return reduce(torch.add, losses)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scalar ``loss`` times the loss scale, and allow plain backward passes until the next `step`."""
@@ -203,21 +201,6 @@ class Training:
             norm = optimizer.gradient_norm()
             optimizer.scale_gradients(min(1.0, max_norm / (norm + 1e-6)))
         return norm
-
-
-def _called(model: Callable[..., Any], batch: Any) -> Any:
-    """Return what ``model`` returns for ``batch``: a mapping's items or a sequence's as arguments, or itself."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def loss_in(output: Any, _batch: Any) -> torch.Tensor:
-    """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or itself."""
-    if isinstance(output, Mapping):
-        output = output["loss"]
-    found: torch.Tensor = getattr(output, "loss", output[0] if isinstance(output, tuple) else output)
-    return found
 
 
 def _raised_by(schedule: Callable[[Scheduler], object], scheduler: Scheduler) -> Exception | None:
