@@ -148,21 +148,21 @@ class Control:
         """After ``failure`` of this rank in ``call``, find out whether all ranks failed there.
 
         Return their payloads (JSON, in rank order) if so, else None: then this rank must `abort`. For ranks that are at
-        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Waits at most ``patience``
-        seconds.
+        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Returns None for a rank that has
+        not answered ``patience`` seconds after this call, however many ranks and messages it waits for.
         """
         reason = describe_failure(failure, f"in step {step}")
         try:
-            messages = self._exchange(Message(_FAILED, call, step, [reason, payload]), timedelta(seconds=patience))
+            messages = self._exchange(Message(_FAILED, call, step, [reason, payload]), patience)
         except CommError:
             return None
         together = all(m.same_call(messages[0]) for m in messages)
         return [m.payload[1] for m in messages] if together else None
 
-    def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        """Exchange as `exchange` does, without looking at what the messages say. ``patience``: None for the group's
-        timeout. Raises `PeerError` when a rank is gone or does not answer; then `is_torn` stays set. Raises `CommError`
-        after `close` and in a forked process."""
+    def _exchange(self, message: Message, patience: float | None = None) -> list[Message]:
+        """Exchange as `exchange` does, without looking at what the messages say. ``patience``: for all waits together;
+        None for the group's timeout in each. Raises `PeerError` when a rank is gone or does not answer; then `is_torn`
+        stays set. Raises `CommError` after `close` and in a forked process."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
         fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
@@ -177,14 +177,15 @@ class Control:
                 "which alone takes part in what the ranks do together; call the engine there, and hand data over."
             )
         tag = Tag("control", message.kind, message.step)
+        deadline = None if patience is None else time.monotonic() + patience
         self.is_torn = True
-        frames = self._all_gather(_frame(body), tag, message, patience)
+        frames = self._all_gather(_frame(body), tag, message, deadline)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
         inline = _FRAME_BYTES - 4
         bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
         if max(lengths) > inline:
             rest = max(lengths) - inline
-            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, message, patience)
+            tails = self._all_gather(body[inline:].ljust(rest, b" "), tag, message, deadline)
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
         self.is_torn = False
         self.watched.last = message
@@ -347,11 +348,12 @@ class Control:
         if self._process_group is None and self.world_size > 1:
             raise CommError(f"{wanted}: the control group of rank {self.rank} of {self.world_size} is closed")
 
-    def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
+    def _all_gather(self, body: bytes, tag: Tag, doing: Message, deadline: float | None) -> list[bytes]:
         """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes; waits. Collective.
 
-        ``doing``: the message that the watch and errors name. ``patience``: as for `_exchange`. Raises `PeerError`,
-        with the cause if one is known, when a rank is gone or does not answer.
+        ``doing``: the message that the watch and errors name. ``deadline``: of `time.monotonic`, for all waits; None
+        for the group's timeout in each. Raises `PeerError`, with the cause if one is known, when a rank is gone or does
+        not answer.
         """
         if self.world_size > _DIRECT_RANKS:
             received = [bytearray(len(body)) for _ in range(self.world_size)]
@@ -367,7 +369,7 @@ class Control:
                 watched=self._shown,
                 ledger=self.ledger,
             )
-            gathering.wait(patience)
+            gathering.wait(_left(deadline))
             return list(map(bytes, received))
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
@@ -379,7 +381,7 @@ class Control:
             with ticket or nullcontext():
                 for peer, arrival in pending:
                     awaited = peer
-                    arrival.wait(*(() if patience is None else (patience,)))
+                    arrival.wait(*(() if (left := _left(deadline)) is None else (left,)))
             now = time.perf_counter()
             self.ledger.count_seconds(tag, now - began, now - before)
         except RuntimeError as error:
@@ -412,6 +414,12 @@ class Control:
             departure = dist.isend(tensors[self.rank], group=self._process_group, group_dst=target, tag=self._sequence)
             pending += [(source, arrival), (target, departure)]
         return received, pending
+
+
+def _left(deadline: float | None) -> timedelta | None:
+    """Return the time until ``deadline`` (of `time.monotonic`), at least a millisecond, as gloo takes zero for no
+    limit; None for None."""
+    return None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _ports(store: Store) -> list[int]:

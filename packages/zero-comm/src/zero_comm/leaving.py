@@ -34,11 +34,12 @@ def destroy_group(process_group: dist.ProcessGroup, process: int | None = None) 
 
 @functools.cache
 def keep_where_forked() -> weakref.WeakSet[dist.ProcessGroup]:
-    """Have every process that is forked from this one keep all process groups to its end: nothing frees them there, the
-    interpreter's end included. See [Note: threads at the end].
+    """Return the set of destroyed process groups, to which the caller adds those that it destroys; the same set at each
+    call. It holds them weakly.
 
-    Return the set of the groups that torch does not know any more, to which destroyed ones are added: code may still
-    hold them.
+    The first call has every process that is forked from this one from then on keep the groups in the set, and all that
+    torch knows, until it ends: nothing frees them there, not even the interpreter's end. A destroyed group counts, as
+    code may still hold it. See [Note: threads at the end].
     """
     destroyed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 

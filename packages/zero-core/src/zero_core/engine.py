@@ -55,8 +55,7 @@ class Engine(nn.Module):
         optimizer: the torch optimizer, its param groups live; None for inference.
         sharded_optimizer: wraps it: its step clips, updates the shards and publishes, on all ranks or on none.
         lr_scheduler: stepped after each optimizer step that was taken; may be assigned.
-        training_dataloader: the loader whose position is part of a checkpoint, by default over `initialize`'s
-            ``training_data``; may be assigned (see `data_loader`).
+        training_dataloader: loader whose position is checkpointed, by default over ``training_data``; may be assigned.
         config: the user's configuration as given (a dict); ``resolved_config`` has every value.
         device: where the model computes.
         partition: which rank owns what.
@@ -71,7 +70,7 @@ class Engine(nn.Module):
         model_part: the part of the full model that this rank trains, under an mpu.
         offloading: the tiers that are not on the device; `offloading.table()` is the overlap report.
         compiled_modules: names of the modules that `compile` compiled, each as one graph unless its code has breaks.
-        training_state: the state that the parts of the engine share."""
+        training_state: ``state`` as given: what is trained; the ``parts``, to which calls are delegated, share it."""
 
     module: nn.Module
     optimizer = Delegated[Optimizer | None]("training_state", "torch_optimizer")
@@ -147,7 +146,8 @@ class Engine(nn.Module):
         return self._parts.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Override, on every rank, whether a micro-batch ends an accumulation, for the current and all that follow."""
+        """Set whether the current and each later micro-batch ends an accumulation, instead of counting them, for good.
+        Local: every rank makes the same call. `backward` still divides by the configured accumulation steps."""
         self._parts.accumulation.set_boundary(is_boundary)
 
     def virtual_rank(self) -> int:

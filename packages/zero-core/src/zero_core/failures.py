@@ -32,8 +32,8 @@ class Failures:
             runtime = self._state.partition.runtime
             alone = self._state.model_part.place.size == 1  # else a part's own collectives may be waited for
             if not alone or not runtime.failed_in(call, failure):
-                runtime.abort(failure)
                 self._state.model_part.abort(failure)
+                runtime.abort(failure)  # which may wait for an update
             elif runtime.reducer.torn is not None:
                 self._accumulation.restart()
             raise
@@ -57,8 +57,8 @@ class Failures:
         except BaseException as failure:
             if self._state.is_alone:
                 raise
-            runtime.abort(failure)
             self._state.model_part.abort(failure)
+            runtime.abort(failure)  # which may wait for an update
             raise
 
     def step(self) -> AbstractContextManager[None]:

@@ -64,8 +64,7 @@ class FullValues:
 
     def set_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
         """Replace the optimizer state ``key`` of a parameter by rank 0's full ``value``."""
-        optimizer = self._state.check_trainable("set_full_state")
-        set_full_state(self._state.partition, optimizer, parameter, key, value)
+        set_full_state(self._state.partition, self._state.check_trainable("set_full_state"), parameter, key, value)
 
     def state_dict(self, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
         """Return the module's state dict with full values in host memory on rank 0, None on other ranks. Gathers one

@@ -25,7 +25,7 @@ class Supervisor(Protocol):
         """Return the limits on the size of units to use instead of ``limits``."""
 
     def budget(self, processes: int) -> HostBudget:
-        """Return the memory budget of this process, one of ``processes`` on this host."""
+        """Return a new, unused memory budget of this process, one of ``processes`` on this host; it collects needs."""
 
     def observer(self, engine: Engine) -> Observer:
         """Return the observer of the losses and steps of ``engine``."""

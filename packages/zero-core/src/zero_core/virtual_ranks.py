@@ -28,7 +28,8 @@ class MicroBatches(Protocol):
     in it; ``micro``: the index of one of these, from 0. The methods ``check_…`` refuse by `UsageError`."""
 
     def to_backpropagate(self, loss: torch.Tensor, steps: int, *, divide: bool) -> torch.Tensor:
-        """Return the tensor on which to call backward; ``divide``: the gradient is the mean over the ``steps``."""
+        """Return a tensor to call backward on, which may be ``loss`` itself, so that the gradients are the mean over
+        the ``steps`` if ``divide``, else their sum. The loss scale is the caller's."""
 
     def around_forward(self, step: int, micro: int) -> AbstractContextManager[None]:
         """Return a context in which the engine runs a forward pass; it may seed generators and check side effects."""

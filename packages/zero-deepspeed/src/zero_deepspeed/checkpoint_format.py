@@ -31,8 +31,12 @@ _COMPUTING = {"foreach": None, "fused": None, "capturable": False, "differentiab
 class DeepSpeedWriter:
     """Writes an engine's checkpoints as DeepSpeed of version `VERSION` does; called as `zero_ckpt.save_sharded` is.
 
-    ``config``: the configuration as the user gave it. Raises `UsageError` without an optimizer, for Muon, which is
-    two, and for a model of which other ranks have other parts (tensor parallelism).
+    Of the arguments of `zero_ckpt.save_sharded` it uses those that `__call__` names; others, such as a store or the
+    number of threads, have no effect. ``state``: of the engine, read at each call: its module, optimizer, scheduler,
+    counters and configuration. ``config``: the configuration as the user gave it, which the files repeat.
+
+    Raises `UsageError` without an optimizer, for Muon, which is two, and for a model of which other ranks have other
+    parts (tensor parallelism).
     """
 
     def __init__(self, state: TrainingState, config: dict[str, Any]) -> None:
@@ -50,8 +54,13 @@ class DeepSpeedWriter:
         client_state: dict[str, Any],
         **others: Any,
     ) -> Path:
-        """Write ``root/tag``; ``client_state``: the training state besides tensors, the user's client state in it.
-        Collective. Raises `zero_ckpt.CheckpointError`, also for keys of the client state that the format has itself."""
+        """Write the tensors of ``intervals`` to the checkpoint ``root/tag`` and return its path. Collective.
+
+        ``coordinator``: of the ranks that save. ``save_latest``: make it the one that loading takes by default.
+        ``client_state``: the training state besides tensors, of which only the user's own part, "client", is written.
+        ``others`` has to have ``step``, ``aliases`` and ``frozen``. Raises `zero_ckpt.CheckpointError` on every rank,
+        also for keys of the client state that the format has itself.
+        """
         kept = {key: others[key] for key in ("step", "aliases", "frozen")}
         user = from_plain(client_state["client"])
 

@@ -1,6 +1,7 @@
-"""`deepspeed.utils.groups` and `parallel_state_sp`: all ranks, and those that share a sequence if there are such.
+"""`deepspeed.utils.groups` and `parallel_state_sp`: the groups of the mpu; without one all ranks, or one rank.
 
-`register_mpu` says which ranks share a sequence; before it every group is all ranks or one.
+The mpu (`register_mpu`) says which ranks share a sequence or compute a layer together. As in DeepSpeed it is the one
+that `initialize` was given last.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from .communication import get_world_group
 from .errors import UnsupportedError
 
 _REGISTERED: list[tuple[Any, Any]] = []
-"""The mpu whose ranks share sequences, with torch's group of all ranks for which it was made; empty without one."""
+"""The mpu, with torch's group of all ranks for which it was made; empty without one."""
 
 
 def register_mpu(mpu: Any) -> None:
-    """Make the functions of this module answer for ``mpu``, which has the methods of `SequenceGroups`, until another
-    is registered or torch.distributed is closed.
+    """Make the functions of this module answer for ``mpu`` until another is registered or torch.distributed is closed.
+
+    It has ``get_data_parallel_group()``, and of the methods of `SequenceGroups` those for what its ranks share.
     """
     _REGISTERED[:] = [(mpu, dist.group.WORLD)]
 
 
 def registered_mpu() -> Any:
-    """Return the mpu of the ranks that share a sequence; None without one, or after torch.distributed was closed."""
+    """Return the mpu that was registered last; None without one, or after torch.distributed was closed."""
     return _REGISTERED[0][0] if _REGISTERED and _REGISTERED[0][1] is dist.group.WORLD else None
 
 
@@ -49,43 +51,44 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group of the ranks that have samples of their own, one of each sequence; of all ranks where none is
-    shared. Raises `UsageError` before torch.distributed is initialised."""
+    """Return the mpu's data-parallel group, of ranks that have samples of their own; without an mpu that of all ranks.
+    Raises `UsageError` before torch.distributed is initialised."""
     known = registered_mpu()
     return get_world_group() if known is None else known.get_data_parallel_group()
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the number of ranks that have samples of their own, those of a sequence counted as one."""
-    known = registered_mpu()
-    return dist.get_world_size() if known is None else int(known.get_data_parallel_world_size())
+    """Return the number of ranks in `get_data_parallel_group`. Raises as that does."""
+    return dist.get_world_size(get_data_parallel_group())
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's number among the ranks that have samples of their own."""
-    known = registered_mpu()
-    return dist.get_rank() if known is None else int(known.get_data_parallel_rank())
+    """Return this process's rank in `get_data_parallel_group`. Raises as that does."""
+    return dist.get_rank(get_data_parallel_group())
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """Return the group of all ranks, over which states are sharded. Raises as `get_data_parallel_group`."""
-    return get_world_group()
+    """Return the group over which states are sharded: that of data times sequence if the mpu has one, else
+    `get_data_parallel_group`. Raises as that does."""
+    ask = getattr(registered_mpu(), "get_sequence_data_parallel_group", get_data_parallel_group)
+    group: dist.ProcessGroup = ask()
+    return group
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """Return the number of all ranks."""
-    return dist.get_world_size()
+    """Return the number of ranks in `get_sequence_data_parallel_group`. Raises as that does."""
+    return dist.get_world_size(get_sequence_data_parallel_group())
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Return this process's rank among all ranks."""
-    return dist.get_rank()
+    """Return this process's rank in `get_sequence_data_parallel_group`. Raises as that does."""
+    return dist.get_rank(get_sequence_data_parallel_group())
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Return the group of the ranks that share this rank's sequences. Raises `UsageError` if no mpu is registered."""
+    """Return the group of the ranks that share this rank's sequences. Raises `UsageError` if no mpu has one."""
     known = registered_mpu()
-    if known is None:
+    if not hasattr(known, "get_sequence_parallel_group"):
         raise UsageError(
             "no ranks share a sequence yet: call UlyssesSPAttentionHF.register_with_transformers, or initialize with "
             "an mpu that has get_sequence_parallel_group"
@@ -96,26 +99,43 @@ def get_sequence_parallel_group() -> dist.ProcessGroup:
 
 def get_sequence_parallel_world_size() -> int:
     """Return the number of ranks that share a sequence; 1 where none are shared."""
-    known = registered_mpu()
-    return 1 if known is None else int(known.get_sequence_parallel_world_size())
+    return int(getattr(registered_mpu(), "get_sequence_parallel_world_size", lambda: 1)())
 
 
 def get_sequence_parallel_rank() -> int:
     """Return this rank's place among those that share its sequences; 0 where none are shared."""
-    known = registered_mpu()
-    return 0 if known is None else int(known.get_sequence_parallel_rank())
+    return int(getattr(registered_mpu(), "get_sequence_parallel_rank", lambda: 0)())
 
 
 def model_parallel_world_size() -> int:
-    """Return 1, the number of ranks that compute a layer together, also under an mpu with more."""
-    return 1
+    """Return the number of ranks that compute a layer together, as the mpu says; 1 without one."""
+    return _of_model_parallel("world_size", 1)
 
 
 def model_parallel_rank() -> int:
-    """Return 0, this rank's index among the ranks that compute a layer together, also under an mpu with more."""
-    return 0
+    """Return this rank's index among those that compute a layer together, as the mpu says; 0 without one."""
+    return _of_model_parallel("rank", 0)
+
+
+def model_parallel_group() -> dist.ProcessGroup:
+    """Return the group of the ranks that compute a layer together. Raises `UnsupportedError` if no mpu has one."""
+    group: dist.ProcessGroup = _of_model_parallel("group", no_group)
+    return group() if group is no_group else group
+
+
+def _of_model_parallel(what: str, otherwise: Any) -> Any:
+    """Return ``what`` ("group", "rank", "world_size") of the mpu's model-parallel group under the first of its names
+    that the mpu has; ``otherwise`` without one."""
+    known = registered_mpu()
+    for prefix in ("get_tensor_model_parallel_", "get_slice_parallel_", "get_model_parallel_"):
+        if hasattr(known, prefix + what):
+            return getattr(known, prefix + what)()
+    return otherwise
 
 
 def no_group() -> dist.ProcessGroup:
     """Raise `UnsupportedError`: there is no such group."""
-    raise UnsupportedError("there is no tensor or expert parallelism here; use the group of all ranks")
+    raise UnsupportedError(
+        "there is no expert parallelism here, and tensor parallelism only with initialize(mpu=…): use the group of all "
+        "ranks"
+    )

@@ -120,10 +120,13 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_tensor(self) -> torch.Tensor:
-        """Return this rank's fragment, 1-D; empty if it has none, and all elements of a parameter that is not sharded.
+        """Return this rank's elements of the parameter, 1-D.
 
-        While an engine has the parameter it is a copy, read from the shard's tier, and writing to it changes nothing;
-        before that it is the shard itself.
+        In an engine's unit, persistent ones included: a copy of this rank's fragment on the compute device, empty if
+        it owns none, read from its tier after an update that still writes it; writing to the copy changes nothing.
+        Before an engine, for a parameter that `Init` sharded: the shard, padded with zeros to ``ds_numel`` divided by
+        the number of ranks, rounded up; it is the stored shard while released, a new tensor while gathered. Any other
+        parameter: all elements, sharing its memory if that is contiguous.
         """
         place = _find_unit(self)
         if place is None:

@@ -26,11 +26,11 @@ class UlyssesMpu:
     attention that `initialize` is to spread.
 
     ``attention``: its name in Transformers; None for the model's. ``disable_in_eval``: see
-    `register_with_transformers`.
+    `register_with_transformers`. ``groups``, also an attribute: those that it answers for.
     """
 
     def __init__(self, groups: SequenceGroups, attention: str | None, disable_in_eval: bool) -> None:
-        self._groups = groups
+        self.groups = groups
         self._attention = attention
         self._disable_in_eval = disable_in_eval
 
@@ -38,7 +38,7 @@ class UlyssesMpu:
         """Return the attribute ``name`` of the `SequenceGroups`; AttributeError for a private one."""
         if name.startswith("_"):  # while it is copied or unpickled
             raise AttributeError(name)
-        return getattr(self._groups, name)
+        return getattr(self.groups, name)
 
     def spread(self, model: nn.Module) -> None:
         """Spread the models of Transformers in ``model``, after undoing an earlier spread of it, and set its attention
@@ -49,7 +49,7 @@ class UlyssesMpu:
             known.detach()
         if self._attention is not None:
             model.set_attn_implementation(self._attention)  # type: ignore[operator]
-        _SPREAD[model] = Ulysses(model, self._groups, disable_in_eval=self._disable_in_eval)
+        _SPREAD[model] = Ulysses(model, self.groups, disable_in_eval=self._disable_in_eval)
 
 
 class UlyssesSPAttentionHF:
@@ -114,16 +114,17 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
 
 
 def mpu_for(given: Any, model: Any) -> Any:
-    """Return the mpu that ``given`` to `initialize` means, registered if ranks share sequences under it, with ``model``
-    spread if it is a `UlyssesMpu` and the model is not spread yet.
+    """Return the mpu that ``given`` to `initialize` means, registered, with ``model`` spread if it is a `UlyssesMpu`
+    and the model is not spread yet. Raises `SequenceError` for a model that cannot be spread.
 
-    ``given``: None, an mpu, or the module `parallel_state_sp`, which stands for the groups that it opened.
+    ``given``: None, which registers nothing, an mpu, or the module `parallel_state_sp`, which stands for the groups
+    that it opened.
     """
     mpu = registered_mpu() if hasattr(given, "initialize_sequence_parallel") else given
     if isinstance(mpu, UlyssesMpu) and isinstance(model, nn.Module) and model not in _SPREAD:
         mpu.spread(model)
-    if sequence_size(mpu) > 1 and not isinstance(mpu, UlyssesMpu):
-        register_mpu(mpu)
+    if mpu is not None:
+        register_mpu(mpu.groups if isinstance(mpu, UlyssesMpu) else mpu)
     return mpu
 
 

@@ -66,8 +66,9 @@ class Channel:
         self._outbox.put({"kind": kind, **content})
 
     def wait_for_room(self) -> None:
-        """Block while more than `_BACKLOG` messages wait to be sent; return at once when the connection is broken."""
-        while self._outbox.qsize() > _BACKLOG and not self.broken:
+        """Block while more than 1000 messages wait to be sent; return at once when nothing more is sent: after `close`,
+        and when the connection is broken."""
+        while self._outbox.qsize() > _BACKLOG and not self.broken and self._threads[1].is_alive():
             time.sleep(0.01)
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 _LINE = re.compile(r"(?P<host>\S+)\s+slots=(?P<slots>[0-9]{1,9})")
-_NAME = re.compile(r"(?!-)[A-Za-z0-9._:%-]+(?:@(?!-)[A-Za-z0-9._:%-]+)?")
+_NAME = re.compile(r"(?!-)[A-Za-z0-9._:%-]+(?:@(?!-)[A-Za-z0-9._:%-]+)?")  # host, or user@host
 _MOST_CHARACTERS = 1000
 _MOST_SLOTS = 1 << 16
 _MOST_HOSTS = 1 << 16
@@ -24,8 +24,8 @@ class Hostfile:
     ``hosts`` maps a host name to its slot indices, at least one each; a read-only copy of it is kept. Two hostfiles are
     equal when hosts, order and slots are.
 
-    Raises ValueError for a name that ssh, pdsh or mpirun would take for something else: one that begins with `-`, or
-    holds anything but letters, digits and `._:%@-`.
+    A name is `host` or `user@host`; each of the two is non-empty, has ASCII letters, digits and `._:%-` only, and does
+    not begin with `-`. Raises ValueError for others, which ssh, pdsh or mpirun would take for something else.
     """
 
     hosts: Mapping[str, tuple[int, ...]]
@@ -96,10 +96,10 @@ class Hostfile:
         """Return the hostfile restricted to ``include``, or without ``exclude``; at most one of them may be given.
 
         The grammar is `host[:slot,slot...]`, several joined by `@`: `a@b:0,2` is all of host a and two slots of host b;
-        `you@a` is one host where the hostfile names it so.
-        Hosts keep their order, and hosts without a slot are left out; with neither filter it is this hostfile. Raises
-        ValueError for a host or slot that the hostfile does not have, a host named twice, both filters, or when nothing
-        is left.
+        `you@a` is one host where the hostfile names it so, and `fe80::1` and `fe80::1:0` are the IPv6 host `fe80::1`
+        and its first slot; of two readings it is the name of a host that counts. Hosts keep their order, and hosts
+        without a slot are left out; with neither filter it is this hostfile. Raises ValueError for a host or slot that
+        the hostfile does not have, a host named twice, both filters, or when nothing is left.
         """
         if include and exclude:
             raise ValueError(f"give include ({include!r}) or exclude ({exclude!r}), not both")
@@ -128,6 +128,19 @@ class Hostfile:
                 raise ValueError(f"--num_gpus {slots}: host {host!r} has {len(have)} slots")
         return Hostfile({host: have[:slots] for host, have in chosen.items()})
 
+    def _split_slots(self, part: str) -> tuple[str, str, str]:
+        """Return the host, the colon behind it and the slots that ``part`` of a filter names; the last two are empty
+        without slots.
+
+        The name of an IPv6 host has colons itself, so that each colon may be the one: of those readings that name a
+        host of the hostfile the longest counts. Without any, the first colon is taken, or none if there are several.
+        """
+        names = part.split(":")
+        for count in range(len(names), 0, -1):
+            if (host := ":".join(names[:count])) in self.hosts:
+                return host, ":" if count < len(names) else "", ":".join(names[count:])
+        return part.partition(":") if len(names) == 2 else (part, "", "")
+
     def _parse_filter(self, text: str, what: str) -> dict[str, set[int]]:
         """Return host -> slots that a filter (see `select`) names; ``what`` is `include` or `exclude`, for errors.
 
@@ -136,10 +149,12 @@ class Hostfile:
         named: dict[str, set[int]] = {}
         parts = [part.strip() for part in text.split("@")]
         while parts:
-            host, colon, slots = parts.pop(0).partition(":")
-            if parts and f"{host}@{parts[0].partition(':')[0]}" in self.hosts and not colon:
-                user, (host, colon, slots) = host, parts.pop(0).partition(":")
-                host = f"{user}@{host}"
+            host, colon, slots = self._split_slots(parts.pop(0))
+            if parts and not colon:
+                joined = self._split_slots(f"{host}@{parts[0]}")
+                if joined[0] in self.hosts:
+                    host, colon, slots = joined
+                    del parts[0]
             if host not in self.hosts:
                 raise ValueError(f"{what} {text!r}: no host {host!r} in the hostfile; it has {', '.join(self.hosts)}")
             if host in named:
@@ -163,8 +178,9 @@ def _listing(slots: tuple[int, ...]) -> str:
 
 
 def _check_name(host: str, where: str) -> None:
-    """Raise ValueError if ``host`` is no host name (see `Hostfile`); ``where`` begins the message."""
+    """Raise ValueError unless ``host`` is `host` or `user@host` as `Hostfile` says; ``where`` begins the message."""
     if _NAME.fullmatch(host) is None:
         raise ValueError(
-            f"{where}: {host!r} is no host name: expected letters, digits and ._:%@-, and no - at its beginning"
+            f"{where}: {host!r} is no host name: expected 'host' or 'user@host', each of letters, digits and ._:%-, "
+            "with no - at its beginning"
         )

@@ -202,8 +202,11 @@ def _read_fresh(io: Engine, file: File, start: int, entries: list[TensorInfo], f
 
 
 def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: bool) -> Any:
-    """Return an entry's tensor over the bytes `piece`; over a copy if it is `misplaced`, not aligned to its element
-    size. FormatError if the bytes do not make such a tensor.
+    """Return an entry's tensor, which shares and keeps alive the bytes `piece`.
+
+    `misplaced`: `piece` is not aligned to the element size; then torch and NumPy get an aligned copy. "memoryview"
+    returns `piece` itself. FormatError if the framework cannot make a tensor of this shape from the bytes; AioError if
+    it lacks the dtype.
     """
     if misplaced and framework != "memoryview":
         copy = memoryview(AlignedBuffer(len(piece)))
@@ -211,7 +214,7 @@ def _tensor(framework: str, entry: TensorInfo, piece: memoryview, misplaced: boo
         piece = copy
     try:
         return view(framework, entry.name, entry.dtype, entry.shape, piece)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # NumPy's, and torch's for a shape whose product overflows
         raise FormatError(f"tensor '{entry.name}' cannot be made of its bytes: {error}") from None
 
 

@@ -107,13 +107,15 @@ class ActivationTier(Protocol):
         """Return the bytes held now by tier: ``host`` and ``nvme``. Places that are free for reuse count."""
 
     def close(self) -> None:
-        """Free the memory and remove the files."""
+        """Free what is free for reuse, and whatever `free` gives back from now on, and remove the files. No `save` may
+        follow.
+        """
 
 
 class HostActivations:
     """An `ActivationTier` in host memory, pinned unless the ``device`` of the tensors is the CPU; copies run on a
     stream beside compute, and ``trace``, if not None, records them. Freed blocks are reused for tensors of equal size,
-    and count in `memory` until `close`.
+    and count in `memory` until `close`; a block that is freed later is dropped.
     """
 
     def __init__(self, device: torch.device, trace: Trace | None) -> None:
@@ -121,6 +123,7 @@ class HostActivations:
         self._pin = device.type != "cpu"
         self._free: dict[int, list[HostBlock]] = {}
         self._kept_bytes = 0
+        self._closed = False
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> HostBlock:
         """Start copying a tensor to a free block of its size, or a new one; return the block. The tensor may be freed
@@ -151,7 +154,11 @@ class HostActivations:
         return started[0]
 
     def free(self, place: HostBlock) -> None:
-        """Keep the block for another tensor of its size."""
+        """Keep the block for another tensor of its size; after `close` drop it, once the copies from it have ended."""
+        if self._closed:
+            self.flush()
+            self._kept_bytes -= place.nbytes
+            return
         # Copies run in order on one stream, so the block's next content follows its last reading.
         self._free.setdefault(place.nbytes, []).append(place)
 
@@ -160,11 +167,16 @@ class HostActivations:
         self._copy_stream.synchronize()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of all blocks as ``host``, also of those free for reuse."""
+        """Return the bytes of all blocks as ``host``, also of those free for reuse; after `close` these are gone."""
         return {"host": self._kept_bytes, "nvme": 0}
 
     def close(self) -> None:
-        """Drop the blocks that are free for reuse; those of saved tensors live until these are freed."""
+        """Drop the blocks that are free for reuse, once the copies from them have ended; those of saved tensors live
+        until these are freed.
+        """
+        self._closed = True
+        self.flush()
+        self._kept_bytes -= sum(nbytes * len(blocks) for nbytes, blocks in self._free.items())
         self._free.clear()
 
 
@@ -201,6 +213,7 @@ class FiledActivations:
         self._free: dict[int, list[str]] = {}
         self._count = 0
         self._file_bytes = 0
+        self._closed = False
 
     def save(self, tensor: torch.Tensor, form: TensorForm) -> str:
         """Copy a tensor, piece by piece, to buffers and start writing those to a free place of its size in the files,
@@ -254,8 +267,9 @@ class FiledActivations:
         return target
 
     def free(self, place: str) -> None:
-        """Keep the place in the files for another tensor of equal bytes."""
-        self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
+        """Keep the place in the files for another tensor of equal bytes; do nothing after `close`."""
+        if not self._closed:
+            self._free.setdefault(int(place.rpartition("x")[2]), []).append(place)
 
     def flush(self) -> None:
         """Block until all writes to files have ended, or one has failed, whose ShardError is raised."""
@@ -269,9 +283,12 @@ class FiledActivations:
         return {"host": self._writing_bytes, "nvme": self._file_bytes}
 
     def close(self) -> None:
-        """Remove the files and drop the buffers being written."""
+        """Wait for transfers under way, remove the files and drop the buffers being written."""
+        self._closed = True
         self._store.close(remove=True)
         self._writing.clear()
+        self._free.clear()
+        self._writing_bytes = self._file_bytes = 0
 
     def _new_name(self, form: TensorForm) -> str:
         """Declare a new extent for a tensor of this form and return its name, which ends with "x" and the number of its

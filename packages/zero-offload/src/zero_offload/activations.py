@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ._activation_tiers import ActivationTier, FiledActivations, HostActivations, TensorForm
 from ._copy_streams import compute_device
 from ._extents import NvmePath, folders
+from .errors import OffloadError
 from .trace import Trace
 
 __all__ = ["offload_activations"]
@@ -74,10 +75,11 @@ class offload_activations:
     next ``prefetch`` ones start on their way back. ``checksums``, ``verify``, ``prefix``, ``engine`` and ``trace`` are
     those of `NvmeStore`.
 
-    Enter it again for every forward pass; backward runs outside or inside of it. The files are removed by `close` and
-    at garbage collection. Works with torch.utils.checkpoint (the inputs of its segments are moved). Backward raises
-    RuntimeError, as without this context, for a tensor that was written in place after it was saved. ShardError and its
-    subclasses name the tensor, the file and the offset.
+    Enter it again for every forward pass; backward runs outside or inside of it. `close`, or garbage collection,
+    removes the files and frees the host memory of free blocks; entering it after `close` raises OffloadError. Works
+    with torch.utils.checkpoint (the inputs of its segments are moved). Backward raises RuntimeError, as without this
+    context, for a tensor that was written in place after it was saved. ShardError and its subclasses name the tensor,
+    the file and the offset.
     """
 
     def __init__(
@@ -132,8 +134,10 @@ class offload_activations:
 
     def __enter__(self) -> offload_activations:
         """Install the hooks that move saved tensors, note which memory the model's parameters and buffers use now, and
-        forget which tensors were saved before.
+        forget which tensors were saved before. OffloadError after `close`.
         """
+        if not self._finalizer.alive:
+            raise OffloadError("offload_activations: it is closed; make a new one for further forward passes")
         if isinstance(self._keep, nn.Module):
             tensors = [*self._keep.parameters(), *self._keep.buffers()]
             self._kept_storages = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -150,17 +154,21 @@ class offload_activations:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now: ``host`` (saved tensors and free blocks, or buffers being written to files) and
-        ``nvme`` (files).
+        ``nvme`` (files). After `close`: the host memory of tensors that a graph still holds, and no files.
         """
         return self._tier.memory()
 
     def flush(self) -> None:
-        """Block until every saved tensor has arrived on its tier; raise the first write that failed."""
+        """Block until every saved tensor has arrived on its tier; raise the ShardError of the first write that failed.
+        After `close` there is nothing to wait for.
+        """
         self._tier.flush()
 
     def close(self) -> None:
-        """Free the memory and remove the files; backward can no longer run on graphs whose tensors were moved. May be
-        called twice.
+        """Free what no graph needs, and remove the files. Waits for copies and writes under way.
+
+        With ``tier="host"`` the memory of a saved tensor is freed with its graph, on which backward can still run. With
+        ``tier="nvme"`` backward can no longer run on graphs whose tensors were moved. May be called twice.
         """
         self._finalizer()
 

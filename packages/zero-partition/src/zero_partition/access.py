@@ -427,8 +427,12 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
 
 
 def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
-    """Make the values that ``modifier_rank`` has in the unit's parameters every rank's weights and masters; parameters
-    whose ``data`` was assigned are views of the flat buffer again. Collective."""
+    """Overwrite the gathered flat buffer of ``unit`` with that of ``modifier_rank`` (a data rank), and then this rank's
+    shard and master with it. Collective; returns when the values are there.
+
+    First a parameter whose ``data`` was assigned becomes a view of the flat buffer again, to which its values are
+    copied if the shape is the same, else lost. Other user edits of the unit count as settled.
+    """
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
         if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
             if parameter.shape == view.shape:

@@ -105,7 +105,7 @@ class Liveness:
 
     def end(self, failure: BaseException) -> None:
         """End the engine on this rank because of ``failure``, and tell the other ranks; do nothing if it has ended
-        already."""
+        already. Then calls ``half_written``, which may wait for this rank's own update."""
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
             self.interrupted = self._writes[0] if self._writes else self._left

@@ -27,6 +27,6 @@ STEP_DROPPED = (
 
 
 def name_first(first: str, count: int) -> str:
-    """Return words for ``count`` parameters, of which ``first`` is one's name: "parameter 'a'" or "parameter 'a' and 2
-    more"."""
+    """Return a phrase for messages that names the first of ``count`` (at least 1) parameters: "parameter 'a'", or
+    "parameter 'a' and 2 more"."""
     return f"parameter '{first}'" if count == 1 else f"parameter '{first}' and {count - 1} more"

@@ -68,7 +68,8 @@ class FindsByStorage(Protocol):
     """Knows which unit's flat buffer an address belongs to."""
 
     def unit_of_storage(self, address: int, /) -> Unit | None:
-        """Return the gathered unit whose flat buffer has the storage at ``address``, None if there is none."""
+        """Return the unit whose flat buffer, gathered or on its way, has the storage at ``address``; None if there is
+        none."""
 
 
 class ModuleHooks:

@@ -56,7 +56,11 @@ class WatchedParameters(Parameters):
         return dict, (dict(self),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameters:
-        """Return a plain dict of deep copies, which reports nothing."""
+        """Return a plain dict of deep copies by name, made with ``memo``.
+
+        The look-ups are not reported to ``use``. Copying a parameter that is released gathers its values, which is
+        collective outside a pass.
+        """
         return copy.deepcopy(dict(self), memo)
 
 

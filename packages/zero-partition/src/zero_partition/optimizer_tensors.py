@@ -62,7 +62,9 @@ class WatchedStates(Protocol):
     """The states that an optimizer itself holds, by tensor of its param groups; `OptimizerStates` is one."""
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` before code reads states for the first time, until `unwatch`."""
+        """Call ``read``, without arguments, before code next reads states that the optimizer holds, and again at the
+        first read after a state dict was loaded or a new mapping assigned, until `unwatch`. Replaces the function of an
+        earlier call; an error that ``read`` raises reaches the code that reads."""
 
     def unwatch(self) -> None:
         """Stop calling the function that `watch` was given."""

@@ -243,7 +243,11 @@ class OrderedGathers:
             unit.release()
 
     def unit_of_storage(self, address: int) -> Unit | None:
-        """Return the gathered unit whose flat buffer has the storage at ``address``; None if there is none."""
+        """Return the unit whose flat buffer has the storage at ``address`` (`host_facts.storage_address`).
+
+        None if there is none. Finds only units whose gather was issued here, is in flight or has arrived, and that were
+        not released since.
+        """
         unit = self._by_address.get(address)
         return unit if unit is not None and unit.holds_storage(address) else None
 

@@ -131,7 +131,7 @@ class Passes:
             if not self._calls.in_backward:
                 self._thread = threading.get_ident()
                 self._begin_forward(name)
-            elif self._unannounced.trains and self._absent() is not None:
+            elif self._unannounced.trains and self._first_unpinned() is not None:
                 self._saved.open_in_backward()
         elif self._sharded and not self._calls.in_backward and self._thread != threading.get_ident():
             raise PartitionError(
@@ -198,7 +198,7 @@ class Passes:
         self._agreement.agree(FORWARD, name)
         self._gatherer.begin(key, before=BACKWARD if self._unannounced.trains else None)
         self._last_forward = key
-        if self._unannounced.trains and self._absent() is not None:
+        if self._unannounced.trains and self._first_unpinned() is not None:
             self._saved.open()
 
     def _release_when_done(self, unit: Unit) -> None:
@@ -219,7 +219,7 @@ class Passes:
             return
         self._saved.close()
         if failure is not None:
-            absent = self._absent()
+            absent = self._first_unpinned()
             if absent is not None:
                 explain_refused_transform(failure, absent.names[0])
             self.failed_in(FORWARD, failure)
@@ -388,15 +388,17 @@ class Passes:
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
-    def _absent(self) -> Unit | None:
-        """Return the first unit that is releasable and not pinned, as passes gather and release it; None if there is
-        none."""
+    def _first_unpinned(self) -> Unit | None:
+        """Return the first releasable unit that the user has not pinned, in module order; None if there is none.
+
+        Passes gather and release such a unit; it may be gathered now.
+        """
         return next((unit for unit in self._units if unit.releasable and not unit.pinned), None)
 
     def _refuse_in(self, around: str) -> None:
         """Raise `PartitionError` if a unit is releasable and not gathered by the user; ``around``: what the model was
         called in."""
-        absent = self._absent()
+        absent = self._first_unpinned()
         if absent is not None:
             raise PartitionError(
                 f"the model was called inside {around}, where sharded parameters such as '{absent.names[0]}' cannot be "

@@ -87,7 +87,8 @@ class Recovery:
 
     def _confer(self, call: str, failure: BaseException, payload: Any) -> list[Any] | None:
         """Return every rank's ``payload`` (plain data) in rank order if all ranks fail in ``call`` within `PATIENCE`
-        seconds, else None. Waits that long at most; ranks that are elsewhere get ``failure`` as their error."""
+        seconds of this call, else None: then the groups are of no more use, and this rank has to `abort`. Ranks that
+        are elsewhere get ``failure`` as their error. Collective among ranks that fail."""
         return self._groups.control.confer(call, self._step.value, failure, payload, PATIENCE)
 
 

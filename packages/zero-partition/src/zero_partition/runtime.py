@@ -329,7 +329,10 @@ class Runtime:
 
     def abort(self, failure: BaseException) -> None:
         """End this runtime because of ``failure``: tell the other ranks why and destroy all its process groups, so that
-        no rank waits for this one. Does not wait; does nothing if an earlier failure has ended it. See `reopen`."""
+        no rank waits for this one. Does nothing if an earlier failure has ended it. See `reopen`.
+
+        Waits for no other rank, but after that, without a limit, for an update that a tier still runs on this one.
+        """
         self._liveness.end(failure)
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:

@@ -170,8 +170,10 @@ class _SavedOuter:
 
 
 def _refuse_changed(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the RuntimeError that torch raises for a saved ``tensor`` that was written since; ``version``: its counter
-    when it was saved."""
+    """Raise the RuntimeError that torch raises for a ``tensor`` that was written in place after it was saved.
+
+    ``version``: its version counter when it was saved.
+    """
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of {tensor.dtype} and shape {list(tensor.shape)} is at version {tensor._version}; expected version "

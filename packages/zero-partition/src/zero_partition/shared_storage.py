@@ -56,10 +56,11 @@ def refuse_shared_storage(model: nn.Module) -> None:
 
 
 def held_elsewhere(parameters: Sequence[nn.Parameter]) -> list[bool]:
-    """Return for each parameter whether a write to another tensor or array could change it.
+    """Return for each parameter whether a write to another tensor or array could change it. May be True needlessly.
 
-    That is so if a tensor or array that is none of ``parameters`` uses its storage, or if one of them shares elements
-    with it.
+    True for all of ``parameters`` in one storage if any other tensor or array uses that storage, or if two of them
+    share elements. False for a parameter whose memory is not examined: a tensor subclass, one that is empty, not
+    strided or on the meta device, and one element expanded to a shape.
     """
     by_storage: dict[int, list[_NamedTensor]] = {}
     for number, parameter in enumerate(parameters):

@@ -42,9 +42,15 @@ class TierState(MutableMapping[str, Any]):
     """Maps kinds to the values of one fragment's state on a tier: ``step`` and its moments, in the fragment's shape;
     empty before its first step.
 
-    Assigned values are copied to the tier, and copied again if their tensor is written later, as its version counter
-    shows. Raises `PartitionError` for values that the tier cannot keep. ``owned``: the fragment. ``assigned``: by
-    parameter name, the states with such tensors; this one adds itself. The other arguments are as in `TierStates`.
+    Reading gives a `TierValue`, a window: writes to it reach the tier. Assigning copies the value to the tier. A plain
+    tensor that was assigned is watched by a weak reference: `store_assigned`, which each read calls, copies it again if
+    its version counter has changed. Values are read and written once nothing else reads the tier (``await_readers``).
+
+    Raises `PartitionError`, also told to other ranks by ``tell``, for values that the tier cannot keep, for deleting a
+    kind, and for reading 8-bit moments; KeyError for a kind that the state does not have.
+
+    ``tier``: keeps the values. ``owned``: the fragment. ``await_readers``, ``tell``: as in `TierStates`. ``assigned``:
+    a dict that the states of one tier share, by parameter name those with watched tensors; this one adds itself.
     """
 
     def __init__(

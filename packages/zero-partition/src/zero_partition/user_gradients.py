@@ -77,8 +77,11 @@ class UserGradients:
 
     @without_torch_function
     def hide(self) -> None:
-        """Set every ``.grad`` in the units that `show` has set to None, as autograd would add to the averages in place;
-        do nothing if none are shown. Call `take` before, or what user code wrote there is lost."""
+        """Set ``.grad`` to None for every parameter of the units whose averages are shown, as autograd would add to the
+        averages in place. Do nothing if none are shown.
+
+        The averages stay in `UnitGradients`. Call `take` first, or what user code wrote to ``.grad`` is lost.
+        """
         for index in self._shown:
             for parameter in self._gradients[index].unit.parameters:
                 parameter.grad = None
@@ -285,8 +288,12 @@ class UserGradients:
         self._written.setdefault(unit.index, set()).add(number)
 
     def _resend(self, units: Iterable[int]) -> None:
-        """Make the shown averages of ``units`` (indices), with the user's changes, this rank's own gradients, to be
-        reduced again; they are no longer shown. Nothing for units that show none."""
+        """Queue the shown averages of ``units`` (indices), with the user's in-place changes, as this rank's own
+        gradients for another reduction.
+
+        The parameters count as written by user code, and their ``.grad`` becomes None. Does nothing for units that show
+        none, and does not communicate.
+        """
         for index in sorted(units):
             gradients = self._gradients[index]
             for number, shown in enumerate(self._shown.get(index, ())):

@@ -46,8 +46,12 @@ def live(
 
 
 def view(run: Run) -> RenderableType:
-    """Return the terminal view of a run, for rich: verdict, step time, loss and throughput as lines of bars, main
-    causes of waiting."""
+    """Return the terminal view of ``run``, a panel for rich, titled with the record's path.
+
+    It shows the verdict; the number of steps and the milliseconds of one; once a step is recorded the loss, the tokens
+    (or else samples) per second and the process's memory, each with its last value and a line of bars; at most three
+    causes of waiting, as a percentage of the step and a bar; and how the run ended, if it has.
+    """
     found, drawn = totals(run), curves(run)
     judged = analyse(run)
     table = Table.grid(padding=(0, 2))

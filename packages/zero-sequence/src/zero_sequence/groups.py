@@ -144,7 +144,10 @@ class SequenceGroups:
         return 0
 
     def close(self) -> None:
-        """Destroy this rank's groups, those that it gave out as torch's too, without waiting; peers that still wait in
-        one get an error. May be called again."""
+        """Destroy this rank's process groups, including those that the `get_..._group` methods have returned.
+
+        The default group stays open. Does not wait for other ranks: a peer that still waits on one of the groups gets
+        an error. Further calls do nothing.
+        """
         for group in (self.sequence, self.batches, self.control, self._data, self._alone):
             group.close()

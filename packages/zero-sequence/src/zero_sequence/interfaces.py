@@ -67,9 +67,10 @@ def core_mask(name: str) -> Callable[..., Any] | None:
 
 
 def eager_attention(module: nn.Module) -> Attention:
-    """Return the eager attention of an attention module: the one of the file that defines its class, or a base of it.
+    """Return the function ``eager_attention_forward`` beside the class of ``module``, an attention module.
 
-    Raises `SequenceError` if there is none.
+    It is looked up in the Python module that defines the class, then in those of its bases, in the order of the MRO.
+    Raises `SequenceError` if none of them has it.
     """
     for cls in type(module).__mro__:
         found: Attention | None = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)

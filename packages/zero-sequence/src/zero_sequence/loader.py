@@ -28,8 +28,8 @@ class SequenceLoader:
     where shards are put; by default they stay on the CPU.
 
     Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left,
-    with "same" when this rank has none. Batches are mappings of tensors, and of plain data (JSON). What is wrong with a
-    batch of one rank raises `SequenceError` on every rank of its group.
+    with "same" when this rank has none. Batches are mappings from names (str) to tensors and plain data (JSON). What is
+    wrong with a batch of one rank raises `SequenceError` on every rank of its group.
     """
 
     def __init__(
@@ -50,8 +50,11 @@ class SequenceLoader:
         self._device = device
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank's loader, times the ranks of the sequence group for "each", whose
-        loaders are taken to be as long. Raises TypeError for a loader without a length."""
+        """Return how many shards one iteration yields on this rank.
+
+        With "same", the length of the loader. With "each", the length times the size of the sequence group, exact if
+        the loaders of all its ranks are equally long. Raises TypeError if the loader has no length.
+        """
         own = len(self.loader)  # type: ignore[arg-type]
         return own * self._groups.size if self._source == "each" else own
 
@@ -78,9 +81,12 @@ class SequenceLoader:
 
     def _split(self, batch: Any) -> list[dict[str, Any]]:
         """Return the shards of ``batch``, one for each rank of the sequence group. Raises `SequenceError` if it is no
-        mapping, or as `split_batch` does."""
+        mapping, for a key that is no str, and as `split_batch` does."""
         if not isinstance(batch, Mapping):
             raise SequenceError(f"expected batches that are mappings of tensors by name, got {type(batch).__name__}")
+        other = next((key for key in batch if not isinstance(key, str)), None)
+        if other is not None:
+            raise SequenceError(f"expected batches whose keys are names (str), got {type(other).__name__} {other!r}")
         return split_batch(batch, self._groups.size, shift=self._shift, pad_token_id=self._pad_token_id)
 
     def _draw_same(self, batch: Any) -> list[dict[str, Any]] | None:

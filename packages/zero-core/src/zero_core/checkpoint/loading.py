@@ -229,14 +229,14 @@ def _load_by_custom(state: TrainingState, custom: CustomLoad, source: dict[str, 
 
 
 def _all_gather_loaded_shards(state: TrainingState) -> None:
-    """All-gather units whose parameters stay gathered, from the shards that every rank has read. Collective."""
+    """All-gather the units that are never released into their flat buffers, in place, each rank contributing the shard
+    that it has read; return when all have arrived. Collective."""
     parts = state.partition
     works = []
     for unit in parts.units:
         if not unit.releasable:
             start, end = unit.layout.shard_range(parts.rank)
-            shard = parts.residency.acquire(unit.name)
-            unit.flat[start:end].copy_(shard)
+            unit.flat[start:end].copy_(parts.residency.acquire(unit.name))
             parts.residency.release(unit.name, dirty=False)
             tag = Tag("checkpoint", unit.name, parts.runtime.step)
             works.append(parts.groups.gather.all_gather(unit.flat, unit.flat[start:end], tag))

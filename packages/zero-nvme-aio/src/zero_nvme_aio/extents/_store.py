@@ -75,7 +75,11 @@ class ExtentStore:
         self._reserved = 0
         self._lock_fd = self._folders.take()
         self._owns_engine = engine is None
-        self.engine = Engine() if engine is None else engine
+        try:
+            self.engine = Engine() if engine is None else engine
+        except BaseException:
+            self._folders.give_back(self._lock_fd)
+            raise
         try:
             self._load_sealed(resume)
         except BaseException:
@@ -248,11 +252,15 @@ class ExtentStore:
             self._release_engine_and_lock()
 
     def __enter__(self) -> ExtentStore:
+        """Return this store, for `with`."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Call `close(remove=False)`, also after an error in the block: sealed generations stay, unsealed data is
+        deleted. Raises as `close` does.
+        """
         self.close(remove=False)
 
     def _open_generation(self) -> tuple[Allocator, GenerationFiles]:

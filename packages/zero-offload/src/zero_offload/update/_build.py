@@ -108,12 +108,17 @@ def build(
     _declare_needs(budget, {**plan, "device": 0} if kept else plan, options.paths)
     budget.check()
     tier = _make_tier(in_files, in_memory, on_device, device, options, trace)
+    gradients: Gradients | None = None
     try:
         gradients = _make_gradients(shards, slices, kept, device, where, options, pin, trace)
+        staged = StagedSlices(
+            slices, gradients, weights, device, staging=staging, on_device=steps, pin=pin, trace=trace
+        )
     except BaseException:
+        if gradients is not None:
+            gradients.close()
         tier.close()
         raise
-    staged = StagedSlices(slices, gradients, weights, device, staging=staging, on_device=steps, pin=pin, trace=trace)
     return UpdateParts(
         slices,
         in_memory if in_files else (),
@@ -224,12 +229,20 @@ def _make_tier(
     trace: Trace | None,
 ) -> Tier:
     """Return the tier that keeps all slices, in files, in host memory, or ``on_device`` (not offloaded); a `SplitTier`
-    if they are in two of these places. It allocates memory and opens files. What an accelerator updates is visited
-    first: the host updates beside it.
+    if they are in two of these places.
+
+    Slices in files may be combined with slices in memory, or those with ``on_device``; on the CPU the latter are host
+    memory that counts as the device's. What an accelerator updates is visited first: the host updates beside it.
+    Allocates memory and opens files, for the caller to `close`; nothing stays open if it raises: OffloadError if the
+    folders cannot be used, and what the system raises without memory.
     """
     if in_files:
         files = NvmeTier(in_files, options, trace)
-        return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
+        try:
+            return SplitTier(files, HostTier(in_memory), len(in_files)) if in_memory else files
+        except BaseException:
+            files.close()
+            raise
     host = HostTier(in_memory)
     if not on_device:
         return host

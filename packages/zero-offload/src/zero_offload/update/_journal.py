@@ -78,11 +78,17 @@ class _Place(NamedTuple):
 
 
 class Journal:
-    """Host memory beside the states that ``tier`` keeps, of exactly the size of those of ``shards`` and their weights.
+    """Computes the new states and weights of ``shards`` in host memory of its own, beside those that ``tier`` keeps.
 
-    ``slices``: those of the tier. Per shard: `compute`, from any one thread, which changes nothing but the journal;
-    then `commit`, where `has_read` confirms the weights, or nothing; then `installed`. ``rule``: of the optimizer.
-    ``pin``: the weights' memory is pinned.
+    Call order per shard and step: `compute`, in one thread, which writes nothing but the journal; for weights that are
+    updated in place `has_read`, which says whether the result still holds; then `commit`, after which the states are
+    the tier's, and `installed`, for the caller to copy the weights. A result is dropped by calling none of them; the
+    next `compute` replaces it.
+
+    The constructor reserves memory of exactly the size of the states and weights. What is not pinned becomes resident
+    only in `touch` or when it is first written. ``rule``: of the optimizer. ``slices``: all of the tier; states of
+    ``shards`` that it keeps in files have no place here. ``pin``: the weights' memory is pinned. OffloadError if the
+    memory cannot be had.
     """
 
     def __init__(
@@ -146,7 +152,7 @@ class Journal:
 
     def commit(self, shard: str) -> None:
         """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
-        copied, and the weights stay where they are until `install`.
+        copied, and the weights stay where they are; see `installed`.
         """
         for place in self._places[shard]:
             new = self._states.tensors(place.own_index, place.own_number)

@@ -103,7 +103,7 @@ class Shortcuts:
         kind = type(result) if isinstance(result, (tuple, list)) else None
         parts = (result,) if kind is None else tuple(result)
         made = [part for part in parts if part is not None]
-        if kind not in (None, tuple, list) or not made or not all(map(self._is_whole, made)):
+        if kind not in (None, tuple, list) or not made or not all(map(self._is_rebuildable, made)):
             return
         memory = [tensor.untyped_storage()._cdata for tensor in (*made, *tensors_in(args))]
         if all(memory.count(one) == 1 for one in memory[: len(made)]):
@@ -138,8 +138,13 @@ class Shortcuts:
             and value.layout is torch.strided
         )
 
-    def _is_whole(self, value: Any) -> bool:
-        """Return whether `_make` gives a tensor like ``value``."""
+    def _is_rebuildable(self, value: Any) -> bool:
+        """Return whether `_make` can rebuild ``value`` from its `Shape`.
+
+        That takes a plain tensor (`_is_plain`) without a conjugate or negative bit, at offset 0 of a storage that has
+        just as many bytes as a new tensor of its sizes and strides. False for any other object. Sharing with other
+        tensors is not checked; `learn` does that.
+        """
         if not self._is_plain(value) or value.storage_offset() or value.is_conj() or value.is_neg():
             return False
         made, own = self._make(_shape_of(value)).untyped_storage(), value.untyped_storage()

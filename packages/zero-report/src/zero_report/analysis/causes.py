@@ -55,8 +55,10 @@ class Causes:
     by_name: dict[str, dict[str, float]]
 
     def of_kind(self, kind: CauseKind) -> list[Share]:
-        """Return the shares of one kind, one per rank that caused some, the largest first; empty if no time was lost by
-        it."""
+        """Return the shares of one kind, one per rank that caused some; empty if no time was lost by it.
+
+        The first has the largest ``share`` of one rank's time, which need not be most ``seconds`` of all ranks.
+        """
         return [share for share in self.by_rank if share.kind == kind]
 
 

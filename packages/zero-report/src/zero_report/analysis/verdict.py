@@ -144,13 +144,12 @@ _SENTENCES = {
 
 
 def _main_rank(share: Share, causes: Causes) -> Share | None:
-    """Return the share of the one rank that causes at least 60 % of the seconds in ``share``, of one kind over all
-    ranks.
+    """Return the share of the rank that causes at least 60 % of the seconds in ``share``; None if no rank does.
 
-    None if no rank does.
+    ``share``: of one kind, over all ranks (an entry of ``causes.by_kind``).
     """
-    candidates = causes.of_kind(share.kind)
-    return candidates[0] if candidates and candidates[0].seconds >= _MAIN_SHARE * share.seconds else None
+    most = max(causes.of_kind(share.kind), key=lambda own: own.seconds, default=None)
+    return most if most is not None and most.seconds >= _MAIN_SHARE * share.seconds else None
 
 
 def _range_text(things: list[str]) -> str:

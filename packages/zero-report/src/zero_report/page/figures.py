@@ -117,10 +117,13 @@ def cause_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
-    """Return texts about the up to three ranks that caused most of this kind, such as "rank 3, forward: 12.5 %" of the
-    step."""
+    """Return a text for each of the three ranks (or fewer) that caused most seconds of the kind of ``share``, the most
+    first, such as "rank 3, forward: 12.5 %".
+
+    It names what was waited for longest, and the share of the step that the rank that lost most of it lost.
+    """
     found = []
-    for own in analysis.causes.of_kind(share.kind)[:3]:
+    for own in sorted(analysis.causes.of_kind(share.kind), key=lambda own: -own.seconds)[:3]:
         thing = max(own.names, key=lambda name: own.names[name])
         who = f"rank {own.rank}" if own.rank >= 0 else ""
         found.append(", ".join(part for part in (who, thing) if part) + f": {100 * own.share:.1f} %")
