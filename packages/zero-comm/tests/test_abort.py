@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+import torch.distributed as dist
 from comm_ranks import engine_groups, failure_of
 
 from zero_comm import Message, Tag, run_ranks
@@ -66,3 +69,22 @@ def abort_with(length: int) -> str:
 def test_a_long_reason_is_cut_and_still_heard(length: int) -> None:
     text = run_ranks(abort_with, 2, length, timeout=30)[0]
     assert text.startswith("PeerError: rank 1 failed") and "\N{CYRILLIC SMALL LETTER ZHE}" * 20 in text
+
+
+def confer_with_late_ranks(patience: float) -> str:
+    """Rank 2 answers within ``patience`` seconds of rank 0's call, rank 1 within ``patience`` of that."""
+    control, store = engine_groups().control, dist.distributed_c10d._get_default_store()
+    failure = ValueError("a bad batch")
+    if control.rank == 0:
+        store.set("confers", "")
+        answer = control.confer("forward", 3, failure, "0", patience)
+        control.abort("gave up")
+        return str(answer)
+    store.wait(["confers"])
+    time.sleep(patience * (0.9 if control.rank == 2 else 1.7))
+    control.confer("forward", 3, failure, str(control.rank), 60.0)
+    return "answered"
+
+
+def test_patience_is_for_all_ranks_together() -> None:
+    assert run_ranks(confer_with_late_ranks, 3, 3.0, timeout=60)[0] == "None"

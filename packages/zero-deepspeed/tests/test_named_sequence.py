@@ -141,3 +141,54 @@ def test_a_model_that_is_registered_again_is_spread_once() -> None:
         own = list(range(4 * rank, 4 * rank + 4))
         assert batches == [[own], [[token + 1 for token in own]]]
         assert length == 2 and same
+
+
+class Grid:
+    """An mpu of the world as (data, model): two consecutive ranks compute one layer together."""
+
+    def __init__(self) -> None:
+        world = torch.arange(dist.get_world_size()).view(-1, 2)
+        self._data, self._model = divmod(dist.get_rank(), 2)
+        made = [[dist.new_group(row) for row in rows.tolist()] for rows in (world, world.t())]
+        self._model_group, self._data_group = made[0][self._data], made[1][self._model]
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model_group
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data_group
+
+
+def with_tensor_parallelism() -> dict[str, Any]:
+    before = [groups.model_parallel_world_size(), groups.model_parallel_rank(), failure_of(groups.model_parallel_group)]
+    engine = initialize(model=build(), config=settings(1), mpu=Grid())[0]
+    found = {
+        "before": before,
+        "told": told(),
+        "layer": [
+            groups.model_parallel_world_size(),
+            groups.model_parallel_rank(),
+            dist.get_process_group_ranks(groups.model_parallel_group()),
+        ],
+        "refused": failure_of(groups.get_sequence_parallel_group),
+        "engine": engine.dp_world_size,
+    }
+    engine.destroy()
+    return found
+
+
+def test_the_groups_of_an_mpu_with_tensor_parallelism_are_its_own() -> None:
+    for rank, found in enumerate(run_ranks(with_tensor_parallelism, 4)):
+        column, row = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        size, index, refused = found["before"]
+        assert [size, index] == [1, 0] and refused.startswith("UnsupportedError")
+        assert found["told"] == [1, 0, 2, rank // 2, 2, rank // 2, column, column]
+        assert found["layer"] == [2, rank % 2, row]
+        assert found["engine"] == 2
+        assert found["refused"].startswith("UsageError: no ranks share a sequence yet")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import queue
+import threading
 import tracemalloc
 
 import pytest
@@ -46,3 +48,18 @@ def test_what_was_sent_before_the_channel_starts_is_heard_only_then() -> None:
         inbox.get(timeout=1.0)
     channel.start()
     assert inbox.get(timeout=30) == ("a", {"kind": "word"})
+
+
+def test_there_is_room_on_a_closed_channel_for_what_is_lost() -> None:
+    reading, peer = os.pipe()  # the other end stays open, and says nothing
+    sent = io.BytesIO()
+    with open(reading, "rb") as reader, open(peer, "wb"):
+        channel = Channel("a", reader, sent, queue.SimpleQueue(), kinds=FROM_HOST).start()
+        channel.close(seconds=30)
+        assert sent.closed and not channel.broken
+        for _ in range(2000):
+            channel.send("lines", stream="stdout", text="late")
+        waiting = threading.Thread(target=channel.wait_for_room, daemon=True)
+        waiting.start()
+        waiting.join(30)
+        assert not waiting.is_alive()

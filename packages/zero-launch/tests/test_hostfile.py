@@ -106,3 +106,30 @@ def test_a_filter_over_the_most_slots_takes_no_time():
     with pytest.raises(ValueError, match="host 'b' has no slot 65536; it has 0 to 65535") as refused:
         hosts.select(include="b:65536")
     assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("filter", "left"),
+    [
+        ("fe80::1", {"fe80::1": (0, 1)}),
+        ("fe80::1:1@fe80::2", {"fe80::1": (1,), "fe80::2": (0,)}),
+        ("you@fe80::3:0,1@b:0", {"you@fe80::3": (0, 1), "b": (0,)}),
+        ("me@fe80::3@fe80::2:0", {"fe80::2": (0,), "me@fe80::3": (0,)}),
+        ("fe80::1:2", {"fe80::1:2": (0,)}),
+    ],
+)
+def test_a_filter_may_name_a_host_by_its_ipv6_address(filter, left):
+    names = {"fe80::1": 2, "fe80::2": 1, "you@fe80::3": 2, "me@fe80::3": 1, "b": 1, "fe80::1:2": 1}
+    hosts = Hostfile({name: tuple(range(slots)) for name, slots in names.items()})
+    assert list(hosts.select(include=filter).hosts.items()) == list(left.items())
+
+
+def test_an_ipv6_host_that_is_not_there_is_named_in_full():
+    with pytest.raises(ValueError, match="no host 'fe80::9' in the hostfile"):
+        Hostfile({"fe80::1": (0,)}).select(exclude="fe80::9")
+
+
+@pytest.mark.parametrize("name", ["", "@a", "a@", "a@b@c", "you@-a", "a b"])
+def test_a_name_is_a_host_or_a_user_at_a_host(name):
+    with pytest.raises(ValueError, match="expected 'host' or 'user@host', each of letters, digits"):
+        Hostfile({name: (0,)})

@@ -19,6 +19,7 @@ import xxhash
 from safetensors.numpy import load_file
 
 from zero_nvme_aio import AlignedBuffer, Engine, Extent, ExtentStore, errors
+from zero_nvme_aio.extents import _store
 from zero_nvme_aio.testing import Delay, Fail, faulty_engine
 
 KIB = 1024
@@ -269,6 +270,19 @@ def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
         ExtentStore(tmp_path)
     with ExtentStore(tmp_path, prefix="one"), ExtentStore(tmp_path, prefix="two"):
         pass
+
+
+def test_a_store_without_an_engine_of_its_own_leaves_the_folder_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> Engine:
+        raise OSError(errno.EMFILE, "no descriptor for an engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_store, "Engine", refused)
+        with pytest.raises(OSError, match="no descriptor for an engine"):
+            ExtentStore(tmp_path)
+    ExtentStore(tmp_path).close(remove=True)
 
 
 @pytest.mark.parametrize("damage", ["index", "missing", "short"])

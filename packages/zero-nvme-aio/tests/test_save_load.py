@@ -141,6 +141,14 @@ def test_a_broken_file_is_a_format_error(tmp_path: Path, name: str) -> None:
         aio.load(tmp_path / "f", framework="memoryview")
 
 
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_a_shape_whose_sizes_overflow_is_a_format_error(tmp_path: Path, framework: str) -> None:
+    pytest.importorskip(framework)
+    (tmp_path / "f").write_bytes(_header({"a": {"dtype": "U8", "shape": [2**61, 2**61, 0], "data_offsets": [0, 0]}}))
+    with pytest.raises(errors.FormatError, match="tensor 'a' cannot be made of its bytes"):
+        aio.load(tmp_path / "f", framework=framework)
+
+
 def test_strided_and_foreign_things_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(errors.InvalidBufferError, match="'w'"):
         aio.save(tmp_path / "f", {"w": TENSORS["weight"].T})

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zero_offload import offload_activations
-from zero_offload._activation_tiers import HostActivations, TensorForm
+from zero_offload import OffloadError, offload_activations
+from zero_offload._activation_tiers import FiledActivations, HostActivations, TensorForm
 from zero_offload.ends import HostUse, tier_ends
 
 
@@ -312,3 +312,49 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
         offload_activations(nn.Identity(), tier="nvme")
     with pytest.raises(ValueError, match="prefetch: expected 0 or more"):
         offload_activations(nn.Identity(), prefetch=-1)
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_what_is_freed_after_close_is_not_kept(tmp_path: Path, tier: str) -> None:
+    counted = CountedMemory()
+    cpu = torch.device("cpu")
+    form = TensorForm((100, 7), (7, 1), torch.float32, cpu)
+    tensor = torch.randn(100, 7)
+    with tier_ends(counted):
+        if tier == "host":
+            kept: HostActivations | FiledActivations = HostActivations(cpu, None)
+        else:
+            kept = FiledActivations(
+                cpu,
+                [str(tmp_path)],
+                in_flight_bytes=1 << 20,
+                checksums=True,
+                verify=False,
+                prefix="a",
+                engine=None,
+                trace=None,
+            )
+        free, used = kept.save(tensor, form), kept.save(tensor, form)
+        kept.free(free)
+        kept.close()
+    del free
+    assert kept.memory() == {"host": form.nbytes if tier == "host" else 0, "nvme": 0}
+    if tier == "host":
+        assert counted.live == form.nbytes
+        assert torch.equal(kept.finish(kept.start(used, form)), tensor)
+    kept.free(used)
+    del used
+    assert kept.memory() == {"host": 0, "nvme": 0}
+    assert tier == "nvme" or counted.live == 0
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_closed_context_is_not_entered_again(tmp_path: Path, tier: str) -> None:
+    path = tmp_path if tier == "nvme" else None
+    offload = offload_activations(nn.Identity(), tier=tier, path=path, device="cpu")  # type: ignore[arg-type]
+    with offload:
+        pass
+    offload.close()
+    offload.close()
+    with pytest.raises(OffloadError, match="offload_activations: it is closed"), offload:
+        pass

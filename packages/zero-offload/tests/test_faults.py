@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from zero_offload import (
     TierOptions,
     offload_activations,
 )
+from zero_offload.ends import HostUse, tier_ends
 
 
 def data_file(folder: Path) -> Path:
@@ -264,3 +266,27 @@ def test_whenever_the_device_fails_the_step_says_so_and_a_saved_state_goes_on(
         for step in range(3):
             shard_step(update, step)
     assert torch.equal(got, lender.flat())
+
+
+class Scarce:
+    """Provides host memory, but none for the use whose purpose is ``without``."""
+
+    def __init__(self, without: str) -> None:
+        self._without = without
+
+    def host_memory(self, nbytes: int, use: HostUse) -> torch.Tensor:
+        if use.purpose == self._without:
+            raise MemoryError(f"no memory for {use.purpose}")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def io_engine(self, given: Any) -> Any:
+        return given
+
+
+@pytest.mark.parametrize("without", ["masters and optimizer states", "gradients"])
+def test_an_update_that_is_short_of_memory_leaves_no_files_open(tmp_path: Path, without: str) -> None:
+    options = TierOptions(tier="nvme", path=tmp_path, ratio=0.5, sub_group_size=4096)
+    lender = Lender(torch.float32)
+    with tier_ends(Scarce(without)), pytest.raises(MemoryError, match=f"no memory for {without}"):
+        update_of(lender, plans(torch.float32), options)
+    update_of(lender, plans(torch.float32), options).close()  # an open store has the folder for itself

@@ -8,7 +8,10 @@ import pytest
 from simulated import Simulation, simulate
 
 from zero_report import RecordWriter, SpanKind
+from zero_report.analysis import verdict
 from zero_report.analysis.analyse import Analysis, analyse
+from zero_report.analysis.causes import Causes, Share
+from zero_report.page import figures
 from zero_report.record.reader import read_run
 
 
@@ -81,3 +84,15 @@ def test_many_skipped_steps_are_said(tmp_path: Path, every: int, said: str) -> N
     found = analyse(read_run(tmp_path)).verdict
     assert found.sentence == f"The ranks spend their time computing.{said}"
     assert found.tone == ("mixed" if said else "good")
+
+
+def test_the_rank_that_costs_most_seconds_is_named_not_the_one_that_costs_one_rank_most() -> None:
+    """Of 8 ranks rank 3 costs the 7 others 10 s each; rank 0 costs rank 5 11 s."""
+    three = Share("rank", 3, 0.10, 1, 70.0, {"backward": 70.0})
+    zero = Share("rank", 0, 0.11, 5, 11.0, {"forward": 11.0})
+    both = Share("rank", -1, 0.21, 5, 81.0, {"backward": 70.0, "forward": 11.0})
+    causes = Causes([3], 8, 800.0, [both], [zero, three], [], {})
+    assert verdict._main_rank(both, causes) is three
+    assert verdict._rank_sentence(both, causes, []).startswith("Rank 3 is slower than the others, mostly in backward")
+    analysis = Analysis(verdict.Verdict("", "", "good"), causes, [], [])
+    assert figures._main_ranks(both, analysis) == ["rank 3, backward: 10.0 %", "rank 0, forward: 11.0 %"]

@@ -84,6 +84,8 @@ def refused() -> list[str]:
         {**good, "extra": object()},
         [good["input_ids"]],
         {"input_ids": torch.ones(3)},
+        {**good, 7: torch.ones(1, 8)},
+        {**good, 8: "text"},
     )
     rank = dist.get_rank()
     return [failure_of(list, SequenceLoader([one if rank == 1 else good], groups)) for one in bad]
@@ -92,8 +94,10 @@ def refused() -> list[str]:
 def test_a_bad_batch_of_one_rank_is_an_error_on_every_rank_of_its_group() -> None:
     answers = run_ranks(refused, 2)
     assert answers[0] == answers[1]
-    odd, extra, listed, flat = answers[0]
+    odd, extra, listed, flat, *numbered = answers[0]
     assert "the batch of rank 1 of the sequence group: a batch of length 7 does not split over 2 ranks" in odd
     assert "'extra': expected a tensor or plain data" in extra
     assert "expected batches that are mappings of tensors by name, got list" in listed
     assert "expected a batch with input_ids of (batch, length)" in flat
+    for key, answer in zip((7, 8), numbered, strict=True):
+        assert answer.startswith("SequenceError") and f"keys are names (str), got int {key}" in answer

@@ -148,8 +148,8 @@ class Control:
         """After ``failure`` of this rank in ``call``, find out whether all ranks failed there.
 
         Return their payloads (JSON, in rank order) if so, else None: then this rank must `abort`. For ranks that are at
-        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Returns None for a rank that has
-        not answered ``patience`` seconds after this call, however many ranks and messages it waits for.
+        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Also returns None once
+        ``patience`` seconds have passed since this call, however many ranks and messages it waits for.
         """
         reason = describe_failure(failure, f"in step {step}")
         try:

@@ -159,9 +159,7 @@ class offload_activations:
         return self._tier.memory()
 
     def flush(self) -> None:
-        """Block until every saved tensor has arrived on its tier; raise the ShardError of the first write that failed.
-        After `close` there is nothing to wait for.
-        """
+        """Block until every saved tensor has arrived on its tier; raise the first write that failed, a ShardError."""
         self._tier.flush()
 
     def close(self) -> None:
