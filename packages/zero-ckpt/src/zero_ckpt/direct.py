@@ -97,7 +97,7 @@ def open_engine(path: Path) -> IoEngine:
 class DirectSink:
     """A `FileSink` that writes past the page cache, with many requests in flight; `nbytes` is not used.
 
-    Raises CheckpointError without the `nvme` extra.
+    Raises CheckpointError without the `nvme` extra. `path`: of the file to write.
     """
 
     def __init__(self, path: Path, nbytes: int) -> None:

@@ -20,8 +20,8 @@ _DRY_RUN_TAG = "dry-run"
 class DryRunCheckpoint(Checkpoint):
     """The checkpoint that the manifest of a dry run describes; `root`: any directory. Reads are counted only.
 
-    The buffers of requests keep what they hold. Raises NotFoundError when the dry run has no manifest, and for
-    elements of ranks whose saves were not part of the dry run.
+    The buffers of requests keep what they hold. Raises NotFoundError when the dry run has no manifest, and for elements
+    of ranks whose saves were not part of the dry run. `dry_run`: the finished dry run.
     """
 
     def __init__(self, root: Path, dry_run: CheckpointDryRun) -> None:

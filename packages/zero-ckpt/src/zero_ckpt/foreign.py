@@ -38,10 +38,10 @@ class ForeignCheckpoint(Checkpoint):
 
     Names and kinds are as this package's own savers give them: every parameter has a `param` (in float32 where the
     directory holds only its float32 copy), 0-dimensional optimizer state ends in `.scalar`, and steps are floats.
-    `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`,
-    not by reads, which go through the opened directory. `report` says the tag. Raises CheckpointError and DamagedError
-    as `open_source` does, CheckpointError for a symbolic link among its files, and ReplacedError, as reads do, when a
-    save has put another directory in its place.
+    `client_state` is what `read_training_state` returns. The checksums of its files are verified by `open_any`, not by
+    reads, which go through the opened directory. `report` says the tag. Raises CheckpointError and DamagedError as
+    `open_source` does, CheckpointError for a symbolic link among its files, and ReplacedError, as reads do, when a save
+    has put another directory in its place. `path`: the tag directory.
     """
 
     def __init__(self, path: Path, report: OpenReport) -> None:

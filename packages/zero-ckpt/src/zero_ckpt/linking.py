@@ -168,7 +168,7 @@ class Copying:
     bytes that a function returns are valid until the next one is called: two buffers of 16 MiB are all the memory it
     takes. A function raises DamagedError when its bytes cannot be read, or the extent that it completes has another
     checksum than `FileExtent` says. `indices` are the positions, in the rank's list, of the intervals that `intervals`
-    came from. Close it.
+    came from. Close it. `file_slices`: what to read, in this order.
     """
 
     def __init__(self, file_slices: Iterable[FileSlice]) -> None:

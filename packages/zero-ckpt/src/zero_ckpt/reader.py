@@ -69,7 +69,7 @@ class Checkpoint:
 
     It reads the files of the directory that was opened, even if a save replaces the checkpoint of this tag meanwhile;
     once those files are gone, reading raises ReplacedError. `path` is that directory and `tag` its name; `report` says
-    which checkpoints were passed over.
+    which checkpoints were passed over. `manifest`: what the checkpoint holds. `folder`: its directory, opened.
     """
 
     def __init__(self, path: Path, tag: str, manifest: Manifest, report: OpenReport, folder: Folder) -> None:
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @property
     def tensors(self) -> Mapping[tuple[str, str], TensorEntry]:
-        """Every logical tensor by (name, kind)."""
+        """Every logical tensor by (name, kind). It is the checkpoint's own mapping."""
         return self._tensors
 
     @property

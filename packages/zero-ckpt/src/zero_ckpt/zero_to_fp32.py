@@ -52,7 +52,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 class LazyTensor:
-    """A tensor of a checkpoint that is read when `contiguous` is called."""
+    """A tensor of a checkpoint that is read when `contiguous` is called. ``source``: an open checkpoint, which has to
+    stay open until then. ``tensor``: what to read of it.
+    """
 
     def __init__(self, source: Source, tensor: ModelTensor) -> None:
         self._source, self._tensor = source, tensor

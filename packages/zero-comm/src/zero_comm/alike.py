@@ -75,7 +75,8 @@ class AlikeStore(Store):
 class AlikeControl(Control):
     """`Control` in a fake world: every other rank answers with this rank's own message.
 
-    ``nodes``: name of each rank's node, which `exchange_nodes` makes the topology.
+    ``nodes``: name of each rank's node, which `exchange_nodes` makes the topology. ``process_group``, ``ledger``: as
+    for `Control`.
     """
 
     def __init__(

@@ -222,8 +222,8 @@ class Control:
         )
 
     def abort(self, reason: str) -> None:
-        """Report ``reason`` to the ranks that wait for this one, and destroy the process group, without waiting. The
-        watch goes on, see `end_watch`.
+        """Report ``reason`` to the ranks that wait for this one, and destroy the process group. Waits for no other
+        rank, but for the store. The watch goes on, see `end_watch`.
 
         [Note: the first cause] A message to a rank that is not listening is lost when the sender's process ends, so the
         reason goes into the store of the process group. The first reason there is never replaced: a rank that fails

@@ -161,7 +161,8 @@ class EngineGroups:
         self._connections.include(connections)
 
     def abort(self, failure: BaseException, *, when: str = "") -> None:
-        """Destroy all groups because this rank cannot continue, so that no rank waits for it. Does not wait.
+        """Destroy all groups because this rank cannot continue, so that no rank waits for it. Waits for no other rank,
+        but for the store, to which the cause goes.
 
         The others' errors name ``failure`` and ``when`` ("in step 3"), unless a rank has reported a cause before. Only
         `meet_again` and `reopen` may follow.

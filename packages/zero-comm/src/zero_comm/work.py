@@ -36,7 +36,8 @@ class Work:
     waited. ``watched``: shows to the watch what this rank waits for.
 
     If ``buffers`` are on an accelerator, the wait only orders streams. Then the ledger's times and the end of the entry
-    in the flight recorder come from events of the device, and the times only with `Ledger.times_devices`.
+    in the flight recorder come from events of the device, and the times only with `Ledger.times_devices`. ``tag``:
+    names the collective in errors, in the ledger and for the watch.
     """
 
     def __init__(

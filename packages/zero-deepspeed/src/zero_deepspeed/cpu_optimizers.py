@@ -31,7 +31,8 @@ class DeepSpeedCPUAdam(CPUAdam):
     """AdamW, or Adam with ``adamw_mode=False``, by the CPU kernels; see this module about ``model_params``.
 
     ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without bias correction, with
-    ``amsgrad``, for an ``eps`` that is no number, and without parameters.
+    ``amsgrad``, for an ``eps`` that is no number, and without parameters. The other arguments are those of
+    `torch.optim.Adam`.
     """
 
     same_arithmetic_as = CPUAdam
@@ -87,7 +88,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
     """Adagrad by the CPU kernels; see this module about ``model_params``.
 
     ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` with ``amsgrad``, and without
-    parameters.
+    parameters. The other arguments are those of `torch.optim.Adagrad`.
     """
 
     same_arithmetic_as = CPUAdagrad
@@ -111,7 +112,8 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
 class DeepSpeedCPULion(CPULion):
     """Lion by the CPU kernels; see this module about ``model_params``.
 
-    ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without parameters.
+    ``fp32_optimizer_states``: false keeps states in bfloat16. Raises `UsageError` without parameters. The other
+    arguments are those of `CPULion`.
     """
 
     same_arithmetic_as = CPULion
@@ -129,8 +131,8 @@ class DeepSpeedCPULion(CPULion):
 
 
 class FusedAdam(torch.optim.AdamW):
-    """torch's fused AdamW, or Adam with ``adam_w_mode=False``. ``set_grad_none`` has no effect.
-    Raises `UsageError` without bias correction."""
+    """torch's fused AdamW, or Adam with ``adam_w_mode=False``. ``set_grad_none`` has no effect. Raises `UsageError`
+    without bias correction. The other arguments are those of `torch.optim.Adam`."""
 
     elementwise = True
 
@@ -154,7 +156,9 @@ class FusedAdam(torch.optim.AdamW):
 
 
 class FusedLion(Lion):
-    """Lion with torch's foreach operations. ``set_grad_none`` has no effect."""
+    """Lion with torch's foreach operations. ``set_grad_none`` has no effect. ``params``, ``lr``, ``betas`` and
+    ``weight_decay`` are those of `CPULion`.
+    """
 
     def __init__(
         self,
@@ -184,12 +188,9 @@ def _init_without_checks(
     given = list(parameters)
     if not given:
         raise UsageError(f"{type(optimizer).__name__}: there are no parameters to optimise")
-    groups = given if isinstance(given[0], dict) else [{"params": given}]
-    stand_ins = [nn.Parameter(torch.empty(0))]
-    kind.__init__(optimizer, stand_ins, state_dtype="float32" if fp32_states else "bfloat16", **options)  # type: ignore[arg-type]
-    optimizer.param_groups.clear()
-    optimizer.state.clear()
-    for group in groups:
+    groups = given if isinstance(given[0], dict) else [{"params": given}] stand_ins = [nn.Parameter(torch.empty(0))]
+    kind.__init__(optimizer, stand_ins, state_dtype="float32" if fp32_states else "bfloat16", **options)  # type:
+    ignore[arg-type] optimizer.param_groups.clear() optimizer.state.clear() for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, nn.Parameter) else list(params)
         for key, value in optimizer.defaults.items():

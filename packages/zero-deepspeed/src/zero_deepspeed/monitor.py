@@ -18,7 +18,9 @@ SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class MonitorConfig:
-    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``."""
+    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``. ``resolved``:
+    the configuration, with every value filled in.
+    """
 
     def __init__(self, resolved: Config) -> None:
         self.resolved = resolved

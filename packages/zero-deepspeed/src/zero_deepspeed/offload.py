@@ -19,6 +19,8 @@ class ParameterOffload(DeepSpeedOptimizer):
     Without the hooks the model runs as a plain module: inside `GatheredParameters(model.parameters())`, ranks may then
     call it a different number of times.
 
+    ``partition``: the sharded ``module``, whose hooks these are.
+
     Attributes:
         module: the model (`HookedModule`).
         forward_hooks, backward_hooks: lists of handles with ``remove()``, for scripts that remove all of them.

@@ -58,7 +58,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Return the torch optimizer's defaults."""
+        """Return the torch optimizer's defaults. It is the optimizer's own dict."""
         return self._sharded.inner.defaults
 
     @property

@@ -125,7 +125,9 @@ class Channel:
 
 
 class ChannelSink:
-    """A `Sink` that sends lines of ``stream`` (`stdout` or `stderr`) to the launcher, no faster than it reads them."""
+    """A `Sink` that sends lines of ``stream`` (`stdout` or `stderr`) to the launcher, no faster than it reads them.
+    ``channel``: the started one to the launcher; what is written after it is closed is lost.
+    """
 
     def __init__(self, channel: Channel, stream: str) -> None:
         self._channel = channel

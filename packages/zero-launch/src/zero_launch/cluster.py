@@ -32,7 +32,7 @@ class Cluster(abc.ABC):
     """The launcher's side of a job on several hosts; `run` runs it once. An attempt, or round, is one start of all
     ranks on the hosts that take part, which subclasses choose (fixed_cluster.py, elastic_cluster.py). A host is present
     until it has ended or is lost (`Peer.state`). `_on_KIND` handles a host's message of that kind, whose fields
-    messages.py lists."""
+    messages.py lists. ``spec``: the job, its hosts and its options."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec

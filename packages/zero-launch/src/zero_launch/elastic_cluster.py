@@ -40,7 +40,7 @@ class _Question:
 class ElasticCluster(Cluster):
     """A `Cluster` whose hosts come and go. torch's rendezvous decides which hosts take part in a round (an attempt with
     a fixed set of hosts); its state is kept here, and names a host by its place: its number in the host list, as text.
-    Raises ValueError as `host_bounds` does."""
+    Raises ValueError as `host_bounds` does. ``spec``: the job, its hosts and its options."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         super().__init__(spec)

@@ -25,7 +25,7 @@ def join(node: Node, spec: LaunchSpec, token: str) -> None:
 
     Raises ConnectionError when node 0 does not answer within 2 minutes, does not let this node take part, or is lost on
     the way; LaunchError when the job failed; and LeftEarly when its ranks have saved and left (under Slurm it returns
-    then). Node 0 reports what happened.
+    then). Node 0 reports what happened. The ConnectionError of a node that may not take part is `Refused`.
     """
     inbox: queue.SimpleQueue[tuple[str, Message]] = queue.SimpleQueue()
     about = {"node_rank": node.rank, "nproc": spec.nproc}

@@ -319,7 +319,9 @@ class StandbyPool:
 
 
 class Prepared(Exception):
-    """Carries the ranks' environments out of torch's agent before it starts fresh processes with them."""
+    """Carries the ranks' environments out of torch's agent before it starts fresh processes with them. ``envs``: by
+    local rank, the environment variables of the process to start.
+    """
 
     def __init__(self, envs: dict[int, dict[str, str]]) -> None:
         super().__init__("the ranks' environments are prepared")

@@ -26,7 +26,7 @@ SLOTS = 4
 class DeviceRequest(Request):
     """A `Request` for a tensor of ``nbytes`` on an accelerator, carried out by the thread of that device's ring of
     staging buffers, whose result ``future`` has. Setting ``cancelled`` ends it early. The tensor is kept alive until
-    the request has ended.
+    the request has ended. `path`: of the file, for messages.
     """
 
     __slots__ = ("_cancelled", "_future", "_nbytes")

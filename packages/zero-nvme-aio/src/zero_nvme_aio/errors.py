@@ -35,7 +35,7 @@ class AioError(OSError):
     """Base of the errors of this package; an `OSError`, with `errno` and `filename` set.
 
     `path`: the file as the user named it. `offset`, `expected`, `got`: bytes. `free_bytes`: the free space of the file
-    system. Each is None where it does not apply.
+    system. Each is None where it does not apply. `message`: what failed, and what to do.
     """
 
     def __init__(

@@ -38,7 +38,8 @@ _POLL_SECONDS = 0.0005
 
 class GdsRequest:
     """A transfer of `nbytes` by kvikio; used like `Request`. kvikio starts all of it at once, as `futures`, so `cancel`
-    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`; its `checksum` is None.
+    stops nothing. It keeps its buffers (`owners`) alive until `wait` or `settle`; its `checksum` is None. `path`: of
+    the file, for messages.
     """
 
     checksum: str | None = None
@@ -112,7 +113,7 @@ class GdsRequest:
 
 class GdsFile:
     """A file opened by a GdsEngine; close it, or use it as a context manager. `path`: as the user gave it; `mode`: "r",
-    "w" or "rw".
+    "w" or "rw". `handle`: kvikio's file, which `close` closes.
     """
 
     def __init__(self, handle: Any, path: str, mode: str) -> None:

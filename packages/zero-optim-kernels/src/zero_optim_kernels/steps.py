@@ -223,7 +223,8 @@ def sgd_step(
     """Apply one step of `torch.optim.SGD`. Shared arguments: see the module docstring.
 
     With ``first``, by default at step 1, the momentum buffer is not read but set to the gradient. ``momentum_buffer``
-    is None if and only if ``momentum`` is 0; the betas of ``segments`` are ignored.
+    is None if and only if ``momentum`` is 0; the betas of ``segments`` are ignored. Raises ValueError for a buffer
+    without momentum, and the reverse.
     """
     _rules.check_integers(step, element_offset, seed)
     if (momentum_buffer is None) != (momentum == 0.0):

@@ -69,7 +69,7 @@ class GradientAgreement:
     the optimizer can skip a step by itself (`DeviceGuard`) and a norm that is not finite is an error, the host does not
     wait for it: it continues with the next forward, and learns the sum with the message of the next step, from the
     first rank that has it by then. If it is not finite, that step raises on every rank; the weights are those from
-    before both.
+    before both. ``partition``: the sharded model.
     """
 
     def __init__(

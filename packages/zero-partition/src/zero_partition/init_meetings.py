@@ -23,7 +23,7 @@ class InitMeetings:
 
     What a rank comes to do is one of `USE` (gather values for code that touches them) and `EVICT` (reshard the oldest),
     which are requests, `SHARD`, `GATHER` (for the user) and `END`. ``take_part``: carries out a request (call, records)
-    on this rank; it runs on every rank.
+    on this rank; it runs on every rank. ``control``: carries the messages; its ranks are those that shard.
     """
 
     def __init__(self, control: Control, take_part: Callable[[str, list[ShardedParameter]], None]) -> None:

@@ -33,7 +33,7 @@ class WatchedParameters(Parameters):
     """A module's ``_parameters`` that reports look-ups by name to ``use``, as ``module.weight`` makes one.
 
     Iteration (``named_parameters`` and the like) is not reported. Copies and pickles are plain dicts; a pickle is
-    refused, naming it, while a parameter is released.
+    refused, naming it, while a parameter is released. ``parameters``: the plain dict whose entries it takes over.
     """
 
     def __init__(self, parameters: Parameters, use: ParameterUse) -> None:
@@ -75,7 +75,8 @@ def _is_present(parameter: nn.Parameter) -> bool:
 class Interception:
     """Gives every module that owns a parameter of a releasable unit, now or later, a `WatchedParameters`.
 
-    ``use``: gets its reports. `remove` gives the modules plain dicts again.
+    ``use``: gets its reports. `remove` gives the modules plain dicts again. ``model``, ``units``: of the engine; it
+    holds the modules weakly.
     """
 
     def __init__(self, model: nn.Module, units: list[Unit], use: ParameterUse) -> None:

@@ -51,6 +51,8 @@ class ShardedOptimizer:
     Raises `PartitionError`, naming the cause, for foreign or duplicate parameters and for an optimizer that would
     compute something else on shards than on the full model.
 
+    ``partition``: the sharded model.
+
     Attributes:
         inner: the wrapped optimizer.
         fragments: the parts of parameters that this rank updates.

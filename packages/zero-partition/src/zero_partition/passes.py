@@ -70,7 +70,9 @@ class _BackwardTerms(NamedTuple):
 
 
 class Passes:
-    """Runs the passes of one partitioned model; its hooks call these methods. See [Note: the order of events]."""
+    """Runs the passes of one partitioned model; its hooks call these methods. See [Note: the order of events].
+    ``parts``: the collaborators, of one engine.
+    """
 
     def __init__(self, parts: PassParts) -> None:
         self._units = parts.units

@@ -35,7 +35,9 @@ class Placeholders:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """Return the placeholder of each parameter, in order: the tensors that `install` puts into the parameters."""
+        """Return the placeholder of each parameter, in order: the tensors that `install` puts into the parameters. The
+        list is this object's own.
+        """
         return self._views
 
     def install(self) -> None:

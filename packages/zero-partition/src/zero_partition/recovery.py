@@ -74,7 +74,7 @@ class Recovery:
     def _is_shared(self, call: str, failure: BaseException) -> bool:
         """Meet the other ranks; return whether all failed in ``call`` and then have issued the same collectives, for
         which this rank issues the gathers and reductions that it lacks. Waits `PATIENCE` seconds at most for each of
-        two messages."""
+        two agreements, and between them without a limit for what it issues itself."""
         answers = self._confer(call, failure, PassProgress(self._gathers.issued, self._reductions.started).encode())
         if answers is None:
             return False

@@ -56,6 +56,8 @@ class Runtime:
     ``device``: where modules compute. ``prefetch_numel``, ``max_live_numel``, ``bucket_numel``: bounds in elements, of
     `PartitionOptions`. ``complete``: every backward pass reduces every unit, each when it has all its gradients.
 
+    ``groups``: the process groups, which `abort` destroys.
+
     Attributes:
         units: the units, by index.
         gradients: the gradients of trained units, by unit index.

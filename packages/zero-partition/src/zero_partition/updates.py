@@ -86,6 +86,8 @@ class FragmentUpdate:
     """The `Update` of fragments in place: the optimizer's tensors are views of the masters, at stage 0 of full
     parameters.
 
+    ``partition``: the sharded model.
+
     Attributes:
         fragments: those that `make_fragment` has made.
     """
@@ -158,6 +160,7 @@ class ParameterUpdate:
 
     A step gathers a unit's gradients and masters, updates each parameter at its owner, and broadcasts it, which is
     three times the traffic of an all-gather of the unit. Between steps the optimizer's tensors are placeholders.
+    ``partition``: the sharded model.
     """
 
     def __init__(self, partition: Partition) -> None:
@@ -241,7 +244,7 @@ class TierUpdate:
     groups.
 
     The optimizer's tensors are placeholders. Its `step` runs without gradients, only for its hooks. ``states``: the
-    tier.
+    tier. ``partition``: the sharded model.
     """
 
     def __init__(self, partition: Partition, states: StateTier) -> None:
@@ -275,7 +278,7 @@ class TierUpdate:
 
 class NormReduction:
     """Adds up an optimizer's partial norms over the ranks, in rank order; at stage 0 they are complete already. A
-    `ReduceNorms`; ``fragments``: all whose tensors the optimizer steps."""
+    `ReduceNorms`; ``fragments``: all whose tensors the optimizer steps. ``partition``: the sharded model."""
 
     def __init__(self, partition: Partition, fragments: Sequence[OwnedFragment]) -> None:
         self._partition = partition

@@ -49,6 +49,7 @@ class UlyssesAttention:
     Queries, keys and values of all heads over a shard of the sequence become those of some heads over the full
     sequence; ``core`` computes these; the outputs go back. One exchange there, where the head sizes are equal, and one
     back; as many in backward. ``group``: the ranks that share the sequence. ``inputs``: of the forward pass that runs.
+    ``options``: how heads that do not divide, and dropout, are handled.
     """
 
     def __init__(

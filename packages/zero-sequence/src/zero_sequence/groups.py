@@ -18,6 +18,9 @@ class SequenceGroups:
     the same place in their sequence groups form a data group: they hold the same shard of different samples. An engine
     shards its states over all ranks, data times sequence. The methods are those of DeepSpeed's mpu. Make it by `open`.
 
+    ``data_group``: torch's group of the data group; None for one rank. ``rows``: `sequence_rows` and `data_rows`.
+    ``connections``: of all these groups, for the engine that they join.
+
     Attributes:
         rank: this rank's place in its sequence group.
         size: number of ranks of a sequence group.

@@ -29,7 +29,8 @@ class SequenceLoader:
 
     Any iterable will do; iterating again begins it again. Iteration ends when no rank of the group has a batch left,
     with "same" when this rank has none. Batches are mappings from names (str) to tensors and plain data (JSON). What is
-    wrong with a batch of one rank raises `SequenceError` on every rank of its group.
+    wrong with a batch of one rank raises `SequenceError` on every rank of its group. ``groups``: the ranks that share
+    sequences.
     """
 
     def __init__(

@@ -32,7 +32,8 @@ class Ulysses:
     registered) and masks are called through Transformers' interfaces; no class is changed.
 
     ``disable_in_eval``, ``attention_dropout``, ``pad_heads``: see `AttentionOptions`. Raises `SequenceError` for a
-    model that cannot be spread, the same on every rank; so does a forward pass whose inputs do not fit.
+    model that cannot be spread, the same on every rank; so does a forward pass whose inputs do not fit. ``groups``: the
+    ranks that share sequences.
     """
 
     def __init__(

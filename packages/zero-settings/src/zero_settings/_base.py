@@ -79,7 +79,9 @@ Text = Annotated[str, Strict()]
 
 
 class FrozenMap(Mapping[str, Any]):
-    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`)."""
+    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`). ``items``: are copied, so later
+    changes of them have no effect.
+    """
 
     __slots__ = ("_items",)
 

@@ -42,6 +42,8 @@ class Carrying:
     `generations`: the files of each generation, by number. `target`: the files of the open one. `shares_blocks`: says
     of a stripe (the number of a path) whether its files can share blocks.
 
+    `engine`: carries out the transfers.
+
     Attributes:
         copied_bytes: the bytes that were copied rather than shared.
     """

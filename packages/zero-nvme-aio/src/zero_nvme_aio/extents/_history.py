@@ -30,6 +30,8 @@ class History:
     which holds it in every call; calls through a `Generation` come on any thread and take it. Large files take long to
     remove, so these calls do that after they have released the lock: only `close` waits for it.
 
+    `folders`: those of the store's files.
+
     Attributes:
         files: generation number -> its files; the open generation has some once it is written to.
         open_number: the number of the open generation.

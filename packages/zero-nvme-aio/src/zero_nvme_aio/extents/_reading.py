@@ -21,7 +21,7 @@ class Reading:
     """Collects the requests of one read of a name, and the checks to run when they are done; the store's lock is held.
 
     `generations`: the files of each generation, by its number. `verify`: compare recorded checksums. `requests` and
-    `checks` become those of the `StoreRequest`.
+    `checks` become those of the `StoreRequest`. `engine`: carries out the transfers.
     """
 
     def __init__(self, engine: Engine, generations: Mapping[int, GenerationFiles], verify: bool) -> None:

@@ -30,7 +30,7 @@ class OneBitOptimizer(ClosureOptimizer):
     second moment is zero when that is frozen is no longer updated, as nothing scales its step. A parameter without a
     gradient is skipped in steps with averaged gradients; in the others its gradient counts as zero.
 
-    ``steps`` in the param groups counts the steps taken.
+    ``steps`` in the param groups counts the steps taken. ``params``, ``defaults``: as for `torch.optim.Optimizer`.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -169,7 +169,8 @@ class OneBitAdam(OneBitOptimizer):
 
     The first ``freeze_step`` steps are Adam's. Then the variance is frozen: every rank advances the momentum with its
     own gradient, and the ranks average their momenta, one bit per element. Raises ValueError for a ``freeze_step``
-    below 1: without a step of Adam there is no variance to freeze.
+    below 1: without a step of Adam there is no variance to freeze. ``params``, ``lr``, ``adam``: as for Adam
+    (`AdamHyperparameters`).
     """
 
     def __init__(

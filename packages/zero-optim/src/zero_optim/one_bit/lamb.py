@@ -25,6 +25,7 @@ class OneBitLamb(OneBitOptimizer):
     ``factor_max`` and changes by at most ``factor_threshold`` (a fraction of it) per step.
 
     ``1 / (1 - coeff_beta)`` should not be more than ``freeze_step``. Raises ValueError for a ``freeze_step`` below 1.
+    ``params``, ``lr``, ``adam``: as for Adam (`AdamHyperparameters`).
     """
 
     def __init__(

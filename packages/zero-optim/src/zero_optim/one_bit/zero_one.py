@@ -21,7 +21,7 @@ class ZeroOneAdam(OneBitOptimizer):
     bit per element. After ``var_freeze_step`` they average only at the end of an interval, whose length is one step at
     first, doubles every ``local_step_scaler`` steps and is at most ``local_step_clipper``; within an interval every
     rank steps locally, and the ranks' weights differ. `synchronise`, which a checkpoint calls, ends the interval.
-    Raises ValueError for any of these four below 1.
+    Raises ValueError for any of these four below 1. ``params``, ``lr``, ``adam``: as for Adam (`AdamHyperparameters`).
     """
 
     def __init__(

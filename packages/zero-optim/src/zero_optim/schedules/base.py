@@ -61,7 +61,7 @@ class Schedule(ABC):
 
     def get_last_lr(self) -> list[Rate]:
         """Return the learning rate of each param group as last written by this schedule. Raises `NotSteppedError`
-        before the first."""
+        before the first. It is the schedule's own list; each `step` makes a new one."""
         if self._last_lr is None:
             raise NotSteppedError(f"{type(self).__name__} has not set a learning rate yet: need to call step() first")
         return self._last_lr

@@ -15,7 +15,7 @@ class LRRangeTest(Schedule):
     At iteration i: `min_lr * (1 + step_rate * interval)` with `interval = (i + 1) / step_size`, rounded down when
     `lr_range_test_staircase`. `lr_range_test_min_lr`: one rate, or one per param group. `lr_range_test_step_size`:
     iterations per interval. `lr_range_test_step_rate`: by what fraction of the minimum the rate rises per interval.
-    `last_batch_iteration`: where to continue, as in `Schedule`.
+    `last_batch_iteration`: where to continue, as in `Schedule`. `optimizer`: the one whose param groups it writes.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class OneCycle(Schedule):
     Arguments are these names with `cycle_` before them; `cycle_first_step_size` and `cycle_second_step_size` (None: as
     the first) are first and second, in iterations. Bounds are one number or one per param group.
     `last_batch_iteration`: where to continue, as in `Schedule`. `get_last_lr` raises until the first `step`.
+    `optimizer`: the one whose param groups it writes.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class WarmupLR(Schedule):
     At iteration i: `min + (max - min) * gamma` with gamma, by `warmup_type`, `log(i + 1) / log(n)` ("log") or `i / n`
     ("linear") below `n = max(2, warmup_num_steps)` and 1 from there on; before the first `step` the rate is `min`. Both
     bounds are one rate or one per param group; a `warmup_max_lr` of None is the rate that each group has now.
-    `last_batch_iteration`: where to continue, as in `Schedule`.
+    `last_batch_iteration`: where to continue, as in `Schedule`. `optimizer`: the one whose param groups it writes.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WarmupDecayLR(WarmupLR):
     """Rise as `WarmupLR` does, then fall linearly to `warmup_min_lr` at iteration `total_num_steps`.
 
     After the warm-up of n iterations gamma is `max(0, (total - i) / max(1, total - n))`. The other arguments are those
-    of `WarmupLR`. A total below the warm-up is logged as a warning.
+    of `WarmupLR`. A total below the warm-up is logged as a warning. `optimizer`: the one whose param groups it writes.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class WarmupCosineLR(Schedule):
     At iteration i the ratio is `warmup_min_ratio + (1 - warmup_min_ratio) * gamma` below `n = max(2,
     warmup_num_steps)`, gamma by `warmup_type` as in `WarmupLR`. From there it is `cos_min_ratio + (1 - cos_min_ratio) *
     (1 + cos(pi * t)) / 2` with `t = min(1, (i - n + 1) / max(1, total_num_steps - n))`. Before the first `step` the
-    rate is 0. `last_batch_iteration`: where to continue, as in `Schedule`.
+    rate is 0. `last_batch_iteration`: where to continue, as in `Schedule`. `optimizer`: the one whose param groups it
+    writes.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from .schema import COLUMN_NAMES, RECENT_STEPS
 
 class Appended:
     """A file of lines to append to, emptied at the start. Its last line may be provisional: the next call overwrites
-    it. For one thread at a time; methods raise OSError.
+    it. For one thread at a time; methods raise OSError. ``path``: of the file, which is made anew.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,7 +70,8 @@ class Appended:
 class Table:
     """The table of a rank in at most ``max_bytes``: neighbouring rows are merged when the file would grow larger.
 
-    Its first line, the names of the columns, is written at once. For one thread at a time.
+    Its first line, the names of the columns, is written at once. For one thread at a time. ``path``: of the file, which
+    is made anew.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -149,7 +150,7 @@ class Timeline:
     """The timeline of a rank in at most ``max_bytes``, but for the newest step.
 
     When it is full, only older steps that are multiples of a growing power of two stay, the stride, and the last
-    `RECENT_STEPS`.
+    `RECENT_STEPS`. ``path``: of the file, which is made anew.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -215,7 +216,9 @@ class Timeline:
 
 
 class Notes:
-    """The notes of a rank in at most ``max_bytes``; notes beyond that are counted and left out, except the last one."""
+    """The notes of a rank in at most ``max_bytes``; notes beyond that are counted and left out, except the last one.
+    ``path``: of the file, which is made anew.
+    """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         self._file = Appended(path)

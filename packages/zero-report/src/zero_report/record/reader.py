@@ -142,7 +142,7 @@ class Attempt:
 
     @property
     def head(self) -> dict[str, Any]:
-        """The head of the lowest rank that has one; empty if none has."""
+        """The head of the lowest rank that has one; empty if none has. It is that rank's own dict."""
         return self._lowest(lambda record: record.head).head
 
     @property

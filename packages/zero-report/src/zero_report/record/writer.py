@@ -83,7 +83,7 @@ class RecordWriter:
     every half second, also within a step; `note` writes at once. So a process that is killed loses at most the last
     half second. What cannot be written, as on a full disk, is kept and tried again with what follows; a warning of the
     logger `zero_report` says so once. The record is closed by `close`, or at the end of the process. Raises OSError if
-    the files cannot be made.
+    the files cannot be made. ``rank``, ``world_size``: this process's rank and the number of ranks in the run.
     """
 
     def __init__(
