@@ -188,9 +188,12 @@ def _init_without_checks(
     given = list(parameters)
     if not given:
         raise UsageError(f"{type(optimizer).__name__}: there are no parameters to optimise")
-    groups = given if isinstance(given[0], dict) else [{"params": given}] stand_ins = [nn.Parameter(torch.empty(0))]
-    kind.__init__(optimizer, stand_ins, state_dtype="float32" if fp32_states else "bfloat16", **options)  # type:
-    ignore[arg-type] optimizer.param_groups.clear() optimizer.state.clear() for group in groups:
+    groups = given if isinstance(given[0], dict) else [{"params": given}]
+    stand_ins = [nn.Parameter(torch.empty(0))]
+    kind.__init__(optimizer, stand_ins, state_dtype="float32" if fp32_states else "bfloat16", **options)  # type: ignore[arg-type]
+    optimizer.param_groups.clear()
+    optimizer.state.clear()
+    for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, nn.Parameter) else list(params)
         for key, value in optimizer.defaults.items():

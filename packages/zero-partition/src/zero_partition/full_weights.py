@@ -254,11 +254,13 @@ class FullWeights:
 
     def _entry(self, weight: NamedWeight) -> _Entry:
         """Return the entry of ``weight``: its dtype is the one asked for if it is a floating-point weight, and its
-        units are those of its own values and of the adapters to merge.""" parameter = weight.parameter converts =
-        self._dtype is not None and parameter.dtype.is_floating_point info = WeightInfo(weight.name, self._dtype if
-        converts else parameter.dtype, tuple(parameter.shape))  # type: ignore[arg-type] sources = weight.sources if
-        weight.layers else [parameter] units = sorted({self._unit_of(source) for source in sources} - {-1}) return
-        _Entry(info, parameter, weight if weight.layers else None, tuple(units))
+        units are those of its own values and of the adapters to merge."""
+        parameter = weight.parameter
+        converts = self._dtype is not None and parameter.dtype.is_floating_point
+        info = WeightInfo(weight.name, self._dtype if converts else parameter.dtype, tuple(parameter.shape))  # type: ignore[arg-type]
+        sources = weight.sources if weight.layers else [parameter]
+        units = sorted({self._unit_of(source) for source in sources} - {-1})
+        return _Entry(info, parameter, weight if weight.layers else None, tuple(units))
 
     def _unit_of(self, parameter: nn.Parameter) -> int:
         """Return the index of the unit that holds ``parameter``; -1 if every rank has all of it."""
