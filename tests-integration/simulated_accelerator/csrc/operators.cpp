@@ -1,5 +1,11 @@
 #include "operators.h"
 
+#include <map>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/enum_tag.h>
@@ -148,6 +154,30 @@ bool returns_arguments(const Call& call, c10::Stack& results) {
   return results.size() == call.schema.returns().size();
 }
 
+// What the sizes of an operator's results depend on, as text: the operator and its arguments, of tensors what their
+// meta tensors have. None if an argument is of a kind that is not written here.
+std::optional<std::string> key_of(const Call& call) {
+  std::ostringstream key;
+  const auto tensor = [&](const at::Tensor& t) {
+    if (!t.defined()) return void(key << "-");
+    key << t.scalar_type() << t.sizes() << t.strides() << t.unsafeGetTensorImpl()->is_wrapped_number();
+  };
+  key << call.name;
+  for (const auto& value : call.arguments) {
+    key << "; " << value.tagKind();
+    if (value.isTensor() || is_list(value)) {
+      for (const auto& t : tensors_of(value)) tensor(t);
+    } else if (value.isInt() || value.isDouble() || value.isBool() || value.isString()) {
+      key << value;
+    } else if (value.isIntList() || value.isDoubleList() || value.isBoolList()) {
+      for (const auto& item : value.toListRef()) key << item << ",";
+    } else if (!value.isNone() && !value.isDevice() && !value.isGenerator()) {
+      return std::nullopt;
+    }
+  }
+  return key.str();
+}
+
 c10::Stack on_meta(const Call& call) {
   c10::Stack stack;
   for (const auto& value : call.arguments) {
@@ -162,6 +192,39 @@ c10::Stack on_meta(const Call& call) {
   at::AutoDispatchBelowADInplaceOrView below;
   call.op.callBoxed(&stack);
   return stack;
+}
+
+// The CPU's norms keep statistics in the dtype of the input, unless the weight has a wider one; others always in fp32.
+void correct_statistics(const Call& call, c10::Stack& shapes) {
+  const auto& name = call.schema.name();
+  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm") return;
+  const auto input = call.arguments[0].toTensor();
+  const auto& weight = call.arguments[name == "aten::native_layer_norm" ? 2 : 1];
+  const bool mixed = weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() == c10::kFloat;
+  const auto dtype = mixed ? c10::kFloat : input.scalar_type();
+  for (size_t i : {1, 2}) {
+    const auto t = shapes[i].toTensor();
+    shapes[i] = at::empty_strided(t.sizes(), t.strides(), t.options().dtype(dtype));
+  }
+}
+
+// The results of ``on_meta``, kept: torch composes those of many operators in Python, which takes milliseconds.
+c10::Stack shapes_of(const Call& call) {
+  static std::mutex lock;
+  static auto* known = new std::map<std::string, c10::Stack>();  // leaked: threads use it until the process ends
+  const auto key = key_of(call);
+  if (key) {
+    std::lock_guard<std::mutex> guard(lock);
+    const auto found = known->find(*key);
+    if (found != known->end()) return found->second;
+  }
+  c10::Stack shapes = on_meta(call);
+  correct_statistics(call, shapes);
+  if (key) {
+    std::lock_guard<std::mutex> guard(lock);
+    known->emplace(*key, shapes);
+  }
+  return shapes;
 }
 
 // Give ``out`` arguments without elements the sizes that the kernel would resize them to.
@@ -180,20 +243,6 @@ void resize_results(const Call& call, const c10::Stack& results) {
     for (size_t k = 0; k < found.size(); ++k) {
       if (found[k].sizes() != wanted[k].sizes()) found[k].resize_(wanted[k].sizes());
     }
-  }
-}
-
-// The CPU's norms keep statistics in the dtype of the input, unless the weight has a wider one; others always in fp32.
-void correct_statistics(const Call& call, c10::Stack& shapes) {
-  const auto& name = call.schema.name();
-  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm") return;
-  const auto input = call.arguments[0].toTensor();
-  const auto& weight = call.arguments[name == "aten::native_layer_norm" ? 2 : 1];
-  const bool mixed = weight.isTensor() && weight.toTensor().defined() && weight.toTensor().scalar_type() == c10::kFloat;
-  const auto dtype = mixed ? c10::kFloat : input.scalar_type();
-  for (size_t i : {1, 2}) {
-    const auto t = shapes[i].toTensor();
-    shapes[i] = at::empty_strided(t.sizes(), t.strides(), t.options().dtype(dtype));
   }
 }
 
@@ -309,8 +358,7 @@ void run(const c10::OperatorHandle& op, c10::Stack* stack) {
   if (!in_place) {
     c10::Stack shapes;
     try {
-      shapes = on_meta(call);
-      correct_statistics(call, shapes);
+      shapes = shapes_of(call);
     } catch (const c10::NotImplementedError&) {
       call.ranges.clear();
       return run_and_wait(call, stack, call.name + " (it has no kernel for meta tensors)");
