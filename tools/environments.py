@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,6 +68,14 @@ def install_tools(
         pip_install(session, python, "-r", str(constraints), constraints=constraints)
     wanted = [*group("build"), *test_requirements(names), *third_party(names), *more]
     pip_install(session, python, *wanted, constraints=constraints)
+    hasten_torch(python)
+
+
+def hasten_torch(python: str) -> None:
+    """Have the environment's interpreters import `tools/torch_uncollected.py` when they start."""
+    [folder] = Path(python).parents[1].glob("lib/python*/site-packages")
+    shutil.copy(ROOT / "tools" / "torch_uncollected.py", folder)
+    (folder / "torch_uncollected.pth").write_text("import torch_uncollected\n")
 
 
 def frameworks() -> list[str]:
@@ -154,6 +163,7 @@ def up_to_date(
         built = sorted(map(str, Path(wheels).glob("*.whl")))
         if built:
             run(session, python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", *built)
+    hasten_torch(python)
     stamp_path.write_text(json.dumps({"tools": digest, **wanted}))
     return python
 

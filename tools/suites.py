@@ -5,12 +5,14 @@ Standard library only; it is run by the interpreter of the environment under tes
 the same name do not meet, and a suite that crashes does not take the others along. `LANES` suites run at a time, the
 longest first, since ranks wait for each other more than they compute; what a suite prints appears when it is done.
 
-Ranks of several suites share few cores. Two settings, which every process inherits, keep them from wasting those:
+Ranks of several suites share few cores. Three settings, which every process inherits, keep them from wasting those:
 
 * OMP_NUM_THREADS is 1 where it is not set. The models of tests are too small for more threads, which spin while they
   wait for each other.
 * The scheduler's policy is SCHED_BATCH: a process that is woken waits for its turn. By default it takes the core from
   the one that woke it, which often sends just then, so with a lock of gloo's, for which gloo's own thread spins.
+* ZERO_TORCH_UNCOLLECTED is set: in an environment of `tools/environments.py`, interpreters that tests start import torch
+  without the garbage collector (`tools/torch_uncollected.py`).
 """
 
 from __future__ import annotations
@@ -159,6 +161,7 @@ def main() -> int:
     # A shell's background job ignores SIGINT and hands that down; tests of Ctrl-C need the signal as users have it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["ZERO_TORCH_UNCOLLECTED"] = "1"
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     begin = time.monotonic()
     outcomes = run_suites(folders, args.marker, pytest_args)

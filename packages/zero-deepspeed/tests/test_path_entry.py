@@ -22,7 +22,8 @@ def fresh(*command: str, named: bool = True, **variables: str) -> str:
     """What a new process prints, on both streams, with the folder on its path or without."""
     parts = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part != str(ENTRY)]
     search = os.pathsep.join([str(ENTRY), *parts] if named else parts)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("DS_", "PYTEST", "COV"))}
+    kept_out = ("DS_", "PYTEST", "COV", "ZERO_TORCH_UNCOLLECTED")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(kept_out)}
     done = subprocess.run(
         [sys.executable, *command],
         env={**environment, "PYTHONPATH": search, **variables},

@@ -1,0 +1,51 @@
+"""Have interpreters that tests start import torch without the garbage collector, where ZERO_TORCH_UNCOLLECTED is set.
+
+`tools/environments.py` copies this file into an environment, beside a `.pth` file that imports it when an interpreter
+starts; `tools/suites.py` sets the variable. The suites start hundreds of interpreters that import torch. The collector
+would look through the half a million objects that torch makes while it makes them, whenever it looks through everything,
+and when the interpreter ends: a quarter of the processor time of such a process. zero-launch does the same for its ranks
+(`zero_launch.torch_import`). Tests of what an import costs, or of the collector, start their interpreters without the
+variable.
+
+Standard library only, and little of it: interpreters that never import torch import this too.
+"""
+
+import os
+import sys
+
+
+class _Finder:
+    """A finder of `sys.meta_path` that finds torch where it is, and has it run without the collector."""
+
+    def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+        """Return the module spec of torch, whose loader runs it uncollected; None for any other module, and if torch is
+        not installed."""
+        if fullname != "torch":
+            return None
+        from importlib.machinery import PathFinder
+
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _uncollected(spec.loader.exec_module)
+        return spec
+
+
+def _uncollected(execute):  # type: ignore[no-untyped-def]
+    """Return ``execute``, run without the collector, which passes over all objects that then exist from there on."""
+    import gc
+
+    def run(module):  # type: ignore[no-untyped-def]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            execute(module)
+            gc.freeze()
+        finally:
+            if collects:
+                gc.enable()
+
+    return run
+
+
+if "ZERO_TORCH_UNCOLLECTED" in os.environ:
+    sys.meta_path.insert(0, _Finder())
