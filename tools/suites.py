@@ -11,8 +11,8 @@ Ranks of several suites share few cores. Three settings, which every process inh
   wait for each other.
 * The scheduler's policy is SCHED_BATCH: a process that is woken waits for its turn. By default it takes the core from
   the one that woke it, which often sends just then, so with a lock of gloo's, for which gloo's own thread spins.
-* ZERO_TORCH_UNCOLLECTED is set: in an environment of `tools/environments.py`, interpreters that tests start import torch
-  without the garbage collector (`tools/torch_uncollected.py`).
+* ZERO_TORCH_UNCOLLECTED is set: in an environment of `tools/environments.py`, interpreters that tests start import
+  torch without the garbage collector (`tools/torch_uncollected.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Have interpreters that tests start import torch without the garbage collector, where ZERO_TORCH_UNCOLLECTED is set.
+"""Have interpreters that tests start import torch, and frameworks of its size, without the garbage collector.
 
 `tools/environments.py` copies this file into an environment, beside a `.pth` file that imports it when an interpreter
-starts; `tools/suites.py` sets the variable. The suites start hundreds of interpreters that import torch. The collector
-would look through the half a million objects that torch makes while it makes them, whenever it looks through everything,
-and when the interpreter ends: a quarter of the processor time of such a process. zero-launch does the same for its ranks
-(`zero_launch.torch_import`). Tests of what an import costs, or of the collector, start their interpreters without the
-variable.
+starts; it acts where ZERO_TORCH_UNCOLLECTED is set, which `tools/suites.py` does. The suites start hundreds of
+interpreters that import torch. The collector would look through the half a million objects that torch makes while it
+makes them, whenever it looks through everything, and when the interpreter ends: a quarter of the processor time of such
+a process, and more where Transformers' Trainer is imported too. zero-launch does the same with torch for its ranks
+(`zero_launch.torch_import`). Tests of import costs, or of the collector, start interpreters without the variable.
 
 Standard library only, and little of it: interpreters that never import torch import this too.
 """
@@ -13,14 +13,25 @@ Standard library only, and little of it: interpreters that never import torch im
 import os
 import sys
 
+_MODULES = {
+    "accelerate",
+    "comet_ml",
+    "lightning",
+    "torch",
+    "torch._dynamo",
+    "transformers",
+    "transformers.modeling_utils",
+    "transformers.trainer",
+}
+
 
 class _Finder:
-    """A finder of `sys.meta_path` that finds torch where it is, and has it run without the collector."""
+    """A finder of `sys.meta_path` that finds `_MODULES` where they are, and has them run without the collector."""
 
     def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
-        """Return the module spec of torch, whose loader runs it uncollected; None for any other module, and if torch is
-        not installed."""
-        if fullname != "torch":
+        """Return the spec of a module of `_MODULES`, whose loader runs it uncollected; None for any other module, and
+        if it is not installed."""
+        if fullname not in _MODULES:
             return None
         from importlib.machinery import PathFinder
 
