@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -128,6 +130,63 @@ def test_what_fails_here_comes_before_what_the_server_makes_of_it() -> None:
         with pytest.raises(Exception, match="(?i)meta"):
             bounded(lambda: sender.send(failing()))
     assert threads_are_over("zero_comm: ")
+
+
+def said_within_bound(client: WeightServerClient) -> str:
+    """What a call says that cannot reach its server; TimeoutError if it is not over long after the client's timeout."""
+    with pytest.raises(PeerError) as raised:
+        bounded(client.start_weight_update)
+    return str(raised.value)
+
+
+def test_a_look_up_that_does_not_return_is_waited_for_no_longer_than_the_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    resolver_answers = threading.Event()
+
+    def slow(*_: Any) -> list[Any]:
+        resolver_answers.wait()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    try:
+        said = said_within_bound(WeightServerClient("http://server.invalid:1", timeout=SECONDS))
+    finally:
+        resolver_answers.set()
+    assert "the address of host 'server.invalid' was not there in 1 s" in said and "start_weight_update" in said
+    assert threads_are_over("zero_comm: ")
+
+
+def test_all_addresses_of_a_host_share_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as first, socket.socket() as second:
+        for waiting in (first, second):  # they fill the queue, so further ones get no answer
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        silent = (socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [silent] * 100)
+        said = said_within_bound(WeightServerClient("http://many.invalid:1", timeout=SECONDS))
+    assert "a connection was not there in 1 s" in said
+
+
+def test_a_tls_handshake_that_goes_on_byte_by_byte_is_cut() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):  # the client has gone
+                connection.sendall(b"\x16\x03\x03\x40\x00")  # a handshake record of 16 KiB begins
+                while not over.wait(0.05):
+                    connection.sendall(b"\x02")
+
+        threading.Thread(target=drip, daemon=True).start()
+        try:
+            said = said_within_bound(
+                WeightServerClient(f"https://127.0.0.1:{server.getsockname()[1]}", timeout=SECONDS)
+            )
+        finally:
+            over.set()
+    assert "the TLS handshake was not there in 1 s" in said
 
 
 @pytest.mark.parametrize("url", ("127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://127.0.0.1:port"))

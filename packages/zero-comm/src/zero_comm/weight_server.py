@@ -5,10 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any, Protocol
@@ -38,8 +39,8 @@ class WeightServer(Protocol):
 class WeightServerClient:
     """Drives a server over HTTP, by the routes of a vLLM server.
 
-    ``url``: its address, as "http://127.0.0.1:8000". ``timeout``: seconds that one call may take, connection and answer
-    together. No proxy is used, and no redirection followed. Raises ValueError for another kind of address. Calls raise
+    ``url``: its address, as "http://127.0.0.1:8000". ``timeout``: seconds that one call may take: finding the host's
+    address, connecting, TLS and the answer together. No proxy is used, and no redirection followed. Raises ValueError for another kind of address. Calls raise
     `PeerError`, which names the server and the call, when the server refuses one, cannot be reached, gives no answer in
     time, or gives one that is not HTTP.
     """
@@ -76,8 +77,7 @@ class WeightServerClient:
         connection = self._connection(self._host, self._port, timeout=self._timeout)
         cut = _Cut(self._timeout)
         try:
-            connection.connect()
-            cut.watch(connection.sock)
+            connection.sock = self._connect(connection.port, cut)
             body = json.dumps(content).encode()
             connection.request("POST", f"{self._path}/{route}", body, {"Content-Type": "application/json"})
             answer = connection.getresponse()
@@ -86,7 +86,7 @@ class WeightServerClient:
         except (OSError, http.client.HTTPException) as error:
             what = f"{type(error).__name__}: {error}"
             if cut.is_due or isinstance(error, TimeoutError):
-                what = f"its answer was not there in {self._timeout:g} s"
+                what = f"{cut.awaited} was not there in {self._timeout:g} s"
             raise PeerError(f"the server at {self._url} did not answer {route}: {what}. {_ADVICE}.") from error
         finally:
             cut.cancel()
@@ -94,29 +94,81 @@ class WeightServerClient:
         if status >= 300:
             raise PeerError(f"the server at {self._url} answered {status} to {route}: {told}. {_ADVICE}.")
 
+    def _connect(self, port: int, cut: _Cut) -> socket.socket:
+        """Return a socket to the server's ``port`` that ``cut`` cuts, with TLS for https. Raises OSError."""
+        cut.awaited = f"the address of host '{self._host}'"
+        lookup = ServerCall("look-up", socket.getaddrinfo, self._host, port, 0, socket.SOCK_STREAM, timeout=cut.left())
+        if not lookup.is_done(cut.left()):  # nothing ends a lookup that is under way
+            raise TimeoutError
+        cut.awaited = "a connection"
+        plain = _first_that_connects(lookup.result(), cut)
+        cut.awaited = "its answer"
+        if self._connection is http.client.HTTPConnection:
+            return plain
+        cut.awaited = "the TLS handshake"
+        try:
+            secure = ssl.create_default_context().wrap_socket(plain, server_hostname=self._host)
+        except BaseException:
+            plain.close()
+            raise
+        cut.awaited = "its answer"
+        return secure
+
+
+def _first_that_connects(addresses: Iterable[Any], cut: _Cut) -> socket.socket:
+    """Return a socket to the first of ``addresses`` (of getaddrinfo) that takes a connection; ``cut`` cuts it. Raises
+    the OSError of the last one if none does."""
+    failure = OSError("the host has no address")
+    for family, kind, protocol, _, address in addresses:
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(cut.left())
+            connection.connect(address)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            cut.watch(connection)
+        except OSError as error:
+            connection.close()
+            failure = error
+        else:
+            return connection
+    raise failure
+
 
 class _Cut:
     """Cuts a connection once ``seconds`` have passed since this was made: a socket's own timeout begins again with each
-    byte."""
+    byte. ``awaited``: what the client waits for, for messages."""
 
     def __init__(self, seconds: float) -> None:
         self._lock = threading.Lock()
+        self._deadline = time.monotonic() + seconds
         self._connection: socket.socket | None = None
+        self.awaited = "its answer"
         self.is_due = False
         self._timer = threading.Timer(seconds, self._cut)
         self._timer.daemon = True
         self._timer.start()
 
+    def left(self) -> float:
+        """Return the seconds that are left. Raises TimeoutError if none are."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
     def watch(self, connection: socket.socket) -> None:
-        """Cut ``connection``, at once if it is time already."""
+        """Cut ``connection``, also after it was wrapped for TLS, at once if it is time already."""
         with self._lock:
-            self._connection = connection
+            self._connection = connection.dup()
         if self.is_due:
             self._cut()
 
     def cancel(self) -> None:
         """Cut nothing."""
         self._timer.cancel()
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
 
     def _cut(self) -> None:
         """Cut the connection, if there is one."""
@@ -153,11 +205,11 @@ class ServerCall:
         """Return whether the call has returned or raised; wait ``seconds`` for it at most."""
         return bool(wait([self._answer], seconds).done)
 
-    def result(self) -> None:
-        """Wait until the call has returned. Raises what it raised, and `PeerError` when its time is over."""
+    def result(self) -> Any:
+        """Wait until the call has returned; return its answer. Raises what it raised, and `PeerError` when its time is over."""
         if not self.is_done(max(0.0, self._deadline - time.monotonic())):
             raise PeerError(f"the server did not answer {self._name} in {self._timeout:g} s. {_ADVICE}.")
-        self._answer.result()
+        return self._answer.result()
 
     def _run(self, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         """Make the call."""
