@@ -8,14 +8,15 @@ broadcast; if any rank wants slices, each rank is sent what it wants, in one mes
 
 [Note: the trainer's ranks] All ranks of the trainer iterate over the buckets and meet before the next one and after the
 last. So everything that can fail on the sender alone comes between its first bucket and that last meeting: connecting,
-``start_weight_update`` and ``finish_weight_update`` too. What fails there is thrown into the iterator, which tells the
-others.
+``start_weight_update`` and ``finish_weight_update`` too. What fails there is thrown into the iterator, if it is a
+generator, and given to the ``stop`` of the last bucket, which reaches the engine through any wrapper (``map``, a progress
+bar): the others are told.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -75,18 +76,21 @@ class WeightSender:
 
         Connects to the server if that is not done. Raises on the sender: OSError when it cannot listen at its address,
         `PeerError` when the server fails, refuses, or does not answer in time or its ranks do not come, ValueError when
-        a rank of it wants a slice that a weight does not have, and what ``server`` itself raises. ``buckets`` hear of
-        it, so the trainer's other ranks raise too, with the reason. The next call connects again.
+        a rank of it wants a slice that a weight does not have, and what ``server`` itself raises. The pass hears of it
+        (see [Note: the trainer's ranks]), so the trainer's other ranks raise too, with the reason. The next call
+        connects again.
         """
+        passing = iter(buckets)
+        last: list[WeightBucket] = []
         try:
             if self._is_sender:
-                self._update(buckets)
+                self._update(_noting(passing, last))
             else:
-                for _ in buckets:
+                for _ in passing:
                     pass
         except BaseException as failure:
             self.close(abort=True)
-            _end(buckets, failure)
+            _end(passing, last, failure)
             raise
 
     def close(self, *, abort: bool = False) -> None:
@@ -275,16 +279,28 @@ class WeightReceiver:
             group.close()
 
 
-def _end(buckets: Iterable[WeightBucket], failure: BaseException) -> None:
-    """Throw ``failure`` into ``buckets`` if it is a generator; an engine's tells the trainer's other ranks."""
+def _noting(buckets: Iterator[WeightBucket], last: list[WeightBucket]) -> Iterator[WeightBucket]:
+    """Yield ``buckets``, and keep in ``last`` the one that was yielded last, until the next one is asked for."""
+    for bucket in buckets:
+        last[:] = [bucket]
+        yield bucket
+        last.clear()
+
+
+def _end(buckets: Iterator[WeightBucket], last: list[WeightBucket], failure: BaseException) -> None:
+    """Throw ``failure`` into ``buckets`` if it is a generator, and give it to the ``stop`` of the ``last`` bucket; an
+    engine's tells the trainer's other ranks."""
+    calls: list[Callable[[BaseException], object]] = [bucket.stop for bucket in last if bucket.stop is not None]
     if isinstance(buckets, Generator):
+        calls.insert(0, buckets.throw)
+    for call in calls:
         try:
-            buckets.throw(failure)
+            call(failure)
         except BaseException as error:
             if error is not failure and hasattr(failure, "add_note"):  # of Python 3.11 and later
                 failure.add_note(f"The trainer's other ranks could not be told: {type(error).__name__}: {error}")
-        finally:
-            buckets.close()
+    if isinstance(buckets, Generator):
+        buckets.close()
 
 
 def _wanted(infos: Sequence[WeightInfo], needs: Needs | None) -> list[WeightInfo]:

@@ -6,8 +6,8 @@ Sender and receiver compute the same arithmetic here, so a bucket travels as one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,13 +35,15 @@ class WeightBucket:
     """Some full weights, one behind the other in ``memory`` (1-D, uint8).
 
     ``number``: of this bucket in its pass, from 0. ``count``: buckets of the pass. Iterating yields (name, tensor); the
-    tensors are views of ``memory``, which the next bucket overwrites.
+    tensors are views of ``memory``, which the next bucket overwrites. ``stop``: called with the failure by a taker that
+    cannot go on after this bucket, ends the pass that the bucket is of; None where nobody has to hear of it.
     """
 
     number: int
     count: int
     infos: tuple[WeightInfo, ...]
     memory: torch.Tensor
+    stop: Callable[[BaseException], object] | None = field(default=None, repr=False, compare=False)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and the tensor of each weight, in order."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -201,18 +202,47 @@ def test_what_is_thrown_into_the_iterator_is_the_reason_on_the_others(stage: int
         assert 'KeyError: "the server\'s reason"' in said
 
 
-def connected_in_vain(stage: int) -> list[str]:
+class Bar:
+    """Iterates over what it keeps, as a progress bar does."""
+
+    def __init__(self, inner: Iterable[Any]) -> None:
+        self._inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from map(Bar.shown, self._inner)
+
+    @staticmethod
+    def shown(bucket: Any) -> Any:
+        return bucket
+
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda buckets: buckets,
+    "map": lambda buckets: map(Bar.shown, buckets),
+    "chain": lambda buckets: itertools.chain(buckets, ()),
+    "bar": Bar,
+}
+
+
+def connected_in_vain(stage: int, wrapper: str) -> tuple[str, list[int]]:
     engine = start(stage)
+    held = [engine.partition.memory()["gathered parameters"]]
     sender = WeightSender(Failing("init"), ranks=1, is_sender=dist.get_rank() == 0)  # type: ignore[arg-type]
-    said = outcome(lambda: sender.send(engine.iter_full_weights(1)))
+    kept = WRAPPERS[wrapper](engine.iter_full_weights(1))
+    said = outcome(lambda: sender.send(kept))
+    held.append(engine.partition.memory()["gathered parameters"])
     train(engine, 0, 1)
-    return [said]
+    del kept
+    return said, held
 
 
-@pytest.mark.parametrize("stage", (0, 3))
-def test_a_sender_that_cannot_connect_does_not_leave_the_others_waiting(stage: int) -> None:
-    (first,), (second,) = run_ranks(connected_in_vain, 2, stage)
+@pytest.mark.parametrize(
+    ("stage", "wrapper"), [(0, "nothing"), (3, "nothing"), (0, "map"), (3, "map"), (3, "chain"), (3, "bar")]
+)
+def test_a_sender_that_cannot_connect_does_not_leave_the_others_waiting(stage: int, wrapper: str) -> None:
+    (first, held), (second, others) = run_ranks(connected_in_vain, 2, stage, wrapper)
     assert first.startswith("KeyError") and "rank 0 stopped" in second and "KeyError" in second
+    assert held[0] == held[1] and others[0] == others[1]
 
 
 def in_a_fork() -> list[str]:

@@ -15,7 +15,8 @@ import json
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -141,7 +142,8 @@ class FullWeights:
         with _Gathers(self._partition, entries) as gathers, runtime.weight_passes.opened(gathers.close) as opened:
             for number, infos in enumerate(plan):
                 first, given = given, given + len(infos)
-                bucket = WeightBucket(number, len(plan), infos, memory[: bucket_offsets(infos)[1]])
+                plain = WeightBucket(number, len(plan), infos, memory[: bucket_offsets(infos)[1]])
+                bucket = replace(plain, stop=partial(self._fail, opened, plain))
                 try:
                     self._fill(bucket, entries[first:given], gathers)
                 except BaseException as failure:
@@ -153,7 +155,7 @@ class FullWeights:
                     self._stop(opened, bucket, "")
                     raise
                 except BaseException as failure:
-                    self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
+                    self._fail(opened, bucket, failure)
                     raise
                 self._meet(opened, bucket, adapters)
 
@@ -228,6 +230,14 @@ class FullWeights:
                 "other ranks went on; they raise PartitionError",
                 stacklevel=2,
             )
+
+    def _fail(self, opened: WeightPass, bucket: WeightBucket, failure: BaseException) -> None:
+        """Tell the other ranks, as `_stop` does, that what took ``bucket`` has failed, and end the pass: its units are
+        released also where something still holds the iterator. Does nothing after the pass has ended."""
+        self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
+        if not opened.ended:
+            opened.ended = f"what took the weights failed ({type(failure).__name__})"
+            opened.release()
 
     def _fill(self, bucket: WeightBucket, entries: Sequence[_Entry], gathers: _Gathers) -> None:
         """Write the values of ``entries`` into ``bucket``. Gathers what they need and releases what no later one
