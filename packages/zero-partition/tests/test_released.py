@@ -142,6 +142,7 @@ def outside() -> dict[str, Any]:
         facts["grad enabled"] = error_of(lambda: weight.pow(2).sum())
         seen = (weight.shape, weight.data.dtype, weight.detach().numel(), weight.is_leaf, bool(weight.isnan().all()))
         facts["facts"] = seen == ((13, 7), torch.float64, 91, True, True)
+        facts["probed"] = not hasattr(weight, "__cuda_array_interface__")
         facts["same"] = weight.to(torch.float64) is weight and isinstance(weight, nn.Parameter)
         facts["like"] = torch.zeros_like(weight).sum() == 0 and torch.ones(91).view_as(weight).shape == (13, 7)
         facts["silent"] = parts.groups.gather.ledger.calls("gather") == calls
@@ -158,7 +159,7 @@ def test_outside_a_training_pass_values_are_refused_by_name_and_facts_are_free()
         assert "'blocks.0.0.weight'" in zero[name] and "`with gathered(" in zero[name], name
     for name in WRITES:
         assert "'blocks.0.0.weight'" in zero[name] and "modifier_rank=0" in zero[name], name
-    assert all(bool(zero[name]) for name in ("facts", "same", "like", "silent", "finite"))
+    assert all(bool(zero[name]) for name in ("facts", "probed", "same", "like", "silent", "finite"))
 
 
 def in_the_loss(own: bool) -> dict[str, Any]:

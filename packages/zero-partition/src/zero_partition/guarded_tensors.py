@@ -19,6 +19,7 @@ from .errors import PartitionError
 from .torch_calls import FACTS, SHAPES, attribute_of, is_elementwise, name_of, writes
 
 REFERENCE = "_zero_fragment"  # the one attribute that a guarded tensor carries: a `FragmentReference`
+_NEEDS_ALL = ("H", "T", "mH", "mT", "__cuda_array_interface__")
 _RANDOM = frozenset(["rand_like", "randint_like", "randn_like"])
 
 
@@ -116,7 +117,7 @@ def why_not_elementwise(
     if (attribute or call) in SHAPES or (call in FACTS and call not in _RANDOM and not is_elementwise(call)):
         return ""
     if call == "__get__":
-        return f"{attribute} needs the full parameter" if attribute in ("H", "T", "mH", "mT") else ""
+        return f"{attribute} needs the full parameter" if attribute in _NEEDS_ALL else ""
     if call in _RANDOM or call.rstrip("_") in ("normal", "uniform", "bernoulli", "exponential"):
         return f"{call}() draws random numbers for the part"
     if is_whole_view(call, args, keywords):

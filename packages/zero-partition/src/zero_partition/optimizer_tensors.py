@@ -269,7 +269,7 @@ class OptimizerTensors:
         elif self._writes(call, attribute, args, keywords):
             if not self._in_hooks:
                 self._refuse_write(name, attribute or call)
-        elif reference.is_updated and not self._readable and needs_values(call, attribute):
+        elif reference.is_updated and not self._readable and needs_values(call, attribute, args):
             raise PartitionError(
                 f"{call}() of a tensor of optimizer.param_groups that belongs to parameter '{name}': its values are "
                 "not there, but on the tier or with the rank that updates them. Read engine.full_param(p)."

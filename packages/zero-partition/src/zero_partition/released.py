@@ -24,7 +24,7 @@ from .dispatch_modes import outside_modes
 from .errors import ReleasedParameterError
 from .host_facts import exchange_classes, is_fake
 from .ownership import find_owner, init_record
-from .torch_calls import FACTS, VIEWS, attribute_of, name_of, writes
+from .torch_calls import FACTS, attribute_of, name_of, reads_values, writes
 
 _PRESENT = "_zero_present_class"  # attribute of a class of released parameters: their class while gathered
 WATCHED = "_zero_watched_class"  # attribute of a class made by data_watch.py: the user's class that it stands for
@@ -206,7 +206,7 @@ def _needs_no_values(func: Any, name: str, args: tuple[Any, ...], keywords: dict
     ``args``, ``keywords``: the call's, in which released parameters may be.
     """
     if name == "__get__":
-        return attribute_of(func) not in VIEWS
+        return not reads_values(attribute_of(func), args[0])
     if name == "__set__":
         return not _is_released_value(args[1]) or args[1] is args[0] or _parameter_of(args[1]) is _parameter_of(args[0])
     if name in _CASTS:

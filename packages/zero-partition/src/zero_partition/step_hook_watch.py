@@ -24,7 +24,7 @@ from .guarded_tensors import written_by
 from .host_facts import exchange_classes
 from .ownership import find_owner
 from .released import released_like, report_gradient_access
-from .torch_calls import FACTS, SHAPES, VIEWS, attribute_of, name_of
+from .torch_calls import FACTS, SHAPES, attribute_of, name_of, reads_values
 from .unit import Unit
 
 _PLAIN = "_zero_class_outside_step_hooks"
@@ -127,7 +127,7 @@ def _call(
     """
     keywords, attribute, call = kwargs or {}, attribute_of(func), name_of(func)
     report_gradient_access(func, args)
-    if _uses_values(attribute, call):
+    if _uses_values(attribute, call, args):
         written = {id(leaf) for leaf in written_by(call, args, keywords)}
         for leaf in tree_leaves((args, keywords)):
             if (owner := find_owner(leaf)) is not None:
@@ -136,11 +136,11 @@ def _call(
         return func(*args, **keywords)
 
 
-def _uses_values(attribute: str, call: str) -> bool:
+def _uses_values(attribute: str, call: str, args: tuple[Any, ...]) -> bool:
     """Return whether a torch function reads or writes values, not only facts such as the shape.
 
-    ``call``: its name. ``attribute``: the tensor attribute that it uses, "" for none.
+    ``call``: its name. ``attribute``: the tensor attribute that it uses, "" for none. ``args``: the call's.
     """
     if call in ("__get__", "__set__"):
-        return attribute in VIEWS or attribute == "data"
+        return attribute == "data" or reads_values(attribute, args[0])
     return call not in FACTS and call not in SHAPES

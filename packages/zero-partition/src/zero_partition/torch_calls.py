@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
+import torch
+
+_VIEWS = frozenset(["H", "T", "imag", "mH", "mT", "real"])  # attributes that need the values
+_CUDA_ARRAY = "__cuda_array_interface__"  # the same on CUDA; elsewhere torch raises AttributeError
 FACTS = frozenset(
     """__dir__ __format__ __hash__ __len__ __reduce_ex__ __repr__ __setstate__ __str__ _has_compatible_shallow_copy_type
     backward can_cast data_ptr dim element_size empty_like full_like get_device is_complex is_contiguous
@@ -41,7 +44,10 @@ def name_of(func: Any) -> str:
 def attribute_of(func: Any) -> str:
     """Return the name of the tensor attribute that torch function ``func`` reads, sets or deletes; "" if it does none
     of these."""
-    return getattr(func.__self__, "__name__", "") if name_of(func) in ("__get__", "__set__", "__delete__") else ""
+    if name_of(func) not in ("__get__", "__set__", "__delete__"):
+        return ""
+    described = func.__self__
+    return getattr(described.fget if isinstance(described, property) else described, "__name__", "")
 
 
 def writes(name: str) -> bool:
@@ -63,11 +69,18 @@ def is_elementwise(name: str) -> bool:
     return name.removeprefix("_foreach_").removesuffix("_") in _ELEMENTWISE
 
 
-def needs_values(call: str, attribute: str) -> bool:
+def reads_values(attribute: str, tensor: torch.Tensor) -> bool:
+    """Return whether getting the attribute called ``attribute`` needs the values of ``tensor``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return attribute in _VIEWS or (attribute == _CUDA_ARRAY and tensor.is_cuda)
+
+
+def needs_values(call: str, attribute: str, args: tuple[Any, ...]) -> bool:
     """Return whether the torch function called ``call`` needs a tensor's values, not only facts such as its shape.
 
-    ``attribute``: what `attribute_of` returns for the function. False for ``detach``, which only passes them on.
+    ``attribute``: what `attribute_of` returns for the function. ``args``: the call's. False for ``detach``, which only
+    passes them on.
     """
     if call == "__get__":
-        return attribute in VIEWS
+        return reads_values(attribute, args[0])
     return call != "detach" and call not in FACTS and call not in SHAPES
