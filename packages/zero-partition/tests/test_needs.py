@@ -157,10 +157,33 @@ def test_every_group_is_probed() -> None:
     assert need_of(optimizer) is Need.PARAMETERS
 
 
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam])
+class DerivedLBFGS(torch.optim.LBFGS):
+    """Another name for LBFGS."""
+
+
+class LineSearch(SignDescent):
+    """Evaluates the loss again inside a step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float]) -> None:  # type: ignore[override]
+        closure()
+        super().step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, DerivedLBFGS, LineSearch])
 def test_what_no_engine_can_run_is_refused_by_name(make: Callable[[Any], Optimizer]) -> None:
     with pytest.raises(PartitionError, match=f"{make.__name__} cannot run in an engine"):  # type: ignore[attr-defined]
         refuse_unusable(make(parameters()))
+
+
+class LBFGS(DeclaredDescent):
+    """Has the name of torch's LBFGS alone."""
+
+
+def test_what_only_has_the_name_of_such_an_optimizer_is_not_refused() -> None:
+    optimizer = LBFGS(parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)  # torch wraps the step
+    refuse_unusable(optimizer)
 
 
 def test_a_failing_probe_says_so() -> None:

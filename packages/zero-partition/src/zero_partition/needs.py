@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -22,7 +23,11 @@ from .norm import GRID
 _ELEMENTWISE = frozenset(
     ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
-_IMPOSSIBLE = {"LBFGS": "it needs a closure and the whole model's gradient", "SparseAdam": "it needs sparse gradients"}
+_CLOSURE = "it needs a closure, which computes loss and gradients again inside a step"
+_IMPOSSIBLE = {
+    torch.optim.LBFGS: f"{_CLOSURE}, and the whole model's gradient",
+    torch.optim.SparseAdam: "it needs sparse gradients",
+}
 
 _INSTEAD = {
     False: "that optimizer, built over the model's parameters",
@@ -93,11 +98,14 @@ class AveragingOptimizer(Protocol):
 
 
 def refuse_unusable(optimizer: Optimizer) -> None:
-    """Raise `PartitionError` for an optimizer that no engine can run, at any stage: LBFGS, SparseAdam, and one that
-    calls other optimizers."""
-    kind = type(optimizer).__name__
-    if kind in _IMPOSSIBLE:
-        raise PartitionError(f"{kind} cannot run in an engine: {_IMPOSSIBLE[kind]}. Use AdamW, for example.")
+    """Raise `PartitionError` for an optimizer that no engine can run, at any stage: LBFGS, SparseAdam and classes
+    derived from them, one whose ``step`` cannot be called without arguments (a closure), and one that calls other
+    optimizers."""
+    why = next((reason for kind, reason in _IMPOSSIBLE.items() if isinstance(optimizer, kind)), None)
+    if why is None and _requires_closure(optimizer):
+        why = _CLOSURE
+    if why is not None:
+        raise PartitionError(f"{type(optimizer).__name__} cannot run in an engine: {why}. Use AdamW, for example.")
     if not isinstance(optimizer, (NormOptimizer, AveragingOptimizer)):
         _refuse_wrapper(optimizer)
 
@@ -239,6 +247,15 @@ def _refuse_wrapper(optimizer: Optimizer) -> None:
                 "adds as optimizer.register_step_post_hook(hook): inside hook(optimizer, args, kwargs) the tensors in "
                 "optimizer.param_groups may be read and written, and optimizer.state[p] keeps values for them."
             )
+
+
+def _requires_closure(optimizer: Optimizer) -> bool:
+    """Return whether the ``step`` of the class of ``optimizer`` cannot be called without arguments."""
+    try:
+        inspect.signature(_without_hooks(type(optimizer).step)).bind(optimizer)
+    except TypeError:
+        return True
+    return False
 
 
 def _failed(optimizer: Optimizer, on: str, error: Exception) -> PartitionError:
