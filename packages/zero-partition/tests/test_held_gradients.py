@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 from memory_groups import MemoryRank, run_threads
 from pass_parts import UNITS, Parts
@@ -30,6 +32,22 @@ def shown(rank: MemoryRank) -> tuple[list[float], bool, bool]:
 def test_where_every_rank_has_the_averages_they_are_shown_and_hidden(world_size: int) -> None:
     mean = (world_size + 1) / 2
     assert run_threads(shown, world_size) == [([mean] * 2 * UNITS, True, True)] * world_size
+
+
+def casts_alive(rank: MemoryRank, end: str) -> tuple[int, int]:
+    parts = after_a_pass(Parts(rank, releasable=False, full_gradients=True))
+    parameters = [p for unit in parts.units for p in unit.parameters]
+    for parameter in parameters:  # of another dtype than their unit: each .grad is a cast with memory of its own
+        parameter.data = parameter.data.double()
+    parts.held.show()
+    grads = [weakref.ref(p.grad) for p in parameters if p.grad is not None]
+    getattr(parts.held, end)()
+    return len(grads), sum(ref() is not None for ref in grads)
+
+
+@pytest.mark.parametrize("end", ["hide", "discard"])
+def test_casts_of_averages_are_let_go_of_when_they_are_no_longer_shown(end: str) -> None:
+    assert run_threads(casts_alive, 1, end) == [(2 * UNITS, 0)]
 
 
 def discarded(rank: MemoryRank) -> list[object]:

@@ -85,8 +85,7 @@ class UserGradients:
         for index in self._shown:
             for parameter in self._gradients[index].unit.parameters:
                 parameter.grad = None
-        self._shown.clear()
-        self._edited.clear()
+        self._forget_shown()
 
     # -- what the user writes ----------------------------------------------------------------------------------------
 
@@ -220,8 +219,14 @@ class UserGradients:
                     parameter.grad = None
         for gradients in self._gradients.values():
             gradients.clear()
-        self._shown.clear()
+        self._forget_shown()
         self._written.clear()
+
+    def _forget_shown(self) -> None:
+        """Forget what was shown, and let go of it: casts of averages (`show`) have memory of their own."""
+        self._shown.clear()
+        self._left.clear()
+        self._casts.clear()
         self._edited.clear()
 
     def _is_as_left(self) -> bool:
