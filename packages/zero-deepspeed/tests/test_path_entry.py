@@ -124,11 +124,35 @@ def test_every_name_leads_somewhere_and_every_refusal_says_what_to_use() -> None
     assert answered > 230
     assert sorted(absent) == [
         f"deepspeed.{name}"
-        for name in "compression inference module_inject moe pipe profiling runtime.pipe sequence".split()
+        for name in "compression inference module_inject moe profiling sequence".split()
     ]
     assert all(f"{name} is not available in zero-deepspeed: " in message for name, message in absent.items())
     assert len(refused) == asked > 30
     assert all("is not available in zero-deepspeed: " in message for message in refused)
+
+
+PIPELINES = """
+import deepspeed.pipe
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from torch import nn
+assert not isinstance(nn.Linear(1, 1), PipelineModule)
+for made in (deepspeed.PipelineModule, PipelineModule, type("Mine", (PipelineModule,), {}), LayerSpec, PipelineParallelGrid):
+    try:
+        made(layers=[nn.Linear(1, 1)], num_stages=2)
+    except NotImplementedError as error:
+        print(error)
+"""
+
+
+def test_scripts_that_import_pipelines_run_and_are_refused_by_name_when_they_make_one() -> None:
+    said = fresh("-c", PIPELINES).splitlines()
+    names = "PipelineModule pipe.PipelineModule pipe.PipelineModule pipe.LayerSpec runtime.pipe.topology.PipelineParallelGrid"
+    for name, line in zip(names.split(), said, strict=True):
+        assert line == (
+            f"deepspeed.{name} is not available in zero-deepspeed: "
+            "train the model with ZeRO stage 3, which needs no stages"
+        )
 
 
 IMPORTS = """

@@ -96,6 +96,12 @@ _LOGGING: dict[str, str | Unavailable] = {
     "warning_once": "zero_deepspeed.logging_names:",
 }
 
+_PIPELINES: dict[str, str | Unavailable] = {
+    "LayerSpec": Unavailable(_PIPELINE),
+    "PipelineModule": Unavailable(_PIPELINE),
+    "TiedLayerSpec": Unavailable(_PIPELINE),
+}
+
 _FRAGMENTS: dict[str, str | Unavailable] = {
     "safe_get_full_fp32_param": "zero_deepspeed.fragments:",
     "safe_get_full_grad": "zero_deepspeed.fragments:",
@@ -268,7 +274,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "TransformerBuilder": "zero_deepspeed.op_builders:",
         "UtilsBuilder": "zero_deepspeed.op_builders:",
     },
-    "deepspeed.pipe": Unavailable(_PIPELINE),
+    "deepspeed.pipe": _PIPELINES,
     "deepspeed.profiling": Unavailable("use the configuration's section flops_profiler, or torch.utils.flop_counter"),
     "deepspeed.runtime": {},
     "deepspeed.runtime.activation_checkpointing": {},
@@ -344,7 +350,17 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "WarmupDecayLR": "zero_optim:",
         "WarmupLR": "zero_optim:",
     },
-    "deepspeed.runtime.pipe": Unavailable(_PIPELINE),
+    "deepspeed.runtime.pipe": {**_PIPELINES, "ProcessTopology": Unavailable(_PIPELINE)},
+    "deepspeed.runtime.pipe.engine": {
+        "PipelineEngine": Unavailable(_PIPELINE),
+    },
+    "deepspeed.runtime.pipe.module": _PIPELINES,
+    "deepspeed.runtime.pipe.topology": {
+        "PipeDataParallelTopology": Unavailable(_PIPELINE),
+        "PipelineParallelGrid": Unavailable(_PIPELINE),
+        "PipeModelDataParallelTopology": Unavailable(_PIPELINE),
+        "ProcessTopology": Unavailable(_PIPELINE),
+    },
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCE_GROUPS,
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
