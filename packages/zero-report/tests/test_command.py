@@ -84,6 +84,23 @@ def test_a_file_that_cannot_be_written_is_exit_status_1_with_its_name(
     assert re.fullmatch(r"zero-report: .*/file(/out)?: cannot be written: .+\n", capsys.readouterr().err)
 
 
+def test_a_page_for_a_folder_is_report_html_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(tmp_path / "run", Simulation(steps=3))
+    (tmp_path / "pages").mkdir()
+    assert main([str(tmp_path / "run"), "--output", str(tmp_path / "pages")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "pages" / "report.html")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pages", "run"]
+
+
+def test_a_page_that_cannot_be_put_in_place_leaves_no_file_behind(tmp_path: Path) -> None:
+    simulate(tmp_path / "run", Simulation(steps=3))
+    report = make_report(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match="folder"):
+        report.save(tmp_path / "folder")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "soon"])
 def test_seconds_between_reads_are_positive(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

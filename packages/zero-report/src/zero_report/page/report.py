@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from html import escape
@@ -23,13 +24,19 @@ class Report:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to ``path``, whose folder is made if it is missing, and return the path.
 
-        A reader finds either the old file or the new one. Raises OSError.
+        A reader finds either the old file or the new one. Raises OSError, for a folder too; no other file is left then.
         """
         target = Path(path)
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = target.with_name(f".{target.name}.new")
-        scratch.write_text(self.html, encoding="utf-8", errors="replace")
-        os.replace(scratch, target)
+        try:
+            scratch.write_text(self.html, encoding="utf-8", errors="replace")
+            os.replace(scratch, target)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
         return target
 
     def _repr_html_(self) -> str:
@@ -65,10 +72,13 @@ def write_report(
     compare: str | os.PathLike[str] | None = None,
     refresh: float | None = None,
 ) -> Path:
-    """Write the page of a record to ``path``, by default `report.html` in the record; return that path.
+    """Write the page of a record to ``path``, by default `report.html` in the record; return that path. In a folder
+    ``path`` it is `report.html` too.
 
     ``compare``, ``refresh``: see `make_report`. Raises `RecordError` as it does, and OSError if the page cannot be
     written.
     """
-    target = Path(record) / "report.html" if path is None else Path(path)
+    target = Path(record if path is None else path)
+    if path is None or target.is_dir():
+        target = target / "report.html"
     return make_report(record, compare=compare, refresh=refresh).save(target)
