@@ -35,7 +35,7 @@ class Block(nn.Module):
         self._recomputed = recomputed
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale
+        return x + self.second(self.dropout(torch.tanh(self.first(x)))) * self.scale.to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: Any = checkpointing.checkpoint(self.inner, x) if self._recomputed and self.training else self.inner(x)

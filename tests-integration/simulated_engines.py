@@ -32,7 +32,7 @@ class Model(nn.Module):
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) * self.scale + self.shift
+        x = self.embedding(tokens) * self.scale + self.shift.to(self.scale.dtype)
         for block in self.blocks:
             x = block(x)
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())

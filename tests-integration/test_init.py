@@ -50,7 +50,8 @@ class InParent(nn.Module):
             nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        h = self.embedding(x) + self.own + self.noise
+        h = self.embedding(x) + self.own
+        h = h + self.noise.to(h.dtype)
         for block in self.blocks:
             h = block(h)
         return [nn.functional.cross_entropy(self.head(h).flatten(0, 1), y.flatten())]

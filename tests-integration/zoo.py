@@ -53,7 +53,8 @@ class Transformer(nn.Module):
             self.blocks[2].norm.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
-        h = self.embedding(x) + self.shift
+        h = self.embedding(x)
+        h = h + self.shift.to(h.dtype)
         for block in self.blocks:
             if self.recompute:
                 h = checkpoint(block, h, use_reentrant=self.recompute == "reentrant")

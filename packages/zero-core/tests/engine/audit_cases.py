@@ -33,7 +33,8 @@ class Model(nn.Module):
         self.register_buffer("shift", torch.linspace(0, 1, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.enter(x) + self.shift
+        h = self.enter(x)
+        h = h + self.shift.to(h.dtype)
         for block in self.blocks:
             h = h + block(h)
         return F.mse_loss(self.head(h).float(), x[:, :2].float())

@@ -35,7 +35,8 @@ class Net(nn.Module):
         self.motto = "several units"
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.tanh(self.enter(x) + self.shift)
+        h = self.enter(x)
+        h = torch.tanh(h + self.shift.to(h.dtype))
         for block in self.blocks:
             h = h + torch.tanh(block(h)) / 8
         return self.head(h)

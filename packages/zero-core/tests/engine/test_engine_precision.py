@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import zero_core
 from zero_comm import run_ranks
+from zero_partition import PartitionError
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -146,14 +148,23 @@ class WithBuffers(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         self.count += 1
-        h = self.norm(self.enter(x)) * self.scale * self.mask
+        h = (self.norm(self.enter(x)) * self.scale * self.mask).to(self.block.weight.dtype)
         return nn.functional.mse_loss(self.head(torch.tanh(self.block(h))).float(), y)
 
 
-def buffers(mode: str, stage: int, statistics: bool, held: torch.dtype = torch.float32) -> dict[str, Any]:
+def buffers(
+    mode: str,
+    stage: int,
+    statistics: bool,
+    held: torch.dtype = torch.float32,
+    buffer_dtype: str | None = None,
+) -> dict[str, Any]:
     torch.manual_seed(torch.distributed.get_rank())  # ranks differ before initialize, and not after
-    settings = {**without(config(stage), "data_types"), mode: {"enabled": True}}
-    engine = zero_core.initialize(model=WithBuffers(statistics).to(held), config=settings)[0]
+    settings = {**without(config(stage), "data_types"), mode: {"enabled": True}, "data_types": {"buffer_dtype": buffer_dtype}}
+    built_inside = stage == 3 and held is torch.float32 and not statistics
+    with zero_core.Init(settings) if built_inside else nullcontext():
+        model = WithBuffers(statistics).to(held)
+    engine = zero_core.initialize(model=model, config=settings)[0]
     for number in range(2):
         one_step(engine, number, HALF[mode])
     module = engine.module
@@ -174,12 +185,37 @@ def buffers(mode: str, stage: int, statistics: bool, held: torch.dtype = torch.f
 
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("mode", ("bf16", "fp16"))
-def test_floating_buffers_follow_the_parameters_and_others_stay(mode: str, stage: int) -> None:
-    name = str(HALF[mode]).removeprefix("torch.")
-    for seen in run_ranks(buffers, RANKS, mode, stage, False):
+@pytest.mark.parametrize("chosen", (True, False))
+def test_buffers_keep_their_dtypes_unless_the_configuration_has_one_for_floating_ones(
+    mode: str, stage: int, chosen: bool
+) -> None:
+    name = str(HALF[mode]).removeprefix("torch.") if chosen else "float32"
+    choice = mode if chosen else None
+    for seen in run_ranks(buffers, RANKS, mode, stage, False, torch.float32, choice):
         assert seen["dtypes"] == {"scale": name, "count": "int64", "mask": "bool", "cache": name}
         assert seen["count"] == 4 and seen["finite"] and seen["training"]
         assert seen["parameter"] == str(HALF[mode])
+
+
+class Scaled(nn.Module):
+    """Multiplies with a buffer before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x * self.scale)
+
+
+@pytest.mark.parametrize("mode", ("bf16", "fp16"))
+def test_a_wider_buffer_that_makes_torch_refuse_is_named_with_the_key_that_casts_it(mode: str, alone: None) -> None:
+    settings = {**without(config(1), "data_types"), mode: {"enabled": True}}
+    engine = zero_core.initialize(model=Scaled(), config=settings)[0]
+    with pytest.raises(PartitionError, match=r"forward of 'block' \(Linear\).*buffer 'scale' is torch.float32") as raised:
+        engine(torch.ones(2, 4, dtype=HALF[mode]))
+    assert f'data_types.buffer_dtype to "{mode}"' in str(raised.value)
 
 
 @pytest.mark.parametrize("held", (torch.float64, torch.float32, torch.bfloat16))

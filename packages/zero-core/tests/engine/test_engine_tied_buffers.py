@@ -21,8 +21,8 @@ SIZE = 6
 DTYPES = {"fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECTIONS: dict[str, dict[str, Any]] = {
     "fp64": {"data_types": {"param_dtype": "fp64"}},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 1}},
+    "bf16": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 1}, "data_types": {"buffer_dtype": "fp16"}},
 }
 
 
@@ -195,7 +195,7 @@ def conjugate(model: nn.Module) -> None:
 def tied_by(tie: Callable[[nn.Module], None], stage: int, mode: str, **changes: Any) -> str:
     model = nn.Sequential(nn.Linear(SIZE, SIZE))
     tie(model)
-    chosen = {**settings(stage, mode), **changes} if mode else without(settings(stage, "bf16"), "bf16")
+    chosen = {**settings(stage, mode), **changes} if mode else without(settings(stage, "bf16"), "bf16", "data_types")
     said = outcome(lambda: zero_core.initialize(model=model, config=chosen))
     if said == "no error":
         before = model.bits.clone()
@@ -205,7 +205,7 @@ def tied_by(tie: Callable[[nn.Module], None], stage: int, mode: str, **changes: 
 
 
 def other_ties(stage: int) -> dict[str, str]:
-    kept = {"data_types": {"keep_in_fp32_modules": ["number"]}}
+    kept = {"data_types": {"keep_in_fp32_modules": ["number"], "buffer_dtype": "bf16"}}
     return {
         "bits": tied_by(bits_of, stage, "bf16"),
         "bits in float32": tied_by(bits_of, stage, ""),

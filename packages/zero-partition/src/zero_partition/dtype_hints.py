@@ -15,16 +15,16 @@ from .errors import PartitionError
 
 _WORDS = ("dtype", "scalar type", "should be the same")
 """Words of torch's errors about dtypes, each of which has one of them at least."""
-_KEYS = {torch.float16: "fp16.auto_cast", torch.bfloat16: "bf16.auto_cast"}
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @contextmanager
 def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
     """A context for a forward pass of ``model``, in which errors of torch about dtypes are made to name the module.
 
-    An error in a module whose parameters have another floating dtype than ``inputs``, nested containers of tensors,
-    becomes a `PartitionError` that names the module, both dtypes and the key of the configuration that casts inputs.
-    Other errors pass.
+    An error in a module whose parameters have another floating dtype than ``inputs``, nested containers of tensors, or
+    than a buffer of the model, becomes a `PartitionError` that names the module, both dtypes and the key of the
+    configuration that casts the inputs or the buffer. Other errors pass.
     """
     try:
         yield
@@ -33,16 +33,36 @@ def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
             raise
         module = _innermost(model, error.__traceback__)
         own = None if module is None else _dtype_of(module.parameters(recurse=False))
+        if module is None or own is None:
+            raise
         given = _dtype_of(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
-        if module is None or own is None or given in (None, own):
+        cause = _by_buffer(model, own) if given in (None, own) else _by_inputs(given, own)
+        if not cause:
             raise
         name = next(name for name, known in model.named_modules() if known is module)
         what = f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-        key = f"Set {_KEYS[own]} to true in the configuration, or cast" if own in _KEYS else "Cast"
         raise PartitionError(
-            f"forward of {what}: its parameters are {own}, and the model was given {given} inputs. {key} them in the "
-            f"script: x.to({own}). torch says: {error}"
+            f"forward of {what}: its parameters are {own}, and {cause} torch says: {error}"
         ) from error
+
+
+def _by_inputs(given: torch.dtype | None, own: torch.dtype) -> str:
+    """Return what is wrong with inputs of dtype ``given`` for parameters of dtype ``own``, and what to do."""
+    key = f"Set {_NAMES[own]}.auto_cast to true in the configuration, or cast" if own in _NAMES else "Cast"
+    return f"the model was given {given} inputs. {key} them in the script: x.to({own})."
+
+
+def _by_buffer(model: nn.Module, own: torch.dtype) -> str:
+    """Return which buffer of ``model`` has a wider dtype than half-precision parameters, ``own``, so that computing
+    with it gives that dtype, and what to do; "" if there is none."""
+    wider = ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.dtype is not own)
+    name, buffer = next(wider, ("", None))
+    if buffer is None or own not in _NAMES:
+        return ""
+    return (
+        f"buffer '{name}' is {buffer.dtype}: what is computed with it is too. Set data_types.buffer_dtype to "
+        f'"{_NAMES[own]}" in the configuration, or cast it in the script: x * buffer.to({own}).'
+    )
 
 
 def _innermost(model: nn.Module, trace: TracebackType | None) -> nn.Module | None:

@@ -42,9 +42,8 @@ def share_buffers(
 ) -> None:
     """Move buffers and the ``replicated`` parameters to ``device``, with rank 0's values. Collective.
 
-    In half precision buffers get the parameters' dtype, as in ``model.to(dtype)``, unless ``policy`` has another for
-    them. Those in ``kept_fp32`` keep their dtype, but running statistics among them become float32, as their layers'
-    parameters do. Names are the model's. One buffer under several names stays one, and buffers that share memory share
+    Buffers keep their dtype, unless ``policy`` has one for them. Those in ``kept_fp32`` keep theirs always, but running
+    statistics among them become float32, as their layers' parameters do. Names are the model's. One buffer under several names stays one, and buffers that share memory share
     it afterwards; if one of them is kept, all are. A buffer that has to change is replaced in its modules. Raises
     `PartitionError`, naming two, for buffers of different dtypes that share memory and cannot stay where they are, and
     as `copy_values` for an expanded buffer that rank 0's values do not fit.
@@ -146,10 +145,6 @@ def _kept_dtypes(buffers: Sequence[_RegisteredBuffer]) -> list[torch.dtype]:
 
 
 def _buffer_dtype(buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
-    """Return the dtype for ``buffer``: the one that ``policy`` has for buffers, else in half precision the parameters';
-    in other precisions, and if it is not floating point, its own."""
-    if not buffer.is_floating_point():
-        return buffer.dtype
-    if policy.buffer_dtype is not None:
-        return policy.buffer_dtype
-    return policy.param_dtype if policy.param_dtype.itemsize < 4 else buffer.dtype
+    """Return the dtype for ``buffer``: the one that ``policy`` has for buffers; without one, and if it is not floating
+    point, its own."""
+    return policy.buffer_dtype if policy.buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
