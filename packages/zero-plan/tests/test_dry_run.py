@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from tempfile import TemporaryDirectory
 
@@ -30,6 +31,31 @@ SUM = (("gradient_allreduce_op", "sum"),)
 MICS = (("mics_shard_size", 2),)
 MIXED = (("offload_optimizer", {"device": "nvme", "ratio": 0.5}), ("offload_param", HOST))
 SOAK = pytest.mark.soak
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, kind: type[torch.nn.RNNBase]) -> None:
+        super().__init__()
+        self.inner = kind(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0].sum()
+
+
+def warned_of(kind: type[torch.nn.RNNBase], **changes: object) -> str:
+    settings = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **changes}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan(lambda: Recurrent(kind), settings, batch=torch.zeros(7, 3, 4), world_size=1)
+    return " ".join(str(warning.message) for warning in found if "zero-plan" in str(warning.message))
+
+
+def test_memory_that_no_plan_counts_is_named() -> None:
+    assert "the model has a torch.nn.LSTM" in warned_of(torch.nn.LSTM)
+    assert warned_of(torch.nn.GRU) == "" == warned_of(torch.nn.RNN)
+    copies = {"in_memory": {"every": 10}, "path": "somewhere"}
+    assert "checkpoint.in_memory is not in this plan" in warned_of(torch.nn.GRU, checkpoint=copies)
+    assert "audit_every is not in this plan" in warned_of(torch.nn.GRU, audit_every=10)
 
 
 def check(cases: list[Case], world_size: int, ranks: Iterable[int] | None = None) -> None:

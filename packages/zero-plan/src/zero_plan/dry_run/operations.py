@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -48,6 +49,10 @@ _READ_WHOLE = frozenset(
 """Operations that read all elements of their arguments, beside those that torch marks as elementwise."""
 _NOT_WRITTEN = frozenset({_aten.empty_like, _aten.new_empty, _aten.new_empty_strided})
 """Operations that leave the memory of their results as it is."""
+_HIDDEN_WORKSPACE = (
+    "zero-plan: the model has a torch.nn.LSTM. What it keeps for backward on the CPU is not in this plan, as torch's "
+    "fake operation says that it is empty; a real step needs more."
+)
 SMALLEST_MOVED = 8 << 20
 """Bytes: what an operation on fewer moves may stay in a processor's caches, whose rate is not that of memory."""
 
@@ -74,9 +79,11 @@ class Operations:
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Add the FLOPs of an executed operation to the count of its first argument's dtype, or, if torch has no
-        formula for it, the bytes that it moves.
+        formula for it, the bytes that it moves. Warns of an LSTM that keeps memory out of sight.
         """
         formula, place = _formula_of(func)
+        if getattr(func, "overloadpacket", None) is _aten.mkldnn_rnn_layer and not result[-1].numel():
+            warnings.warn(_HIDDEN_WORKSPACE, stacklevel=2)
         if formula is None:
             if makes_memory(func) and self._computing():
                 moved = _moved_nbytes(func, args, result)

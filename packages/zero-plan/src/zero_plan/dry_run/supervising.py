@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,11 @@ class DryRunSupervisor(Unsupervised):
 
     def config(self, given: Any, world_size: int) -> dict[str, Any]:
         """Return ``given`` without the settings of monitors, logs, records and checkpoints (but for their writer), and
-        with new folders below ``folder`` in place of the NVMe paths of optimizer states and parameters.
+        with new folders below ``folder`` in place of the NVMe paths of optimizer states and parameters. Warns of
+        settings left out that take memory.
         """
         raw = read(given.raw if isinstance(given, Config) else given)
+        _warn_of_uncounted(raw)
         plain: dict[str, Any] = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
         checkpoint: Any = raw.get("checkpoint")
         if isinstance(checkpoint, dict) and "writer" in checkpoint:
@@ -78,6 +81,25 @@ class DryRunSupervisor(Unsupervised):
         for path in found:
             path.mkdir(exist_ok=True)
         return [str(path) for path in found]
+
+
+def _warn_of_uncounted(raw: Mapping[str, Any]) -> None:
+    """Warn of each setting of the configuration ``raw`` that takes memory and is not in a plan."""
+    checkpoint = raw.get("checkpoint")
+    copies = checkpoint.get("in_memory") if isinstance(checkpoint, dict) else None
+    if isinstance(copies, dict) and copies.get("every"):
+        warnings.warn(
+            "zero-plan: checkpoint.in_memory is not in this plan. While a copy is made a node's memory holds the new "
+            "one and the last complete one, each with masters and states of its own ranks and, from two nodes on, of a "
+            "neighbour's.",
+            stacklevel=2,
+        )
+    if raw.get("audit_every"):
+        warnings.warn(
+            "zero-plan: audit_every is not in this plan. In an audited step the device also holds the inputs of one "
+            "unit's call, its gradient and its recomputed activations, whose choice depends on the step.",
+            stacklevel=2,
+        )
 
 
 class PlannedEnds:
