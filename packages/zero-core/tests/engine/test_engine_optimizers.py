@@ -6,7 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import LR, RANKS, adamw, build, config, distance, outcome, plain, start, train, weights, without
+from engine_cases import (
+    LR,
+    RANKS,
+    adamw,
+    batch,
+    build,
+    config,
+    distance,
+    outcome,
+    plain,
+    start,
+    train,
+    weights,
+    without,
+)
 from torch import nn
 
 import zero_core
@@ -119,19 +133,29 @@ def whole(name: str, stage: int) -> dict[str, float]:
     }[name]
     reference = build()
     expected = PaperLamb(reference.parameters(), **params) if name == "lamb" else two_muons(reference)
-    plain(reference, expected, 0, 4)
+    ranks = torch.distributed.get_world_size()
+    for number in range(4):
+        x, y = batch(number, whole=True)
+        together = len(x) // ranks * ranks  # as many samples as the ranks have
+        reference(x[:together], y[:together]).backward()
+        expected.step()
+        expected.zero_grad()
     engine = start(stage, optimizer={"type": name.upper(), "params": params})
     train(engine, 0, 4)
-    result = {"distance": distance(weights(engine), weights(reference))}
+    owned = engine.partition.optimizer.fragments
+    split = sum(one.fragment.length < one.unit.parameters[one.number].numel() for one in owned)
+    result = {"distance": distance(weights(engine), weights(reference)), "split": split}
     engine.destroy()
     return result
 
 
-@pytest.mark.parametrize("stage", (0, 1, 3))
+@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
 @pytest.mark.parametrize("name", ("lamb",) if torch.__version__ < (2, 9) else ("lamb", "muon"))
-def test_optimizers_that_look_at_whole_parameters_by_name(name: str, stage: int) -> None:
-    for result in run_ranks(whole, RANKS, name, stage):
-        assert result["distance"] <= 1e-12
+def test_optimizers_that_look_at_whole_parameters_by_name(name: str, stage: int, ranks: int) -> None:
+    found = run_ranks(whole, ranks, name, stage)
+    assert all(result["distance"] <= 1e-12 for result in found)
+    assert name != "lamb" or not stage or any(result["split"] for result in found)  # shards end inside parameters
 
 
 def refused_muon() -> None:
