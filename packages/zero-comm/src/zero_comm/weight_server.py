@@ -40,9 +40,9 @@ class WeightServerClient:
     """Drives a server over HTTP, by the routes of a vLLM server.
 
     ``url``: its address, as "http://127.0.0.1:8000". ``timeout``: seconds that one call may take: finding the host's
-    address, connecting, TLS and the answer together. No proxy is used, and no redirection followed. Raises ValueError for another kind of address. Calls raise
-    `PeerError`, which names the server and the call, when the server refuses one, cannot be reached, gives no answer in
-    time, or gives one that is not HTTP.
+    address, connecting, TLS and the answer together. No proxy is used, and no redirection followed. Raises ValueError
+    for another kind of address. Calls raise `PeerError`, which names the server and the call, when the server refuses
+    one, cannot be reached, gives no answer in time, or gives one that is not HTTP.
     """
 
     def __init__(self, url: str, timeout: float = 300.0) -> None:
@@ -206,7 +206,8 @@ class ServerCall:
         return bool(wait([self._answer], seconds).done)
 
     def result(self) -> Any:
-        """Wait until the call has returned; return its answer. Raises what it raised, and `PeerError` when its time is over."""
+        """Wait until the call has returned; return its answer. Raises what it raised, and `PeerError` when its
+        time is over."""
         if not self.is_done(max(0.0, self._deadline - time.monotonic())):
             raise PeerError(f"the server did not answer {self._name} in {self._timeout:g} s. {_ADVICE}.")
         return self._answer.result()

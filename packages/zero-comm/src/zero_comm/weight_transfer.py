@@ -9,8 +9,8 @@ broadcast; if any rank wants slices, each rank is sent what it wants, in one mes
 [Note: the trainer's ranks] All ranks of the trainer iterate over the buckets and meet before the next one and after the
 last. So everything that can fail on the sender alone comes between its first bucket and that last meeting: connecting,
 ``start_weight_update`` and ``finish_weight_update`` too. What fails there is thrown into the iterator, if it is a
-generator, and given to the ``stop`` of the last bucket, which reaches the engine through any wrapper (``map``, a progress
-bar): the others are told.
+generator, and given to the ``stop`` of the last bucket, which reaches the engine through any wrapper (``map``, a
+progress bar): the others are told.
 """
 
 from __future__ import annotations

@@ -231,8 +231,7 @@ def connected_in_vain(stage: int, wrapper: str) -> tuple[str, list[int]]:
     kept = WRAPPERS[wrapper](engine.iter_full_weights(1))
     said = outcome(lambda: sender.send(kept))
     held.append(engine.partition.memory()["gathered parameters"])
-    train(engine, 0, 1)
-    del kept
+    train(engine, 0, 1)  # while the script keeps the iterator
     return said, held
 
 

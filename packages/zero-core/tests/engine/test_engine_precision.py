@@ -160,7 +160,7 @@ def buffers(
     buffer_dtype: str | None = None,
 ) -> dict[str, Any]:
     torch.manual_seed(torch.distributed.get_rank())  # ranks differ before initialize, and not after
-    settings = {**without(config(stage), "data_types"), mode: {"enabled": True}, "data_types": {"buffer_dtype": buffer_dtype}}
+    settings = {**config(stage), mode: {"enabled": True}, "data_types": {"buffer_dtype": buffer_dtype}}
     built_inside = stage == 3 and held is torch.float32 and not statistics
     with zero_core.Init(settings) if built_inside else nullcontext():
         model = WithBuffers(statistics).to(held)
@@ -213,7 +213,8 @@ class Scaled(nn.Module):
 def test_a_wider_buffer_that_makes_torch_refuse_is_named_with_the_key_that_casts_it(mode: str, alone: None) -> None:
     settings = {**without(config(1), "data_types"), mode: {"enabled": True}}
     engine = zero_core.initialize(model=Scaled(), config=settings)[0]
-    with pytest.raises(PartitionError, match=r"forward of 'block' \(Linear\).*buffer 'scale' is torch.float32") as raised:
+    words = r"forward of 'block' \(Linear\).*buffer 'scale' is torch.float32"
+    with pytest.raises(PartitionError, match=words) as raised:
         engine(torch.ones(2, 4, dtype=HALF[mode]))
     assert f'data_types.buffer_dtype to "{mode}"' in str(raised.value)
 

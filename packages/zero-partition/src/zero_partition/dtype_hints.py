@@ -41,9 +41,7 @@ def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
             raise
         name = next(name for name, known in model.named_modules() if known is module)
         what = f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-        raise PartitionError(
-            f"forward of {what}: its parameters are {own}, and {cause} torch says: {error}"
-        ) from error
+        raise PartitionError(f"forward of {what}: its parameters are {own}, and {cause} torch says: {error}") from error
 
 
 def _by_inputs(given: torch.dtype | None, own: torch.dtype) -> str:

@@ -43,10 +43,11 @@ def share_buffers(
     """Move buffers and the ``replicated`` parameters to ``device``, with rank 0's values. Collective.
 
     Buffers keep their dtype, unless ``policy`` has one for them. Those in ``kept_fp32`` keep theirs always, but running
-    statistics among them become float32, as their layers' parameters do. Names are the model's. One buffer under several names stays one, and buffers that share memory share
-    it afterwards; if one of them is kept, all are. A buffer that has to change is replaced in its modules. Raises
-    `PartitionError`, naming two, for buffers of different dtypes that share memory and cannot stay where they are, and
-    as `copy_values` for an expanded buffer that rank 0's values do not fit.
+    statistics among them become float32, as their layers' parameters do. Names are the model's. One buffer under
+    several names stays one, and buffers that share memory share it afterwards; if one of them is kept, all are. A
+    buffer that has to change is replaced in its modules. Raises `PartitionError`, naming two, for buffers of different
+    dtypes that share memory and cannot stay where they are, and as `copy_values` for an expanded buffer that rank 0's
+    values do not fit.
     """
     buffers = _buffers(model)
     moved: dict[int, torch.Tensor] = {}

@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"zero-report {__version__}")
     made.add_argument("record", type=Path, help='the folder of "run_record"')
-    made.add_argument("-o", "--output", type=Path, metavar="FILE", help="or a folder (default: report.html in the record)")
+    made.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="or a folder (default: report.html in the record)"
+    )
     made.add_argument("--open", action="store_true", help="open the page in a browser")
     made.add_argument("--compare", type=Path, metavar="OTHER", help="the record of another run, shown beside this one")
     made.add_argument("--perfetto", type=Path, metavar="FILE", help="write the spans of all ranks for ui.perfetto.dev")
