@@ -21,7 +21,7 @@ from zero_launch.compat import shutdown_timeout
 from zero_launch.desync import FlightRecord, Watcher, abandoned, explain
 from zero_launch.orders import END
 from zero_launch.presence import HostPresence, Presence
-from zero_launch.processes import end_job, exit_status, kill_those_ignoring, wait_for_helpers
+from zero_launch.processes import await_exiting, end_job, exit_status, kill_those_ignoring, wait_for_helpers
 from zero_launch.rank_ends import describe_outcome, failure_of
 from zero_launch.rank_files import RankFiles, RankStatus
 from zero_launch.repeated_failures import RepeatedFailures
@@ -349,7 +349,9 @@ class Agent(LocalElasticAgent):
             return
         self._stopping = True
         self._watcher.read()
+        await_exiting([record.pid for record in self._records if record.status is None])
         for record in self._records:
+            record.refresh()
             record.status_before_stop, record.end = record.status, read_end_file(record.folder)
             if record.end is not None and record.left_for is None:
                 record.left_for = self._files.orders.answer(record.rank)

@@ -29,8 +29,11 @@ END_FILE = "end.json"
 _POLL_SECONDS = 0.02
 _HELPER_SECONDS = 0.5
 _KILL_SECONDS = 2.0
-_THREADS, _EXIT_CODE = 16, 48
-"""Fields 20 and 52 of `/proc/PID/stat`, counted from the one after the state."""
+_FLAGS, _THREADS, _EXIT_CODE = 5, 16, 48
+"""Fields 9, 20 and 52 of `/proc/PID/stat`, counted from the one after the state."""
+_EXITING = 0x4
+"""Among the flags: the kernel has begun to end the process (PF_EXITING)."""
+_EXITING_SECONDS = 2.0
 
 
 def exit_status(pid: int) -> int | None:
@@ -52,12 +55,34 @@ def ended_status(pid: int) -> int | None:
     The child disappears, and its pid may be reused, only once its parent has reaped it or has ended.
     """
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
+        state, *fields = _stat_of(pid)
     except (FileNotFoundError, ProcessLookupError):
         return -signal.SIGKILL
     threads, status = int(fields[_THREADS]), int(fields[_EXIT_CODE])
     return os.waitstatus_to_exitcode(status) if state in "ZX" and threads <= 1 else None
+
+
+def await_exiting(pids: Collection[int]) -> None:
+    """Wait until those of ``pids`` that the kernel has begun to end are over, 2 s at most. It closes their connections,
+    at which others fail, some time before it shows their exit status."""
+    end = time.monotonic() + _EXITING_SECONDS
+    while any(map(_is_exiting, pids)) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_exiting(pid: int) -> bool:
+    """Return whether the kernel has begun to end a process that has no exit status yet."""
+    try:
+        return ended_status(pid) is None and bool(int(_stat_of(pid)[1 + _FLAGS]) & _EXITING)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the state of a process and the fields of `/proc/PID/stat` after it. Raises FileNotFoundError or
+    ProcessLookupError when there is no such process."""
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()
 
 
 def job_processes(job_id: str, rank_pids: Collection[int], spared: Collection[int] = ()) -> list[psutil.Process]:
