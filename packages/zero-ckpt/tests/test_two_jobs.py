@@ -24,6 +24,7 @@ from zero_ckpt import (
 )
 from zero_ckpt.cli import main
 from zero_ckpt.commit import sweep
+from zero_ckpt.manifest import MANIFEST_NAME
 from zero_ckpt.scripts import SCRIPT_NAME, leave_script
 
 JOB = """
@@ -96,6 +97,20 @@ def test_readers_during_a_replacement_see_one_checkpoint_or_the_other(tmp_path: 
     finally:
         writer.join()
     assert len(set(seen)) > 3 and seen == sorted(seen)
+
+
+def test_a_tag_that_is_saved_again_is_there_at_every_moment(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    manifest = tmp_path / "same" / MANIFEST_NAME
+    whole: list[bool] = []
+    sys.setprofile(lambda *event: whole.append(manifest.exists()))
+    try:
+        save(tmp_path, 2)
+    finally:
+        sys.setprofile(None)
+    assert all(whole) and len(whole) > 100
+    assert open_checkpoint(tmp_path).step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "same", "zero_to_fp32.py"]
 
 
 def test_a_checkpoint_that_is_gone_says_so_and_not_that_it_is_damaged(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 [Note: two-phase commit]
 A save writes into `<root>/.saving-<tag>.<token>` and renames that directory to `<tag>` when every file in it, the
-manifest last, is on disk. A tag that exists already is first renamed to `.replaced-<tag>.<token>`; if the process dies
-between the two renames, readers use the replaced directory and the next save puts it back. Names that start with a
-period are never taken for checkpoints; those without the token of 12 hexadecimal digits are not this package's. The
+manifest last, is on disk. A tag that exists already exchanges names with it, in one instant, so that programs which know
+nothing of this, as DeepSpeed, find the one or the other. Where the file system cannot exchange names, the old one is
+first renamed to `.replaced-<tag>.<token>`; if the process dies before the second rename, readers use the replaced
+directory and the next save puts it back. Names that start with a period are never taken for checkpoints; those without
+the token of 12 hexadecimal digits are not this package's. The
 saver holds an advisory lock on its directory, which the kernel drops when it dies: a directory that no process locks is
 stale and is swept by the next save into the same root. Creating, renaming and sweeping happen under a lock on the root,
 so that several jobs may save into one root (see [Note: locks and forks]).
@@ -22,7 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from .durable import fsync_directory, make_directories
+from .durable import exchange, fsync_directory, make_directories
 from .errors import CheckpointError
 from .latest import is_tag
 from .locking import root_lock, try_lock, unlock_and_close
@@ -78,18 +80,22 @@ class Staging:
         `replace_existing` anything, and when the root stays locked for ten minutes.
         """
         target = self.root / self.tag
-        replaced = self.root / f"{_REPLACED}{self.tag}.{self.token}"
+        old = self.path
         fsync_directory(self.path)
         with root_lock(self.root):
             if exists(target):
                 if not replace_existing:
                     raise CheckpointError(f"{target} exists and is not replaced; save under another tag")
                 self._require_replaceable(target)
-                target.rename(replaced)
-            self.path.rename(target)
+                if not exchange(self.path, target):
+                    old = self.root / f"{_REPLACED}{self.tag}.{self.token}"
+                    target.rename(old)
+                    self.path.rename(target)
+            else:
+                self.path.rename(target)
             self._end()
             fsync_directory(self.root)
-            to_remove = set_for_removal(replaced) if exists(replaced) else None
+            to_remove = set_for_removal(old) if exists(old) else None
         if to_remove is not None:
             remove_tree(to_remove)
         return target
