@@ -17,8 +17,8 @@ from zero_ckpt.deepspeed_saving import save_deepspeed  # noqa: E402
 from zero_ckpt.torch import dtype_name, tensor_buffer  # noqa: E402
 
 
-def save(root: Path, stage: int, groups: Sequence[Sequence[str]], **tensors: torch.Tensor) -> Path:
-    """Save four steps of these flat parameters; of those in `groups`, or that are named `was_…`, with moments."""
+def save(root: Path, stage: int, groups: Sequence[Sequence[str]], step: int = 4, **tensors: torch.Tensor) -> Path:
+    """Save ``step`` steps of these flat parameters; of those in `groups`, or that are named `was_…`, with moments."""
     intervals = []
     for name, tensor in tensors.items():
         kinds = ["param", "exp_avg"] if name.startswith("was_") or any(name in group for group in groups) else ["param"]
@@ -36,10 +36,10 @@ def save(root: Path, stage: int, groups: Sequence[Sequence[str]], **tensors: tor
         left_out=frozenset(),
         scaler=ConstantScaler(cur_scale=1.0, dynamic=False),
         optimizer={},
-        model={"global_steps": 4},
+        model={"global_steps": step},
         beside={"ds_version": "0"},
     )
-    return save_deepspeed(root, "global_step4", intervals, lambda checkpoint: form, step=4)
+    return save_deepspeed(root, f"global_step{step}", intervals, lambda checkpoint: form, step=step)
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .catalog import find_candidates
-from .commit import holds_checkpoint, replaced_directories, replaced_tag
+from .commit import holds_checkpoint
 from .conversion.archive import verify_archive
-from .conversion.deepspeed_folder import files_of, is_foreign
+from .conversion.deepspeed_folder import deepspeed_tags, files_of, is_foreign, step_of
 from .coordination import run_on_all_ranks
 from .errors import CheckpointError, DamagedError, ReplacedError
 from .foreign import ForeignCheckpoint, warn_of_missing_states
@@ -180,13 +180,13 @@ def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: 
     latest = _latest(root)
     if latest is not None and latest not in skipped and is_tag(latest) and _is_theirs(root, latest):
         return [True, latest, [], False]
-    theirs = [name for name in _their_tags(root) if name not in skipped]
+    theirs = [name for name in deepspeed_tags(root) if name not in skipped]
     if skipped and not theirs and not find_candidates(root):
         return None
     named = [] if no_own else first_choice(root, skipped)
     if not no_own and (not theirs or any(one.manifest is not None for one in named)):
         return [False, None, [], False]
-    options: list[tuple[int, bool, str]] = [(_step(root / name), True, name) for name in theirs]
+    options: list[tuple[int, bool, str]] = [(step_of(root / name), True, name) for name in theirs]
     if not no_own:
         own = (one for one in find_candidates(root) if one.manifest is not None and one.tag not in skipped)
         options += [(one.manifest.step, False, one.tag) for one in own if one.manifest is not None]
@@ -199,24 +199,6 @@ def _is_theirs(root: Path, name: str) -> bool:
     """Return whether a tag is a checkpoint of DeepSpeed, also where a save has moved it aside to replace it."""
     directory = find_directory(root, name)
     return directory is not None and is_foreign(directory)
-
-
-def _their_tags(root: Path) -> Iterator[str]:
-    """Yield the tags of DeepSpeed's directories in a root, and of those that a save has moved aside."""
-    if root.is_dir():
-        tags = (path for path in root.iterdir() if is_tag(path.name) and not path.is_symlink())
-        yield from (path.name for path in tags if is_foreign(path))
-        yield from (replaced_tag(path) for path in replaced_directories(root) if is_foreign(path))
-
-
-def _step(directory: Path) -> int:
-    """Return the step of one of DeepSpeed's directories; -1 where it cannot be read."""
-    from .conversion.deepspeed import open_model
-
-    try:
-        return open_model(directory).step()
-    except (CheckpointError, TypeError, ValueError, OverflowError):
-        return -1
 
 
 def _latest(root: Path) -> str | None:

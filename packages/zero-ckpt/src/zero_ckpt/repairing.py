@@ -17,7 +17,7 @@ from .commit import (
     sweep,
     tag_of,
 )
-from .conversion.deepspeed_folder import names_whole_deepspeed
+from .conversion.deepspeed_folder import deepspeed_tags, names_whole_deepspeed, step_of
 from .durable import fsync_directory
 from .errors import CheckpointError, NotFoundError
 from .latest import LATEST_NAME, is_tag, read_latest, require_replaceable, write_latest
@@ -37,8 +37,8 @@ def repair(
     Puts back a checkpoint that an interrupted save had moved aside and sweeps what interrupted saves left; renames
     checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
     checkpoint of the root holds one with the same checksum (its twin); renames what stays damaged to `.damaged-<tag>`;
-    and points `latest` at the newest whole checkpoint when it names none, be it of DeepSpeed. It changes no tensor of a
-    whole checkpoint, and no directory that was not written as a checkpoint. With `dry_run` nothing is
+    and points `latest` at the newest whole checkpoint, this package's or DeepSpeed's, when it names none. It changes no
+    tensor of a whole checkpoint, and no directory that was not written as a checkpoint. DeepSpeed's are only read. With `dry_run` nothing is
     changed: the sentences say what would be done, beginning with "would". `progress` is called with the number of bytes
     read since its last call.
 
@@ -46,7 +46,8 @@ def repair(
     CheckpointError when the root stays locked for ten minutes.
     """
     directory = Path(root)
-    require_root(directory)
+    if not any(deepspeed_tags(directory)):
+        require_root(directory)
     if dry_run:
         return _planned_repairs(directory, progress)
     done = [f"swept {path.name}" if not exists(path) else f"put back {path.name}" for path in sweep(directory)]
@@ -96,7 +97,7 @@ def _planned_repairs(root: Path, progress: Callable[[int], None] | None) -> list
             whole.add(names.get(path, path.name))
         else:
             done.append(f"would restore {path.name} from other checkpoints, or set it aside: {report.problems[0]}")
-    if whole and not _names_whole(root, whole):
+    if not _names_whole(root, whole) and (whole or _whole_of_deepspeed(root)):
         done.append("would point latest at the newest whole checkpoint")
     return done
 
@@ -179,18 +180,32 @@ def _names_whole(root: Path, whole: Collection[str]) -> bool:
     return named in whole or names_whole_deepspeed(root, named, checksums=True)
 
 
+def _whole_of_deepspeed(root: Path) -> tuple[int, str] | None:
+    """Return step and tag of the newest checkpoint of DeepSpeed of which nothing is missing or damaged; None without
+    one. Those that are newer, and it, are read in full."""
+    steps = sorted(((step_of(root / tag), tag) for tag in deepspeed_tags(root)), reverse=True)
+    whole = (found for found in steps if found[0] >= 0 and names_whole_deepspeed(root, found[1], checksums=True))
+    return next(whole, None)
+
+
 def _fix_latest(root: Path) -> list[str]:
     """Point `latest` at the newest whole checkpoint unless it names a whole one. Returns what was done as one sentence
     in a list, empty if nothing was.
 
     Does nothing without a whole checkpoint; where `latest` is a directory the sentence says that it was left.
     """
-    whole = [candidate.tag for candidate in find_candidates(root) if candidate.problem is None]
-    if not whole or _names_whole(root, whole):
+    own = [candidate for candidate in find_candidates(root) if candidate.problem is None]
+    if _names_whole(root, [candidate.tag for candidate in own]):
+        return []
+    steps = [(candidate.manifest.step, candidate.tag) for candidate in own[:1] if candidate.manifest is not None]
+    theirs = _whole_of_deepspeed(root)
+    if theirs is not None and (not steps or theirs[0] > steps[0][0]):
+        steps = [theirs]
+    if not steps:
         return []
     try:
         require_replaceable(root)
     except CheckpointError as error:
         return [f"left {LATEST_NAME}: {error}"]
-    write_latest(root, whole[0])
-    return [f"pointed latest at {whole[0]}"]
+    write_latest(root, steps[0][1])
+    return [f"pointed latest at {steps[0][1]}"]

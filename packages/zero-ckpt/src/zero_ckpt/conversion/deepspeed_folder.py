@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..commit import holds_checkpoint
+from ..commit import holds_checkpoint, replaced_directories, replaced_tag
 from ..errors import CheckpointError, DamagedError
 from ..latest import is_tag
 from .archive import verify_archive
@@ -14,6 +15,24 @@ from .sources import open_foreign
 def is_foreign(directory: Path) -> bool:
     """Return whether a directory holds model files of DeepSpeed and is no checkpoint of this package."""
     return directory.is_dir() and not holds_checkpoint(directory) and any(directory.glob("*model_states.pt"))
+
+
+def deepspeed_tags(root: Path) -> Iterator[str]:
+    """Yield the tags of DeepSpeed's directories in a root, and of those that a save has moved aside."""
+    if root.is_dir():
+        tags = (path for path in root.iterdir() if is_tag(path.name) and not path.is_symlink())
+        yield from (path.name for path in tags if is_foreign(path))
+        yield from (replaced_tag(path) for path in replaced_directories(root) if is_foreign(path))
+
+
+def step_of(directory: Path) -> int:
+    """Return the step of one of DeepSpeed's directories; -1 where it cannot be read, as without torch."""
+    try:
+        from .deepspeed import open_model
+
+        return open_model(directory).step()
+    except (CheckpointError, ImportError, TypeError, ValueError, OverflowError):
+        return -1
 
 
 def files_of(directory: Path) -> list[Path]:
