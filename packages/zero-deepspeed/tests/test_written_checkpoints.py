@@ -125,6 +125,23 @@ def test_frozen_tied_and_unused_parameters_and_buffers_come_back(stage: int, tmp
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stage", (1, 3))
+def test_frozen_parameters_that_are_left_out_are_not_listed_as_those_of_the_file(stage: int, tmp_path: Path) -> None:
+    engine = start(stage, build_parts(0), checkpoint=FORMAT)
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    found = torch.load(next((tmp_path / "global_step0").glob("*model_states.pt")), weights_only=True)
+    assert found["frozen_param_fragments"] is None and found["frozen_param_shapes"] is None
+    assert "blocks.0.weight" not in found["module"]
+    again = start(stage, build_parts(5))
+    kept = again.full_param(again.module.blocks[0].weight).clone()
+    again.load_checkpoint(tmp_path, load_module_strict=False)
+    assert torch.equal(again.full_param(again.module.blocks[0].weight), kept)
+    for block in ("blocks.1", "head"):
+        one, other = (e.module.get_submodule(block).weight for e in (engine, again))
+        assert torch.equal(engine.full_param(one), again.full_param(other))
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_is_not_asked_for_stays_as_it_is(tmp_path: Path) -> None:
     engine = start(2, fresh(0), checkpoint=FORMAT)
     train(engine, 0, 2)

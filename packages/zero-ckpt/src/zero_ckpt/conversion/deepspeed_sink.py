@@ -146,14 +146,15 @@ class _RankFiles:
         module.update({alias: module[name] for alias, name in source.aliases.items() if name in module})
         parts = [names for group in self._groups for names, _ in self._parts(group)]
         tied = source.aliases if self._rank == 0 else {}  # as there
+        excluded = any((name, "param") not in source.tensors for name in source.frozen or ())
         return {
             "module": module,
             "buffer_names": [name for name, kind in source.tensors if kind == "buffer" and name in module],
             "optimizer": None,
             "param_shapes": [OrderedDict((name, self._shape(name)) for name in names) for names in parts],
-            "frozen_param_shapes": OrderedDict((name, self._shape(name)) for name in frozen),
+            "frozen_param_shapes": None if excluded else OrderedDict((name, self._shape(name)) for name in frozen),
             "shared_params": {alias: name for alias, name in tied.items() if name in module},
-            "frozen_param_fragments": frozen,
+            "frozen_param_fragments": None if excluded else frozen,  # DeepSpeed takes every frozen one from a map
             "dp_world_size": self._ranks,
             **self._form.beside,
             **self._kept(dict(self._form.model)),
