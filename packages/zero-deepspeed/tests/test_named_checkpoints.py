@@ -66,6 +66,25 @@ def test_the_first_rank_looks_for_latest(tmp_path: Path) -> None:
     assert run_ranks(another_view_per_rank, 2, tmp_path) == [(None, None)] * 2
 
 
+@pytest.mark.parametrize("form", ("native", "deepspeed"))
+def test_checkpoints_without_a_latest_are_not_passed_over(
+    form: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(2, checkpoint={"format": form})
+    for step in range(2):
+        train(engine, step, step + 1)
+        engine.save_checkpoint(tmp_path, save_latest=False)
+    assert not (tmp_path / "latest").exists()
+    again = start(2, build(seed=7))
+    path, _ = again.load_checkpoint(tmp_path)
+    assert Path(str(path)).name == "global_step2" and again.global_steps == 2
+    assert f"no file 'latest' in {tmp_path} and no tag given: the newest checkpoint there is loaded" in caplog.text
+    for file in tmp_path.glob("global_step*/*"):
+        file.write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        again.load_checkpoint(tmp_path)
+
+
 def test_ranks_that_name_different_folders_share_the_first_one(tmp_path: Path) -> None:
     found = run_ranks(a_folder_per_rank, 2, tmp_path)
     for expected, resumed, _ in found:

@@ -115,6 +115,15 @@ def restore_any(
     return restore(root, fill, tag, coordinator=coordinator, opener=open_any, opened=opened)
 
 
+def holds_any(root: str | os.PathLike[str]) -> bool:
+    """Return whether `root` is or holds a checkpoint of either format, whole or not, so that `open_any` opens one or
+    raises DamagedError."""
+    directory = Path(root)
+    if holds_checkpoint(directory) or is_foreign(directory):
+        return True
+    return any(deepspeed_tags(directory)) or (directory.is_dir() and bool(find_candidates(directory)))
+
+
 def _open_theirs(
     root: Path,
     name: str | None,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_ckpt.any_format import holds_any
 from zero_core.errors import UsageError
 
 from .state_files import latest_universal
@@ -52,12 +54,21 @@ def agreed_place(
     return first, first_tag
 
 
-def newest_tags(engine: Engine, folder: str) -> tuple[bool, str | None]:
-    """Return whether ``folder`` has a file `latest`, and the tag that its `latest_universal` names, as the first rank
-    finds them: a save may replace them while ranks look. Collective."""
-    has_latest, universal = (Path(folder) / "latest").is_file(), latest_universal(folder)
-    first: list[Any] = _told(engine, "load_checkpoint", [has_latest, universal])[0]
-    return first[0], first[1]
+@dataclass(frozen=True)
+class Newest:
+    """The newest checkpoint of a folder, as the first rank finds it. ``has_latest``: there is a file `latest`.
+    ``universal``: the tag in `latest_universal`. ``has_any``: there is a checkpoint, be it damaged."""
+
+    has_latest: bool
+    universal: str | None
+    has_any: bool
+
+
+def newest(engine: Engine, folder: str) -> Newest:
+    """Return what the first rank finds in ``folder``, as a save may replace files while ranks look. Collective."""
+    has_latest = (Path(folder) / "latest").is_file()
+    found = [has_latest, latest_universal(folder), has_latest or holds_any(folder)]
+    return Newest(*_told(engine, "load_checkpoint", found)[0])
 
 
 def _told(engine: Engine, call: str, given: list[Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from zero_settings import Config
 
 from . import VERSION
 from .checkpoint_format import DeepSpeedWriter
-from .checkpoint_places import agreed_place, newest_tags
+from .checkpoint_places import agreed_place, newest
 from .client_state import from_plain, to_plain
 from .communication import get_world_group
 from .errors import UnsupportedError
@@ -283,18 +283,22 @@ class DeepSpeedEngine(nn.Module):
 
         ``load_dir/tag`` may also be a checkpoint that DeepSpeed wrote, universal or not, at any number of ranks.
         Without a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`,
-        the one of `latest_universal`; without either file it loads nothing and returns ``(None, None)``.
+        the one of `latest_universal`; without either file the newest whole checkpoint, with a warning, as a run whose
+        checkpoints are there must not begin anew (DeepSpeed loads nothing then). A folder without any checkpoint gives
+        ``(None, None)``, with a warning.
         Where ranks pass different folders or tags, the first rank's are used, as in `save_checkpoint`. Raises
         `zero_ckpt.CheckpointError` on every rank.
         """
         folder, tag = agreed_place(self.zero_engine, "load_checkpoint", load_dir, tag)
         if tag is None:
-            has_latest, universal = newest_tags(self.zero_engine, folder)
+            found = newest(self.zero_engine, folder)
             if self.resolved_config.checkpoint.load_universal:
-                tag = universal
-            if not has_latest and universal is None:
-                logger.warning("no file 'latest' in %s and no tag given: nothing was loaded", folder)
-                return None, None
+                tag = found.universal
+            if not found.has_latest and found.universal is None:
+                if not found.has_any:
+                    logger.warning("no checkpoint in %s: nothing was loaded", folder)
+                    return None, None
+                logger.warning("no file 'latest' in %s and no tag given: the newest checkpoint there is loaded", folder)
         path, client_state = self.zero_engine.load_checkpoint(
             folder,
             tag,
