@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,14 +11,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from zero_ckpt import CheckpointError, Interval, open_any  # noqa: E402
+from ranks import ThreadCoordinator, on_ranks  # noqa: E402
+
+from zero_ckpt import CheckpointError, DamagedError, Interval, open_any  # noqa: E402
 from zero_ckpt.conversion.deepspeed_pickle import ConstantScaler  # noqa: E402
 from zero_ckpt.conversion.deepspeed_sink import DeepSpeedForm  # noqa: E402
 from zero_ckpt.deepspeed_saving import save_deepspeed  # noqa: E402
 from zero_ckpt.torch import dtype_name, tensor_buffer  # noqa: E402
 
 
-def save(root: Path, stage: int, groups: Sequence[Sequence[str]], step: int = 4, **tensors: torch.Tensor) -> Path:
+def save(
+    root: Path,
+    stage: int,
+    groups: Sequence[Sequence[str]],
+    step: int = 4,
+    coordinator: ThreadCoordinator | None = None,
+    **tensors: torch.Tensor,
+) -> Path:
     """Save ``step`` steps of these flat parameters; of those in `groups`, or that are named `was_…`, with moments."""
     intervals = []
     for name, tensor in tensors.items():
@@ -25,6 +35,8 @@ def save(root: Path, stage: int, groups: Sequence[Sequence[str]], step: int = 4,
         for kind in kinds:
             data = tensor_buffer(tensor)
             intervals.append(Interval(name, kind, tuple(tensor.shape), dtype_name(tensor.dtype), 0, data))
+        if len(kinds) > 1:
+            intervals.append(Interval(name, "step.scalar", (), "F32", 0, struct.pack("<f", step)))
     form = DeepSpeedForm(
         stage=stage,
         groups=groups,
@@ -39,7 +51,7 @@ def save(root: Path, stage: int, groups: Sequence[Sequence[str]], step: int = 4,
         model={"global_steps": step},
         beside={"ds_version": "0"},
     )
-    return save_deepspeed(root, f"global_step{step}", intervals, lambda checkpoint: form, step=step)
+    return save_deepspeed(root, f"global_step{step}", intervals, lambda checkpoint: form, coordinator=coordinator, step=step)
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))
@@ -65,3 +77,20 @@ def test_states_of_parameters_that_were_frozen_later_are_told(
     caplog.clear()
     save(tmp_path, stage, [["a"]], a=torch.ones(4), always_frozen=torch.ones(4))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("stage", "kind"), ((1, "optim"), (3, "optim"), (3, "model")))
+def test_files_of_two_saves_in_one_folder_are_no_checkpoint(stage: int, kind: str, tmp_path: Path) -> None:
+    """As a save of DeepSpeed leaves them that dies while it writes a tag again."""
+
+    def part(group: ThreadCoordinator, root: Path, step: int) -> None:
+        mine = {"a": torch.ones(4)} if group.rank == 0 else {}
+        save(root, stage, [["a"]], step, group, **mine)
+
+    for root, step in ((tmp_path, 4), (tmp_path / "older", 3)):
+        on_ranks(2, lambda group, root=root, step=step: part(group, root, step))
+    assert open_any(tmp_path).step == 4
+    old = sorted((tmp_path / "older" / "global_step3").glob(f"*{kind}_states.pt"))
+    old[1].replace(tmp_path / "global_step4" / old[1].name)
+    with pytest.raises(DamagedError, match=f"rank_1.*{kind}_states.pt is of another save than .*rank_0.*3 instead of 4"):
+        open_any(tmp_path, "global_step4")

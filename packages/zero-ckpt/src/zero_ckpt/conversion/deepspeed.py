@@ -19,6 +19,7 @@ import torch
 from ..errors import CheckpointError, DamagedError, NotPlainDataError
 from ..plain import to_plain
 from ..types import MODEL_KINDS, numel
+from .one_save import require_one_save
 from .segments import Segment, SegmentedTensor, SegmentSource
 from .torch_file import StandIn, Stored, load_structure, scalar, stored
 
@@ -200,7 +201,7 @@ def _add_optimizers(
     """Add masters and optimizer state to `tensors`, from the ranks' files `paths`, whose contents are `states`.
 
     At stage 3 frozen parameters too. A master becomes the `param` where the model uses fp32. Raises DamagedError when
-    another number of ranks wrote the files.
+    another number of ranks wrote the files, or they are of two saves.
     """
     model = models[0]
     stage = _number(states[0].get("zero_stage", 1))
@@ -208,6 +209,7 @@ def _add_optimizers(
     expected = max(counts) if isinstance(counts, list) else counts
     if expected != len(paths):
         raise DamagedError(f"{paths[0].parent}: {len(paths)} optimizer files, {expected} ranks wrote it")
+    require_one_save([(each.path, each.data) for each in models], list(zip(paths, states, strict=True)))
     if stage >= 3:
         flats = _stage3(model, states, paths)
         add_frozen(tensors, models)

@@ -1,0 +1,68 @@
+"""Tell whether the files of a checkpoint of DeepSpeed, one or two per rank, are of one save.
+
+[Note: files of two saves]
+DeepSpeed writes the ranks' files into the tag's folder itself. A run that dies while it saves a tag again leaves files
+of two saves there, of the same names and sizes. What every rank writes alike tells them apart: counters, steps, and the
+loss scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import DamagedError
+from ..filing import read_at
+from ..types import ITEMSIZE
+from .torch_file import StandIn, scalar
+
+_OF_MODELS = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "param_shapes", "ds_version")
+_OF_OPTIMIZERS = ("zero_stage", "partition_count", "ds_version")
+_OF_SCALES = ("cur_scale", "cur_iter", "last_overflow_iter")
+
+
+def require_one_save(
+    models: Sequence[tuple[Path, Mapping[str, Any]]], optimizers: Sequence[tuple[Path, Mapping[str, Any]]]
+) -> None:
+    """Raise DamagedError, naming two files and what differs, unless the ranks' model files and their optimizers'
+    states, each with its file, are of one save."""
+    of_models = [(path, {key: data.get(key) for key in _OF_MODELS}) for path, data in models]
+    for found in (of_models, [(path, _facts(path, state)) for path, state in optimizers]):
+        for path, facts in found[1:]:
+            for key, value in facts.items():
+                first = found[0][1].get(key)
+                if value != first:
+                    values = "" if key == "param_shapes" else f": {value} instead of {first}"
+                    raise DamagedError(
+                        f"{path} is of another save than {found[0][0].name}, by its {key}{values}. A save that died "
+                        "while it wrote the tag again leaves that; load another tag"
+                    )
+
+
+def _facts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all ranks have alike in the state of an optimizer, whose file is `path`."""
+    facts = {key: _plain(path, state.get(key)) for key in _OF_OPTIMIZERS}
+    scaler = state.get("loss_scaler")
+    if isinstance(scaler, StandIn):
+        facts |= {f"loss scale ({key})": _plain(path, scaler.attributes.get(key)) for key in _OF_SCALES}
+    inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    groups = inner.get("state") if isinstance(inner, Mapping) else None
+    for number, held in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(held, Mapping):
+            facts[f"step of group {number}"] = _plain(path, held.get("step"))
+    return facts
+
+
+def _plain(path: Path, value: Any) -> Any:
+    """Return a value that can be compared: a tensor of one element of `path` as a number, an enum as its value."""
+    if isinstance(value, StandIn):
+        return value.arguments
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return value if isinstance(value, (str, int, float, list)) else None
+    held = scalar(value, path)
+    raw = bytearray(ITEMSIZE[held.dtype])
+    read_at(path, held.segments[0].begin, memoryview(raw), f"{path}: a number")
+    return torch.frombuffer(raw, dtype=value.dtype).item()
