@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from named_cases import WIDTH, Net, start, train
+from named_cases import WIDTH, Net, settings, start, train
 from test_foreign_checkpoints import HALF, OFFLOADED, HalfNet, continued, fresh
 from torch import nn
 
@@ -22,6 +22,7 @@ from zero_ckpt import CheckpointError, Interval, open_any, save_sharded
 from zero_ckpt.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zero_comm import run_ranks
 from zero_core.errors import UsageError
+from zero_deepspeed.initialization import initialize
 from zero_settings import ConfigError
 
 FORMAT = {"format": "deepspeed"}
@@ -122,6 +123,40 @@ def test_frozen_tied_and_unused_parameters_and_buffers_come_back(stage: int, tmp
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert torch.equal(found["tied.weight"], expected["head.weight"])
+
+
+class OddNames(torch.optim.Optimizer):
+    """Momentum, kept under names that a model's own tensors have in checkpoints."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    for number, key in enumerate(("buffer", "param", "master", "state"), 1):
+                        moment = state.setdefault(key, torch.zeros_like(parameter))
+                        moment.mul_(0.9).add_(parameter.grad, alpha=number)
+                        parameter.data.sub_(moment, alpha=group["lr"])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("form", ("native", "deepspeed"))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_states_under_the_names_of_other_tensors_come_back(form: str, dtype: str, tmp_path: Path) -> None:
+    def engine_of(seed: int) -> Any:
+        model = fresh(seed)
+        sections = {"checkpoint": {"format": form}, "zero_allow_untested_optimizer": True, **HALF[dtype]}
+        optimizer = OddNames(model.parameters(), {"lr": 0.01})
+        config = {key: value for key, value in settings(2, **sections).items() if key != "optimizer"}
+        return initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    engine = engine_of(0)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    losses = train(engine, 2, 4)
+    again = engine_of(7)
+    again.load_checkpoint(tmp_path)
+    assert train(again, 2, 4) == losses
 
 
 @pytest.mark.usefixtures("alone")

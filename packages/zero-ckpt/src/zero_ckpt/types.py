@@ -124,10 +124,18 @@ def is_optimizer_kind(kind: str) -> bool:
     return kind not in MODEL_KINDS and kind != STATE_KIND
 
 
+def state_kind(key: str) -> str:
+    """Return the kind under which optimizer state is stored: its key, with `.state` behind one that names another kind,
+    such as `buffer`."""
+    return key if is_optimizer_kind(key) else f"{key}.state"
+
+
 def state_key(kind: str) -> str:
     """Return the key of a state kind in the optimizer's state dict: `kind` without the suffix `.scalar`, under which
-    0-dimensional state may be stored."""
-    return kind.removesuffix(".scalar")
+    0-dimensional state may be stored, and without the one of `state_kind`."""
+    stem = kind.removesuffix(".scalar")
+    key = stem.removesuffix(".state")
+    return stem if is_optimizer_kind(key) else key
 
 
 def byte_view(data: Buffer) -> memoryview:

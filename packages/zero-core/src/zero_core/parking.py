@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from zero_ckpt.torch.state_kinds import by_kind
 from zero_offload import HostStore, NvmeStore, park, unpark
 from zero_partition import DeviceResidency, Partition, ShardedOptimizer, Unit
-from zero_partition.state_kinds import by_kind
 
 from .errors import UsageError
 from .offloading import Offloading

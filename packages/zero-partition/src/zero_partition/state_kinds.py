@@ -1,4 +1,5 @@
-"""Names (kinds) of values in an optimizer's state; ``history.list.0`` is the first value in the list ``history``."""
+"""Kinds (names) of values in an optimizer's state; ``history.list.0`` is the first value in the list ``history``, and
+``buffer.state`` the state ``buffer`` (see `zero_ckpt.types.state_kind`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,12 @@ from typing import Any
 
 import torch
 
+<<<<<<< HEAD:packages/zero-partition/src/zero_partition/state_kinds.py
 from .optimizer import ShardedOptimizer
+=======
+from zero_ckpt.types import state_key, state_kind
+from zero_partition import ShardedOptimizer
+>>>>>>> 12b4e996 (Optimizer states under the names of other kinds of tensors come back):packages/zero-core/src/zero_core/state_kinds.py
 
 _IN_A_LIST = re.compile(r"(.+)\.list\.(\d+)")
 _SINGLE = frozenset([torch.Tensor, bool, int, float])
@@ -17,8 +23,8 @@ _SINGLE = frozenset([torch.Tensor, bool, int, float])
 def by_kind(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of one parameter's state by kind; lists and tuples are flattened, None in them left out."""
     if _SINGLE.issuperset(map(type, state.values())):
-        return {str(key): kept for key, kept in state.items()}
-    return {kind: value for key, kept in state.items() for kind, value in _flattened(str(key), kept)}
+        return {state_kind(str(key)): kept for key, kept in state.items()}
+    return {state_kind(kind): value for key, kept in state.items() for kind, value in _flattened(str(key), kept)}
 
 
 def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,7 +33,7 @@ def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     lists: dict[str, dict[int, Any]] = {}
     for kind, value in values.items():
         if (found := _IN_A_LIST.fullmatch(kind)) is None:
-            state[kind] = value
+            state[state_key(kind)] = value
         else:
             lists.setdefault(found[1], {})[int(found[2])] = value
     held = with_lists({key: [kept[number] for number in sorted(kept)] for key, kept in lists.items()}) if lists else {}
@@ -39,8 +45,6 @@ def unsavable(optimizer: ShardedOptimizer | None) -> str:
     tensor nor number; empty if there is none."""
     for owned in () if optimizer is None else optimizer.fragments:
         state = optimizer.state_of(owned) if optimizer is not None else {}
-        if _SINGLE.issuperset(map(type, state.values())):
-            continue
         for kind, value in by_kind(state).items():
             if not isinstance(value, (torch.Tensor, bool, int, float)):
                 return f"'{kind}' of parameter '{owned.fragment.entry.name}' is a {type(value).__name__}"

@@ -18,7 +18,7 @@ import torch
 
 from ..errors import CheckpointError, DamagedError, NotPlainDataError
 from ..plain import to_plain
-from ..types import MODEL_KINDS, numel
+from ..types import MODEL_KINDS, numel, state_kind
 from .one_save import require_one_save
 from .segments import Segment, SegmentedTensor, SegmentSource
 from .torch_file import StandIn, Stored, load_structure, scalar, stored
@@ -253,7 +253,7 @@ def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str)
         raise CheckpointError("elastic optimizer states of early versions of DeepSpeed are not read")
     for kind, value in base[0]["state"].get(group, {}).items():
         if value is not None:  # torch's SGD without momentum
-            found[kind] = [part["state"][group][kind] for part in base]
+            found[state_kind(kind)] = [part["state"][group][kind] for part in base]
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..torch.buffers import dtype_name, tensor_buffer, torch_dtype
-from ..types import ITEMSIZE, is_optimizer_kind, numel, state_key
+from ..types import ITEMSIZE, is_optimizer_kind, numel, state_key, state_kind
 from .composed import ComposedSource, ComposedTensor, GivenTensor
 from .deepspeed_layout import (
     FlatGroup,
@@ -228,7 +228,7 @@ class _RankFiles:
                         f"{name!r}: state {kind!r} of shape {tuple(self._source.tensors[name, kind].shape)} is not "
                         "elementwise, so no checkpoint of DeepSpeed can hold it; save with checkpoint.format native"
                     )
-            state[key] = self._compose(f"{index}", key, flat, kinds, flat.numel)
+            state[key] = self._compose(f"{index}", state_kind(key), flat, kinds, flat.numel)
         return state
 
     def _number(self, key: str, kinds: Mapping[str, str]) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import DamagedError
+from ..types import state_kind
 from .deepspeed import Tensors, add_frozen, assemble, model_tensors, open_models, param_groups
 from .segments import SegmentSource
 from .torch_file import load_structure, scalar, stored
@@ -63,7 +64,7 @@ def _add(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: to
         tensor = value.get("param") if isinstance(value, Mapping) else value
         if not isinstance(tensor, torch.Tensor):
             raise DamagedError(f"{file} holds no tensor")
-        kind = file.stem
+        kind = state_kind(file.stem)
         if kind == "fp32":
             kind = "param" if used is None or used.dtype == torch.float32 else "master"
         tensors[folder.name, kind] = stored(tensor, file).whole(shape)

@@ -169,7 +169,7 @@ def _write_parameter(
     for stem, item in files.items():
         value = {"param": empty_tensor(item), "cat_dim": 0}
         template = FileTemplate(
-            folder / f"{stem}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]}
+            folder / f"{state_key(stem)}.pt", value, {"param": item}, lambda loaded: {"param": loaded["param"]}
         )
         write_filled(source, template, record, workers=1, progress=progress, overwrite=True)
     if step is not None:

@@ -10,7 +10,7 @@ import torch
 from ..errors import MismatchError
 from ..plain import to_plain
 from ..reader import Checkpoint
-from ..types import MODEL_KINDS, state_key
+from ..types import MODEL_KINDS, state_key, state_kind
 from .buffers import torch_dtype
 from .fill import Filler
 from .tree import decode, encode
@@ -55,8 +55,8 @@ def describe_optimizer(
             kinds, values = [], {}
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
-                    kinds.append(kind)
-                    tensors.append((name, kind, value))
+                    kinds.append(state_kind(kind))
+                    tensors.append((name, state_kind(kind), value))
                 else:
                     values[kind] = to_plain(value, f"{key}.state[{name!r}][{kind!r}]")
             state[name] = {"kinds": kinds, "values": values}

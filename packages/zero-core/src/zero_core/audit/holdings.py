@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from zero_ckpt.torch.state_kinds import by_kind
 from zero_partition import Unit
 from zero_partition.shared_storage import overlapping
-from zero_partition.state_kinds import by_kind
 
 from ..checkpoint.fragments import has_own_master, master_fragments
 from ..state import TrainingState

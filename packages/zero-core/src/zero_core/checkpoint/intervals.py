@@ -11,9 +11,9 @@ from torch import nn
 
 from zero_ckpt import CheckpointError, Interval
 from zero_ckpt.torch import Stager, dtype_name, tensor_buffer
+from zero_ckpt.torch.state_kinds import by_kind
 from zero_offload import Sealed
 from zero_partition import DeviceResidency, Fragment, OwnedFragment, Unit
-from zero_partition.state_kinds import by_kind
 
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments

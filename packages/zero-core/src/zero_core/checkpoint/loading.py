@@ -14,10 +14,10 @@ from torch import nn
 
 from zero_ckpt import Checkpoint, LoadReport, restore_any
 from zero_ckpt.torch import torch_dtype
+from zero_ckpt.torch.state_kinds import with_lists
 from zero_comm import Tag
 from zero_partition import DeviceResidency, OwnedFragment, Unit, gathered
 from zero_partition.model_buffers import copy_values
-from zero_partition.state_kinds import with_lists
 
 from ..state import TrainingState
 from .fragments import has_own_master, master_fragments, shard_fragments

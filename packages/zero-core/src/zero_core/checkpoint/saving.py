@@ -15,9 +15,9 @@ from torch import nn
 
 from zero_ckpt import AsyncSaver, CheckpointError, Coordinator, SoloCoordinator, save_sharded
 from zero_ckpt.torch import DistCoordinator, RngState
+from zero_ckpt.torch.state_kinds import unsavable
 from zero_comm import destroy_group
 from zero_offload import BudgetError, HostBudget
-from zero_partition.state_kinds import unsavable
 from zero_settings import absolute_path
 
 from ..errors import UsageError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import psutil
 import torch
 
+from zero_ckpt.torch.state_kinds import by_kind
 from zero_partition import DeviceResidency, storage_address
-from zero_partition.state_kinds import by_kind
 
 from ..compat import max_memory_allocated, memory_allocated
 from ..text import mebibytes, table
