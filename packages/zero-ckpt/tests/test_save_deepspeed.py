@@ -94,7 +94,5 @@ def test_files_of_two_saves_in_one_folder_are_no_checkpoint(stage: int, kind: st
     assert open_any(tmp_path).step == 4
     old = sorted((tmp_path / "older" / "global_step3").glob(f"*{kind}_states.pt"))
     old[1].replace(tmp_path / "global_step4" / old[1].name)
-    with pytest.raises(
-        DamagedError, match=f"rank_1.*{kind}_states.pt is of another save than .*rank_0.*3 instead of 4"
-    ):
+    with pytest.raises(DamagedError, match=f"rank_1.*{kind}_states.pt is of another save than .*rank_0.*3 inst"):
         open_any(tmp_path, "global_step4")

@@ -32,8 +32,8 @@ class Job:
     """``name``: of the result. ``raw``: also keep what DeepSpeed's optimizer holds on each rank.
 
     ``config``: laid over the default one. ``load``, ``save``: folders, None for neither.
-    ``options``: further arguments of `load_checkpoint`. ``first``, ``last``: the batches to train on, ``save_at``:
-    before which of them to save."""
+    ``options``, ``save_options``: further arguments of `load_checkpoint` and `save_checkpoint`.
+    ``first``, ``last``: the batches to train on, ``save_at``: before which of them to save."""
 
     name: str
     config: dict[str, Any]
@@ -44,6 +44,7 @@ class Job:
     save: str | None = None
     save_at: int | None = None
     options: dict[str, Any] | None = None
+    save_options: dict[str, Any] | None = None
     groups: int = 2
     seed: int = 0
     raw: bool = False
@@ -166,7 +167,7 @@ def do(job: Job, folder: Path) -> None:
     losses = []
     for number in range(job.first, job.last):
         if number == job.save_at:
-            engine.save_checkpoint(job.save, job.tag, client_state=CLIENT)
+            engine.save_checkpoint(job.save, job.tag, client_state=CLIENT, **(job.save_options or {}))
             result["saved"] = seen(engine, moments=moments)
             held |= {"saved": raw(engine)} if job.raw else {}
         losses.append(step(engine, number))

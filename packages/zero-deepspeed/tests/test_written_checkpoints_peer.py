@@ -149,6 +149,25 @@ def test_deepspeed_resumes_what_is_written_here(ranks: int, tmp_path: Path) -> N
         check_recovered_weights(tmp_path / "ours" / name)
 
 
+def test_deepspeed_resumes_without_frozen_parameters(tmp_path: Path) -> None:
+    names, folders = ("1-fp32", "3-fp32"), (tmp_path / "ours", tmp_path / "theirs")
+    for folder in folders:
+        folder.mkdir()
+    left_out = {"save_options": {"exclude_frozen_parameters": True}}
+    saved = {"first": 0, "last": LAST, "save_at": SAVED, **left_out}
+    jobs = [{"name": n, "config": {**CASES[n], **FORMAT}, "save": str(tmp_path / n), **saved} for n in names]
+    run(True, 2, folders[0], jobs)
+    loaded = {"first": SAVED, "last": LAST, "raw": True, "options": {"load_module_strict": False}}
+    back = [{"name": n, "config": CASES[n], "load": str(tmp_path / n), **loaded} for n in names]
+    run(False, 2, folders[1], back)
+    for name in names:
+        here, there = load(folders[0], name), load(folders[1], name)
+        assert there["path"] is not None and there["before"]["facts"] == here["saved"]["facts"]
+        masters = [key for key in here["saved"] if key.endswith(" master")]
+        assert masters and all(torch.equal(here["saved"][key], there["before"][key]) for key in masters)
+        assert there["losses"] == pytest.approx(here["losses"][SAVED:], rel=1e-6)
+
+
 def check_files(ours: Path, theirs: Path, ranks: int) -> None:
     """The same files, with the same content. DeepSpeed's stage 1 leaves frozen parameters out of their own entries, and
     its mappings under round_robin_gradients are those of parameters in another order than their elements have."""

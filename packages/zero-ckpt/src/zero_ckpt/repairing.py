@@ -38,9 +38,9 @@ def repair(
     checkpoints that were renamed or swapped to the tags they were saved as; rewrites a damaged slice when another
     checkpoint of the root holds one with the same checksum (its twin); renames what stays damaged to `.damaged-<tag>`;
     and points `latest` at the newest whole checkpoint, this package's or DeepSpeed's, when it names none. It changes no
-    tensor of a whole checkpoint, and no directory that was not written as a checkpoint. DeepSpeed's are only read. With `dry_run` nothing is
-    changed: the sentences say what would be done, beginning with "would". `progress` is called with the number of bytes
-    read since its last call.
+    tensor of a whole checkpoint, and no directory that was not written as a checkpoint. DeepSpeed's are only read.
+    With `dry_run` nothing is changed: the sentences say what would be done, beginning with "would". `progress` is
+    called with the number of bytes read since its last call.
 
     Raises NotFoundError when `root` holds no checkpoint, with the names of the roots below it if it holds some, and
     CheckpointError when the root stays locked for ten minutes.
