@@ -2,15 +2,14 @@
 
 [Note: two-phase commit]
 A save writes into `<root>/.saving-<tag>.<token>` and renames that directory to `<tag>` when every file in it, the
-manifest last, is on disk. A tag that exists already exchanges names with it, in one instant, so that programs that
-know nothing of this, as DeepSpeed, find the one or the other. Where the file system cannot exchange names, the old one is
+manifest last, is on disk. A tag that exists already exchanges names with it, in one instant, so that programs that know
+nothing of this, as DeepSpeed, find the one or the other. Where the file system cannot exchange names, the old one is
 first renamed to `.replaced-<tag>.<token>`; if the process dies before the second rename, readers use the replaced
 directory and the next save puts it back. Names that start with a period are never taken for checkpoints; those without
-the token of 12 hexadecimal digits are not this package's. The
-saver holds an advisory lock on its directory, which the kernel drops when it dies: a directory that no process locks is
-stale and is swept by the next save into the same root. Creating, renaming and sweeping happen under a lock on the root,
-so that several jobs may save into one root (see [Note: locks and forks]).
-Directories are removed under a name of their own, after the lock was given up.
+the token of 12 hexadecimal digits are not this package's. The saver holds an advisory lock on its directory, which the
+kernel drops when it dies: a directory that no process locks is stale and is swept by the next save into the same root.
+Creating, renaming and sweeping happen under a lock on the root, so that several jobs may save into one root (see
+[Note: locks and forks]). Directories are removed under a name of their own, after the lock was given up.
 """
 
 from __future__ import annotations
