@@ -101,7 +101,10 @@ class Saver:
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)
         begun = state.sizes.steps > 1 and parts.runtime.held_gradients.awaits_step
-        said = [state.counters.accumulated or int(begun), restructured(state, named), unsavable(state.optimizer)]
+        optimizer = state.optimizer
+        fragments = () if optimizer is None else optimizer.fragments
+        states = ((one.fragment.entry.name, optimizer.state_of(one)) for one in fragments if optimizer is not None)
+        said = [state.counters.accumulated or int(begun), restructured(state, named), unsavable(states)]
         said.append(parts.added.digest())
         choice = f"{'' if save_latest else ', without latest'}{', without frozen parameters' if exclude_frozen else ''}"
         answers = parts.runtime.agree("save", f"{root}/{tag}{choice}", said)

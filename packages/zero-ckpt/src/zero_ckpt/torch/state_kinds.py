@@ -4,17 +4,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-<<<<<<< HEAD:packages/zero-partition/src/zero_partition/state_kinds.py
-from .optimizer import ShardedOptimizer
-=======
-from zero_ckpt.types import state_key, state_kind
-from zero_partition import ShardedOptimizer
->>>>>>> 12b4e996 (Optimizer states under the names of other kinds of tensors come back):packages/zero-core/src/zero_core/state_kinds.py
+from ..types import state_key, state_kind
 
 _IN_A_LIST = re.compile(r"(.+)\.list\.(\d+)")
 _SINGLE = frozenset([torch.Tensor, bool, int, float])
@@ -40,14 +35,13 @@ def with_lists(values: Mapping[str, Any]) -> dict[str, Any]:
     return state | held
 
 
-def unsavable(optimizer: ShardedOptimizer | None) -> str:
-    """Return a description of the first value in this rank's optimizer states that a checkpoint cannot hold, neither
-    tensor nor number; empty if there is none."""
-    for owned in () if optimizer is None else optimizer.fragments:
-        state = optimizer.state_of(owned) if optimizer is not None else {}
+def unsavable(states: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return a description of the first value in ``states`` (a parameter's name and its state) that a checkpoint cannot
+    hold, neither tensor nor number; empty if there is none."""
+    for name, state in states:
         for kind, value in by_kind(state).items():
             if not isinstance(value, (torch.Tensor, bool, int, float)):
-                return f"'{kind}' of parameter '{owned.fragment.entry.name}' is a {type(value).__name__}"
+                return f"'{kind}' of parameter '{name}' is a {type(value).__name__}"
     return ""
 
 
