@@ -65,8 +65,7 @@ class ParkedStates:
             "optim_states": lambda: _optimizer_states(optimizer),
             "hp_params": lambda: ((u.name, u.master) for u in partition.units if u.master is not None),
             "lp_params": lambda: self._weights(partition),
-            "lp_grads": lambda: _gradients(partition),
-            "contiguous_grad_buffer": lambda: _gradients(partition),
+            **dict.fromkeys(("lp_grads", "contiguous_grad_buffer"), lambda: _gradients(partition)),
         }
         self._held = {
             f"{kind} of {name}, {number}": tensor
@@ -75,7 +74,11 @@ class ParkedStates:
             for number, (name, tensor) in enumerate(found[kind]())
             if tensor.untyped_storage().nbytes()
         }
-        self.nbytes = park(self._held, store)
+        try:
+            self.nbytes = park(self._held, store)
+        except BaseException:
+            self.bring_back()
+            raise
 
     def bring_back(self) -> None:
         """Move all states back to where they were, show hidden weights, close a store in files; idempotent."""
@@ -83,9 +86,8 @@ class ParkedStates:
         self._held.clear()
         if isinstance(self._store, NvmeStore):
             self._store.close()
-        for unit in self._shown:
-            unit.show()
-        self._shown.clear()
+        while self._shown:
+            self._shown.pop().show()
         if self._optimizer is not None:
             for owned in self._optimizer.fragments:
                 if kept := self._optimizer.state_of(owned):
@@ -108,9 +110,7 @@ class ParkedStates:
 def kinds_of(include: Iterable[Any] | None) -> set[str]:
     """Return the names in ``include`` (strings, or members of an enumeration); all of `KINDS` if it is None. Raises
     `UsageError` for a name that is not among them."""
-    if include is None:
-        return set(KINDS)
-    names = {str(getattr(item, "value", item)) for item in include}
+    names = set(KINDS) if include is None else {str(getattr(item, "value", item)) for item in include}
     unknown = sorted(names - set(KINDS))
     if unknown:
         raise UsageError(
@@ -131,5 +131,4 @@ def _optimizer_states(optimizer: ShardedOptimizer | None) -> Iterator[tuple[str,
 def _gradients(partition: Partition) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (unit, tensor) of the gradient buffers on the device."""
     for gradients in partition.runtime.gradients.values():
-        for tensor in gradients.tensors():
-            yield gradients.unit.name, tensor
+        yield from ((gradients.unit.name, tensor) for tensor in gradients.tensors())

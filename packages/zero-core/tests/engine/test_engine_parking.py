@@ -55,6 +55,27 @@ def test_training_goes_on_from_parked_states_as_if_nothing_had_happened(
         assert "reload_states" in ours["refused"] and "reload_states" in ours["twice"]
 
 
+def refused_while_an_array_is_held(stage: int, held: bool) -> tuple[str, dict[str, Any]]:
+    engine = start(stage, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 10**6})
+    train(engine, 0, 2)
+    array = next(engine.module.parameters()).detach().numpy() if held else None
+    message = outcome(engine.offload_states) if array is not None else ""
+    train(engine, 2, 4)
+    facts = {name: value.tolist() for name, value in weights(engine).items()}
+    engine.destroy()
+    return message, facts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_training_goes_on_after_states_could_not_be_parked(stage: int) -> None:
+    expected = run_ranks(refused_while_an_array_is_held, RANKS, stage, False)
+    for (message, ours), (_, theirs) in zip(
+        run_ranks(refused_while_an_array_is_held, RANKS, stage, True), expected, strict=True
+    ):
+        assert "cannot be freed" in message
+        assert ours == theirs
+
+
 def gathered_after_parking(stage: int) -> tuple[int, int]:
     engine = start(stage, **BF16)
     train(engine, 0, 2, torch.bfloat16)
