@@ -124,9 +124,10 @@ def saved(name: str, stage: int, offload: dict[str, Any], folder: str) -> None:
     engine.destroy()
 
 
-def resumed(name: str, stage: int, offload: dict[str, Any], folder: str) -> dict[str, torch.Tensor]:
+def resumed(name: str, stage: int, offload: dict[str, Any], folder: str, begun: bool = True) -> dict[str, torch.Tensor]:
     engine, _ = start(name, stage, offload)
-    train(engine, 0, 1)  # leaves states that must not survive
+    if begun:
+        train(engine, 0, 1)  # leaves states that must not survive
     engine.load_checkpoint(folder)
     train(engine, HALF, STEPS)
     found = values(engine)
@@ -193,6 +194,18 @@ def test_momentum_of_optimizers_that_count_no_steps_is_loaded_on_a_tier(name: st
     run_ranks(saved, 2, name, 2, {"device": "none"}, str(tmp_path / "saved"))
     for tier, offload in tiers(tmp_path / "drive").items():
         for parameter, value in run_ranks(resumed, 2, name, 2, offload, str(tmp_path / "saved"))[0].items():
+            assert (value - expected[parameter]).abs().max() < 1e-12, (tier, parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "ranks"), [(name, 1 + i % 3, 1 + i // 3 % 3) for i, name in enumerate(OPTIMIZERS)]
+)
+def test_a_new_engine_goes_on_from_their_checkpoints(name: str, stage: int, ranks: int, tmp_path: Path) -> None:
+    expected = plain(name)
+    for tier, offload in tiers(tmp_path / "drive").items():
+        run_ranks(saved, ranks, name, stage, offload, str(tmp_path / tier))
+        found = run_ranks(resumed, ranks, name, stage, offload, str(tmp_path / tier), False)[0]
+        for parameter, value in found.items():
             assert (value - expected[parameter]).abs().max() < 1e-12, (tier, parameter)
 
 

@@ -34,13 +34,14 @@ class ProbedStates:
 def copy_of(optimizer: torch.optim.Optimizer, params: list[torch.Tensor], group: Mapping[str, Any]) -> Any:
     """Return a copy of ``optimizer``, with its attributes but without states and hooks, over ``params`` in one param
     group with the options of ``group``."""
-    made = copy.copy(optimizer)
-    for name, value in vars(optimizer).items():  # torch copies none of an optimizer's own attributes
-        if name not in _OF_SCHEDULES and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
-            made.__dict__.setdefault(name, copy.copy(value))
-    made.state = defaultdict(dict)
     options = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-    made.param_groups = [{**options, "params": params}]
+    own = {"state": defaultdict(dict), "param_groups": [{**options, "params": params}]}
+    made: Any = type(optimizer).__new__(type(optimizer))
+    made.__setstate__({**optimizer.__getstate__(), **own})  # torch looks at the states, which a tier may not show now
+    for name in vars(optimizer).keys() - vars(made).keys() - _OF_SCHEDULES:  # torch copies none of its own attributes
+        value = vars(optimizer)[name]
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+            setattr(made, name, copy.copy(value))
     return made
 
 
