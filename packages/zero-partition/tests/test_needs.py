@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from zero_optim_kernels.torch import CPUAdamW
 from zero_partition import PartitionError
-from zero_partition.needs import Need, need_of, refuse_unusable
+from zero_partition.needs import Need, need_of, refuse_on_tier, refuse_unusable
 
 MUON = [] if torch.__version__ < (2, 9) else [torch.optim.Muon]  # came with torch 2.9
 
@@ -170,10 +170,13 @@ class LineSearch(SignDescent):
         super().step()
 
 
+@pytest.mark.parametrize("refuse", [refuse_unusable, refuse_on_tier])
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.SparseAdam, DerivedLBFGS, LineSearch])
-def test_what_no_engine_can_run_is_refused_by_name(make: Callable[[Any], Optimizer]) -> None:
+def test_what_no_engine_can_run_is_refused_by_name(
+    make: Callable[[Any], Optimizer], refuse: Callable[[Optimizer], None]
+) -> None:
     with pytest.raises(PartitionError, match=f"{make.__name__} cannot run in an engine"):  # type: ignore[attr-defined]
-        refuse_unusable(make(parameters()))
+        refuse(make(parameters()))
 
 
 class LBFGS(DeclaredDescent):

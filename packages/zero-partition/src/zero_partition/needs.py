@@ -112,7 +112,8 @@ def refuse_unusable(optimizer: Optimizer) -> None:
 
 def refuse_on_tier(optimizer: Optimizer) -> None:
     """Raise `PartitionError` for an optimizer that a tier (offload_optimizer) cannot run, as it has to see more than
-    fragments of parameters: full ones, norms of them, or the whole model."""
+    fragments of parameters: full ones, norms of them, or the whole model; and for one that no engine can run."""
+    refuse_unusable(optimizer)
     kind = type(optimizer).__name__
     if need_of(optimizer) is not Need.ELEMENTS or isinstance(optimizer, NormOptimizer):
         raise PartitionError(
