@@ -10,7 +10,7 @@ import pytest
 import torch
 from shards import FRAGMENTS, Lender, gradient, one_step, plans, same_states, states_of
 
-from zero_offload import OffloadedUpdate, TierOptions
+from zero_offload import OffloadedUpdate, OffloadError, TierOptions
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -204,3 +204,64 @@ def test_numbers_of_a_step_that_failed_are_forgotten() -> None:
         one_step(update, 1, absent={"embedding"})
         assert update.numbers("embedding") == fresh
         assert update.numbers("matrix") != fresh
+
+
+class Replacing(torch.optim.Optimizer):
+    """SGD that gives the parameter new memory."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_masters_keep_what_a_step_puts_into_other_memory(tier: str, tmp_path: Path) -> None:
+    found = []
+    for make in (Replacing, lambda params: torch.optim.SGD(params, lr=0.1, foreach=False)):
+        lender = Lender(torch.bfloat16)
+        with made(make, lender, torch.bfloat16, in_six_slices(tier, tmp_path)) as update:
+            for step in range(4):
+                one_step(update, step)
+            found.append((lender.flat(), {name: state["master"] for name, state in states_of(update).items()}))
+    assert torch.equal(found[0][0], found[1][0])
+    assert all((found[0][1][name] - master).abs().max() < 1e-6 for name, master in found[1][1].items())
+
+
+class Late(torch.optim.Optimizer):
+    """SGD that keeps an average from its step ``begin`` on."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, begin: int) -> None:
+        super().__init__(params, {"begin": begin})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    if state["step"] >= group["begin"]:
+                        state.setdefault("average", p.clone()).lerp_(p, 0.1)
+                    p.sub_(p.grad, alpha=0.1)
+
+
+def test_a_state_that_begins_in_the_second_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="Late makes 'average' in its second step"):
+        made(lambda params: Late(params, 2), Lender(torch.float32), torch.float32)
+
+
+def test_a_state_that_begins_later_is_an_error_in_that_step() -> None:
+    with made(lambda params: Late(params, 3), Lender(torch.float32), torch.float32) as update:
+        one_step(update, 0)
+        one_step(update, 1)
+        with pytest.raises(OffloadError, match="Late has begun to keep 'average' in step 3"):
+            one_step(update, 2)

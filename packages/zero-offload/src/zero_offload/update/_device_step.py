@@ -73,6 +73,8 @@ class DeviceSteps:
                     parameter.grad = None
             for one, parameter in zip(spans, parameters, strict=True):
                 self._take_states(optimizer, one.span.fragment, parameter, tensors[one.number])
+                if one.span.fragment.keeps_master:
+                    _keep(parameter, tensors[one.number][MASTER])
                 (one.weights if self._device.type != "cpu" else one.out).view().copy_(parameter)
                 parameter.data = parameter.new_empty(0)
 
@@ -165,8 +167,20 @@ class DeviceSteps:
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
         """Copy the states that the optimizer has made itself into those of the span (``tensors``, by kind); states that
-        it updated in place need no copy. Keep its numbers for `commit`.
+        it updated in place need no copy. Keep its numbers for `commit`. OffloadError for a state that the probe of the
+        optimizer has not shown, which would be lost.
         """
+        if self._rule.make is not None:
+            known = {_STEP, *(kind.name for kind in fragment.moments), *self._rule.numbers(optimizer.param_groups[0])}
+            late = [
+                name for name, value in optimizer.state[parameter].items() if value is not None and name not in known
+            ]
+            if late:
+                raise OffloadError(
+                    f"'{fragment.name}': {self._rule.template.__name__} has begun to keep '{late[0]}' in step "
+                    f"{fragment.step + 1}, for which a tier has no room: have step() make all it keeps of a parameter "
+                    "in the parameter's first step"
+                )
         if names := self._rule.numbers(optimizer.param_groups[0]).keys():
             held = optimizer.state[parameter]
             self._numbers[fragment] = {name: number_tensor(held[name]).detach().cpu().clone() for name in names}
@@ -175,3 +189,11 @@ class DeviceSteps:
             if own is not tensors[kind.name]:
                 tensors[kind.name].copy_(own)
                 optimizer.state[parameter][kind.name] = None
+
+
+def _keep(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    """Copy the values of ``parameter`` to ``master``, of the same shape, unless they are there: ``p.data = …`` in a step
+    puts them elsewhere.
+    """
+    if parameter.data_ptr() != master.data_ptr():
+        master.copy_(parameter)

@@ -62,21 +62,25 @@ def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     """Return what ``optimizer`` keeps of a parameter with the options of the param group ``group``.
 
     ValueError for an optimizer that a tier cannot step: it fails, keeps other values than ``step``, numbers and tensors
-    of the parameter's shape and dtype, or changes its attributes or its param group in a step.
+    of the parameter's shape and dtype, makes some of them later than in its first step, or changes its attributes or its
+    param group in a step.
     """
     kind = type(optimizer).__name__
     parameter = nn.Parameter(torch.linspace(-1.0, 1.0, _ELEMENTS))
     probe = copy_of(optimizer, [parameter], group)
     before = _own_values(probe)
     try:
-        for _ in range(2):
-            parameter.grad = parameter.detach().cos()
-            plain_step(probe)
+        first, second = _kept_after_step(probe, parameter), _kept_after_step(probe, parameter)
     except Exception as error:
         raise ValueError(f"{kind} failed on a small probe: {error}") from error
     changed = sorted(name for name, value in _own_values(probe).items() if before.get(name, probe) != value)
     if changed:
         raise ValueError(f"{kind} changes '{changed[0]}' in a step, which the slices of a tier would do several times")
+    if late := sorted(second - first):
+        raise ValueError(
+            f"{kind} makes '{late[0]}' in its second step, not in the first, where a tier makes all that it keeps of a "
+            "parameter"
+        )
     moments: list[str] = []
     numbers: dict[str, Any] = {}
     for name, value in probe.state[parameter].items():
@@ -91,6 +95,13 @@ def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     if count is not None and float(count) != 2.0:
         raise ValueError(f"{kind} keeps a 'step' of {float(count)} after two steps, which a tier counts itself")
     return ProbedStates(tuple(moments), numbers, count)
+
+
+def _kept_after_step(probe: Any, parameter: nn.Parameter) -> set[str]:
+    """Step ``probe``, an optimizer over ``parameter``; return the names of what it keeps of the parameter now."""
+    parameter.grad = parameter.detach().cos()
+    plain_step(probe)
+    return {name for name, value in probe.state[parameter].items() if value is not None}
 
 
 def _own_values(optimizer: Any) -> dict[str, Any]:
