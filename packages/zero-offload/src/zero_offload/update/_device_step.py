@@ -192,8 +192,8 @@ class DeviceSteps:
 
 
 def _keep(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    """Copy the values of ``parameter`` to ``master``, of the same shape, unless they are there: ``p.data = …`` in a step
-    puts them elsewhere.
+    """Copy the values of ``parameter`` to ``master``, of the same shape, unless they are there: ``p.data = …`` in a
+    step puts them elsewhere.
     """
     if parameter.data_ptr() != master.data_ptr():
         master.copy_(parameter)

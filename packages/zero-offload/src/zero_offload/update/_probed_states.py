@@ -62,8 +62,8 @@ def probe_states(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> 
     """Return what ``optimizer`` keeps of a parameter with the options of the param group ``group``.
 
     ValueError for an optimizer that a tier cannot step: it fails, keeps other values than ``step``, numbers and tensors
-    of the parameter's shape and dtype, makes some of them later than in its first step, or changes its attributes or its
-    param group in a step.
+    of the parameter's shape and dtype, makes some of them later than in its first step, or changes its attributes or
+    its param group in a step.
     """
     kind = type(optimizer).__name__
     parameter = nn.Parameter(torch.linspace(-1.0, 1.0, _ELEMENTS))
