@@ -206,6 +206,25 @@ def test_numbers_of_a_step_that_failed_are_forgotten() -> None:
         assert update.numbers("matrix") != fresh
 
 
+def test_a_moment_that_was_not_written_with_the_others_is_an_error_and_no_zero() -> None:
+    with made(torch.optim.Rprop, Lender(torch.float32), torch.float32) as update:
+        one_step(update, 0)
+        saved = states_of(update)
+        update.reset()
+        update.write({name: {"prev": state["prev"]} for name, state in saved.items()})
+        with pytest.raises(OffloadError, match="Rprop keeps 'step_size', which the states that were loaded or written"):
+            one_step(update, 1)
+        update.clear_gradients()
+        update.reset()
+        for kind in ("prev", "step_size"):  # one after the other
+            update.write({name: {kind: state[kind]} for name, state in saved.items()})
+        one_step(update, 1)
+        update.write({name: {"prev": state["prev"]} for name, state in saved.items()})
+        update.restart(list(saved))
+        for step in (2, 3):
+            one_step(update, step)
+
+
 class Replacing(torch.optim.Optimizer):
     """SGD that gives the parameter new memory."""
 

@@ -134,6 +134,8 @@ class DeviceSteps:
             optimizer.state.pop(parameter, None)  # the optimizer makes its first states itself
             self._counted[parameter] = 1
             return
+        if self._rule.make is not None and fragment.unwritten:
+            raise self._lacks(fragment, min(fragment.unwritten))
         state, group = optimizer.state[parameter], optimizer.param_groups[0]
         begins_anew = self._rule.template is torch.optim.SGD and not fragment.has_moments
         for kind in fragment.moments:
@@ -153,11 +155,17 @@ class DeviceSteps:
         """
         kept = fragment.numbers.get(name)
         if kept is None:
-            raise OffloadError(
-                f"'{fragment.name}': {self._rule.template.__name__} keeps the number '{name}', which the states that "
-                "were loaded lack; load states of the same optimizer, or none"
-            )
+            raise self._lacks(fragment, name)
         return kept.to(where, like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(kept.item())
+
+    def _lacks(self, fragment: KeptFragment, name: str) -> OffloadError:
+        """Return the error for states of a fragment that were written without ``name``, whose first value only the
+        optimizer knows.
+        """
+        return OffloadError(
+            f"'{fragment.name}': {self._rule.template.__name__} keeps '{name}', which the states that were loaded or "
+            "written lack; load states of the same optimizer, or none, or write states after a step"
+        )
 
     def _take_states(
         self,

@@ -66,7 +66,8 @@ class KeptFragment:
 
     ``has_moments`` and ``has_master``: the tier holds them. ``weights_changed``: the weights that forward reads were
     changed from outside, so the master is out of date. ``numbers``: what torch's optimizer keeps beside (0-D tensors),
-    where it steps on the host; empty before its first step. ``keeps_master``: a master is needed, since the weights are
+    where it steps on the host; empty before its first step. ``unwritten``: moments that were not written when others
+    were, before the first step, and have an initial value. ``keeps_master``: a master is needed, since the weights are
     not updated in place. ``dtype``: that of the update. ``moments``: the kinds that belong to moments.
     """
 
@@ -78,6 +79,7 @@ class KeptFragment:
     has_master: bool = False
     weights_changed: bool = False
     numbers: dict[str, torch.Tensor] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)
     name: str = field(init=False)
     dtype: torch.dtype = field(init=False)  # of the update
     keeps_master: bool = field(init=False)  # the weights cannot be updated in place

@@ -137,7 +137,9 @@ def write_states(
                         fill_moments(rule, groups, span.fragment, tensors)
                     _write_span(span, tensors, states[span.fragment])
     for fragment, state in states.items():
+        missing = fragment.unwritten if fragment.has_moments else {kind.name for kind in fragment.moments}
         fragment.has_moments |= bool(set(state) - {MASTER, _STEP}) or bool(state.get(_STEP))
+        fragment.unwritten = missing - state.keys() if fragment.has_moments else set()
         if MASTER in state:
             fragment.has_master, fragment.weights_changed = True, False
         if _STEP in state:
@@ -174,5 +176,5 @@ def _write_span(span: FragmentSpan, tensors: Tensors, state: State) -> None:
 def forget_states(fragments: Sequence[KeptFragment]) -> None:
     """Mark the fragments as having no state and no steps taken; the tier's content is not touched."""
     for fragment in fragments:
-        fragment.step, fragment.numbers = 0, {}
+        fragment.step, fragment.numbers, fragment.unwritten = 0, {}, set()
         fragment.has_moments = fragment.has_master = fragment.weights_changed = False

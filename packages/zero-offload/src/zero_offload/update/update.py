@@ -352,7 +352,7 @@ class OffloadedUpdate:
         named = [self._fragment_named(name) for name in fragments]
         self.writes += 1
         for fragment in named:
-            fragment.step, fragment.has_moments, fragment.numbers = 0, False, {}
+            fragment.step, fragment.has_moments, fragment.numbers, fragment.unwritten = 0, False, {}, set()
 
     def reset(self) -> None:
         """Discard all states and step counts, also after a failed step; the next step starts from the weights.
