@@ -230,6 +230,9 @@ void bind_engine(py::module_& m) {
         .def("failure", &PyRequest::failure)
         .def("checksum", &PyRequest::checksum)
         .def("nbytes", [](const PyRequest& r) { return r.request_->nbytes(); })
+        .def("times", [](const PyRequest& r) {
+            return py::make_tuple(r.request_->started_at().count(), r.request_->ended_at().count());
+        })
         .def("notify", [](const PyRequest& r, int fd) { return r.request_->notify(fd); })
         .def("forget_notify", [](const PyRequest& r, int fd) { r.request_->forget_notify(fd); });
 

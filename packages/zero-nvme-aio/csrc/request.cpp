@@ -16,6 +16,8 @@ constexpr uint64_t kPastCachesFrom = 4 << 20;
 
 constexpr uint64_t kGuardedHashPiece = 32 << 10;
 
+std::chrono::nanoseconds now() { return std::chrono::steady_clock::now().time_since_epoch(); }
+
 }  // namespace
 
 Request::Request(OpKind kind, std::shared_ptr<File> file, std::vector<Segment> segments, uint64_t offset, bool checksum)
@@ -93,6 +95,7 @@ bool Request::hash(uint64_t position, uint64_t n) {
 
 bool Request::start(unsigned parts) {
     parts_.store(parts);
+    started_at_ = now();
     if (!file->request_started()) return false;
     if (kind == OpKind::write) write_epoch_ = file->write_started();
     return true;
@@ -104,6 +107,7 @@ void Request::finish_part() {
     // The file may be closed as soon as it counts no request, and the caller may free memory as soon as it sees `done`.
     file->request_finished();
     std::lock_guard<std::mutex> lock(mutex_);
+    ended_at_ = now();
     done_.store(true, std::memory_order_release);
     finished_.notify_all();
     for (const int fd : event_fds_) ring(fd);
@@ -127,6 +131,11 @@ bool Request::wait_for(std::chrono::nanoseconds timeout) {
 Failure Request::failure() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return failure_;
+}
+
+std::chrono::nanoseconds Request::ended_at() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ended_at_;
 }
 
 bool Request::notify(int event_fd) {

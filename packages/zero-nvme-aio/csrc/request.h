@@ -53,6 +53,9 @@ public:
     bool wait_for(std::chrono::nanoseconds timeout);
     void cancel() { fail({kCancelled, offset, nbytes(), 0}); }
     Failure failure() const;
+    // When it was submitted and when it ended, of the steady clock; the second is 0 until it is done.
+    std::chrono::nanoseconds started_at() const { return started_at_; }
+    std::chrono::nanoseconds ended_at() const;
     // Writes to the eventfd when the request is done; false (and nothing is kept) when it already is.
     bool notify(int event_fd);
     void forget_notify(int event_fd);
@@ -66,6 +69,7 @@ private:
     std::atomic<unsigned> parts_{0};
     std::atomic<bool> done_{false}, failed_{false};
     uint64_t write_epoch_ = 0;
+    std::chrono::nanoseconds started_at_{0}, ended_at_{0};
 
     mutable std::mutex mutex_;
     std::condition_variable finished_;

@@ -16,7 +16,7 @@ from ._request import Request
 from ._tensors import sync_folder
 from .errors import ChecksumError
 
-__all__ = ["CopyRange", "copy_file", "copy_ranges"]
+__all__ = ["CopyRange", "FileRange", "copy_file", "copy_ranges"]
 
 PAGE = 4096
 CHUNK_BYTES = 16 << 20
@@ -47,7 +47,8 @@ def copy_file(
         nbytes = reading.size
         try:
             with engine.open(scratch, "rw") as writing:
-                checksums = copy_ranges(engine, [CopyRange(reading, 0, writing, 0, nbytes)], progress=progress)
+                copied = CopyRange(FileRange(engine, reading, 0), FileRange(engine, writing, 0), nbytes)
+                checksums = copy_ranges([copied], progress=progress)
                 if sync:
                     engine.sync(writing)
                 if verify:
@@ -63,18 +64,23 @@ def copy_file(
     return nbytes
 
 
-class CopyRange(NamedTuple):
-    """`nbytes` to copy from `offset` (bytes) of one open file to `target_offset` of another."""
+class FileRange(NamedTuple):
+    """Bytes from `offset` of an open file on, which `engine` opened."""
 
-    source: File
+    engine: Engine
+    file: File
     offset: int
-    target: File
-    target_offset: int
+
+
+class CopyRange(NamedTuple):
+    """`nbytes` to copy from one place to another."""
+
+    source: FileRange
+    target: FileRange
     nbytes: int
 
 
 def copy_ranges(
-    engine: Engine,
     ranges: Sequence[CopyRange],
     *,
     chunk_bytes: int = CHUNK_BYTES,
@@ -88,7 +94,7 @@ def copy_ranges(
     its range; parts of the target are then written.
     """
     chunks = deque(chunk for copied in ranges for chunk in _chunks(copied, chunk_bytes))
-    largest = max((chunk.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
+    largest = max((chunk.source.offset % PAGE + chunk.nbytes for chunk in chunks), default=1)
     free = deque(memoryview(AlignedBuffer(largest)) for _ in range(CHUNKS))
     reads: deque[tuple[CopyRange, memoryview, memoryview, Request]] = deque()
     writes: deque[tuple[memoryview, int, Request]] = deque()
@@ -97,13 +103,15 @@ def copy_ranges(
         while chunks and free:
             chunk, buffer = chunks.popleft(), free.popleft()
             # At the same distance from a page boundary as in the file, so that direct I/O needs no copy.
-            piece = buffer[chunk.offset % PAGE :][: chunk.nbytes]
-            reads.append((chunk, buffer, piece, engine.read(chunk.source, piece, chunk.offset, checksum=True)))
+            engine, file, offset = chunk.source
+            piece = buffer[offset % PAGE :][: chunk.nbytes]
+            reads.append((chunk, buffer, piece, engine.read(file, piece, offset, checksum=True)))
         if reads and (len(writes) < CHUNKS // 2 or not writes):
             chunk, buffer, piece, request = reads.popleft()
             request.wait()
             checksums.append(request.checksum)
-            writes.append((buffer, chunk.nbytes, engine.write(chunk.target, piece, chunk.target_offset)))
+            engine, file, offset = chunk.target
+            writes.append((buffer, chunk.nbytes, engine.write(file, piece, offset)))
         else:
             buffer, nbytes, request = writes.popleft()
             request.wait()
@@ -115,12 +123,13 @@ def copy_ranges(
 
 def _chunks(copied: CopyRange, chunk_bytes: int) -> Iterator[CopyRange]:
     """Yield consecutive parts of a range, each up to the next multiple of `chunk_bytes` in the source."""
-    begin = copied.offset
-    while begin < copied.offset + copied.nbytes:
-        end = min(copied.offset + copied.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
-        target_offset = copied.target_offset + begin - copied.offset
-        yield CopyRange(copied.source, begin, copied.target, target_offset, end - begin)
-        begin = end
+    source, target = copied.source, copied.target
+    done = 0
+    while done < copied.nbytes:
+        begin = source.offset + done
+        end = min(source.offset + copied.nbytes, (begin // chunk_bytes + 1) * chunk_bytes)
+        yield CopyRange(source._replace(offset=begin), target._replace(offset=target.offset + done), end - begin)
+        done += end - begin
 
 
 def _verify(

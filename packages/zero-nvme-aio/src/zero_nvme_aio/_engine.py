@@ -75,6 +75,14 @@ class Engine:
         goes wrong in transfers, for tests; None: nothing. Errors as in the class.
         """
         self._tuned = queue_depth is None and block_bytes is None
+        self._settings: dict[str, Any] = {
+            "backend": backend,
+            "queue_depth": queue_depth,
+            "block_bytes": block_bytes,
+            "threads": threads,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+        }
         self.queue_depth = _check_range(
             "queue_depth", DEFAULT_QUEUE_DEPTH if queue_depth is None else queue_depth, 1, 4096
         )
@@ -122,6 +130,12 @@ class Engine:
         except BackendUnavailableError:
             # Tuned where more was allowed than here; `probe` says why that backend does not run.
             return cls(queue_depth=depth, block_bytes=block, threads=threads)
+
+    def sibling(self) -> Engine:
+        """Return another engine with the settings of this one, for files on another drive: of drives that share a queue
+        the slowest holds up all. The caller closes it, unless it is this engine itself, as in tests and dry runs.
+        """
+        return Engine(**self._settings)
 
     @property
     def backend(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import _native
-from .errors import ClosedError, WaitTimeoutError, transfer_error
+from .errors import AioError, ClosedError, WaitTimeoutError, transfer_error
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,6 +70,19 @@ class Request:
             )
         return self._result()
 
+    def error(self) -> AioError | None:
+        """Return the error that an ended request has, which `wait` raises; None if it moved its bytes or has not ended.
+        Never blocks.
+        """
+        failure = self._native.failure()
+        return None if failure is None else transfer_error(self._kind, self._path, failure, NATIVE_CODES)
+
+    def times(self) -> tuple[int, int]:
+        """Return when the request was submitted and when it ended, in nanoseconds of the monotonic clock; the second is
+        0 until it has ended.
+        """
+        return self._native.times()
+
     def settle(self) -> None:
         """Block until the request has ended, successfully or not; does not raise its error. ClosedError in a forked
         child.
@@ -114,9 +127,9 @@ class Request:
         for tensor in self._lent:
             tensor.require_unchanged(self._kind, self._path)
         self._lent = ()
-        failure = self._native.failure()
-        if failure is not None:
-            raise transfer_error(self._kind, self._path, failure, NATIVE_CODES)
+        error = self.error()
+        if error is not None:
+            raise error
         return self._native.nbytes()
 
 

@@ -30,6 +30,10 @@ class DryRunEngine(Engine):
         self._read = self._written = 0
         self._lengths: dict[str, int] = {}
 
+    def sibling(self) -> DryRunEngine:
+        """Return this engine, which counts the bytes of all drives."""
+        return self
+
     @property
     def backend(self) -> str:
         """Return "dry-run"."""
@@ -140,6 +144,14 @@ class _EndedRequest(Request):
     def wait(self, timeout: float | None = None) -> int:
         """Return the number of bytes at once; `timeout` does not matter."""
         return self._nbytes
+
+    def error(self) -> None:
+        """Return None: it succeeded."""
+        return None
+
+    def times(self) -> tuple[int, int]:
+        """Return (0, 0): it took no time."""
+        return 0, 0
 
     def settle(self) -> None:
         """Do nothing: the request has ended."""

@@ -13,8 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from .._copy import CopyRange, copy_ranges
-from .._engine import Engine
+from .._copy import CopyRange, FileRange, copy_ranges
 from .._memory import AlignedBuffer
 from ._files import GenerationFiles
 from ._ranges import Allocation, Covered, WrittenRange
@@ -50,13 +49,11 @@ class Carrying:
 
     def __init__(
         self,
-        engine: Engine,
         generations: Mapping[int, GenerationFiles],
         target: GenerationFiles,
         place: Callable[[str, int, int], list[Allocation]],
         shares_blocks: Callable[[int], bool],
     ) -> None:
-        self._engine = engine
         self._generations = generations
         self._target = target
         self._place = place
@@ -77,7 +74,7 @@ class Carrying:
             for covered in sorted(chosen, key=lambda c: (c.piece.generation, c.piece.stripe, c.piece.file_offset))
             for piece in self._move(covered)
         ]
-        copy_ranges(self._engine, self._to_copy, chunk_bytes=_CHUNK_BYTES)
+        copy_ranges(self._to_copy, chunk_bytes=_CHUNK_BYTES)
         self.copied_bytes += sum(copied.nbytes for copied in self._to_copy)
         return pieces
 
@@ -108,9 +105,9 @@ class Carrying:
             clone_range(source.path(old.stripe), begin, target.path(place.stripe), end, shared)
         for begin, end in ((0, head), (head + shared, old.nbytes)):
             if begin < end:
-                reading, writing = source.file(old.stripe), target.file(place.stripe)
-                copied = CopyRange(reading, old.file_offset + begin, writing, place.file_offset + begin, end - begin)
-                self._to_copy.append(copied)
+                origin = FileRange(source.engine(old.stripe), source.file(old.stripe), old.file_offset + begin)
+                goal = FileRange(target.engine(place.stripe), target.file(place.stripe), place.file_offset + begin)
+                self._to_copy.append(CopyRange(origin, goal, end - begin))
 
     def _copy_verified(self, covered: Covered, places: list[Allocation]) -> Iterator[WrittenRange]:
         """Copy the current parts of a range whose checksum covers more than them to `places`; yield their new ranges.
@@ -119,14 +116,15 @@ class Carrying:
         ChecksumError if it was changed on disk.
         """
         old = covered.piece
-        source = self._generations[old.generation].file(old.stripe)
-        scratch = memoryview(AlignedBuffer(old.nbytes))
-        request = self._engine.read(source, scratch, old.file_offset, checksum=True)
+        files = self._generations[old.generation]
+        source, scratch = files.file(old.stripe), memoryview(AlignedBuffer(old.nbytes))
+        request = files.engine(old.stripe).read(source, scratch, old.file_offset, checksum=True)
         request.wait()
         check_checksum(source, old, request)
         for place in places:
             part = scratch[place.begin - old.begin : place.end - old.begin]
-            writing = self._engine.write(self._target.file(place.stripe), part, place.file_offset, checksum=True)
+            engine, target = self._target.engine(place.stripe), self._target.file(place.stripe)
+            writing = engine.write(target, part, place.file_offset, checksum=True)
             writing.wait()
             self.copied_bytes += place.end - place.begin
             yield self._piece(old, place, writing.checksum or "")

@@ -17,11 +17,11 @@ _SLICES_EXPECTED = 4
 def reserve_for(declared: Mapping[str, tuple[int, str]], stripes: int, stripe_bytes: int) -> int:
     """Return the bytes to reserve for a header at the start of each file, in whole pages: enough for every declared
     name to be written in several slices. `declared`: (bytes, dtype) by name; `stripes`: the number of paths, over which
-    names are striped in units of `stripe_bytes`.
+    names are striped in units of `stripe_bytes`; each may come to hold all of them.
     """
     entries, text = 0, 0
     for name, (nbytes, _) in declared.items():
-        units = 1 if stripes == 1 else -(-nbytes // stripe_bytes // stripes) + 1
+        units = 1 if stripes == 1 else -(-nbytes // stripe_bytes)
         entries += units + _SLICES_EXPECTED
         text += (units + _SLICES_EXPECTED) * len(name.encode("unicode_escape"))
     # Every extent may be followed by a gap entry up to the next page.

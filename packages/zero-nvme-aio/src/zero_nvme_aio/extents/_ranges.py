@@ -4,11 +4,13 @@ generation is what is written between two seals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .._request import Request
+    from ._paths import StorePaths
+    from ._transfer import PathRead
 
 __all__ = ["Allocation", "Allocator", "Covered", "WrittenRange", "cover", "overlay"]
 
@@ -34,7 +36,7 @@ class WrittenRange:
         self.generation = generation
         self.stripe = stripe
         self.file_offset = file_offset
-        self.request: Request | None = None
+        self.request: Request | PathRead | None = None
         self._checksum = checksum
         self._partial = False
 
@@ -124,59 +126,88 @@ class Allocation(NamedTuple):
 
 
 class Allocator:
-    """Allocates file space of one generation, on `stripes` paths in units of `stripe_bytes`, from `first_offset` of
-    each file on.
+    """Allocates file space of one generation, on `paths` in units of `stripe_bytes`, from `first_offset` of each file
+    on.
 
     Places have the same distance to a page boundary as the bytes they hold, so that page-aligned memory for a
-    page-aligned range needs no copy. `first_stripes`: name -> the stripe of its first bytes; names are added to it, and
-    it is kept across generations so that bytes stay on their device.
+    page-aligned range needs no copy.
 
     Attributes:
         ends: the end of the space given out in each file, in bytes.
     """
 
-    def __init__(self, stripes: int, stripe_bytes: int, first_offset: int, first_stripes: dict[str, int]) -> None:
-        self.stripes = stripes
+    def __init__(self, paths: StorePaths, stripe_bytes: int, first_offset: int) -> None:
         self.stripe_bytes = stripe_bytes
-        self.ends = [first_offset] * stripes
+        self.ends = [first_offset] * len(paths)
+        self._paths = paths
         self._places: dict[str, list[Allocation]] = {}
-        self._first_stripes = first_stripes
+        self._free: dict[tuple[int, int, int], list[int]] = {}  # (stripe, bytes, distance to a page) -> file offsets
 
     def reserve(self, name: str, nbytes: int) -> None:
         """Allocate space for all `nbytes` of a name at once, unless it has some in this generation."""
         if name not in self._places:
             self.place(name, 0, nbytes)
 
-    def place(self, name: str, begin: int, end: int) -> list[Allocation]:
-        """Return the places of bytes [begin, end) of a name, in order: those they already have in this generation, else
-        new ones.
+    def place(self, name: str, begin: int, end: int, avoided: Set[int] = frozenset()) -> list[Allocation]:
+        """Return the places for new content of bytes [begin, end) of a name, in order: those they already have in this
+        generation, unless their path is to be left or among the stripes to be `avoided`, else new ones.
         """
-        places = self._places.setdefault(name, [])
         out, position = [], begin
-        for known in places:
+        for known in tuple(self._places.setdefault(name, [])):
             low, high = max(known.begin, begin), min(known.end, end)
             if low >= high:
                 continue
             out += self._allocate(name, position, low)
-            out.append(Allocation(low, high, known.stripe, known.file_offset + low - known.begin))
+            entirely = (low, high) == (known.begin, known.end)
+            if known.stripe in avoided or self._paths.leaves(known.stripe, high - low, entirely=entirely):
+                self._give_up(name, known, low, high)
+                out += self._allocate(name, low, high)
+                if entirely:
+                    key = (known.stripe, high - low, known.file_offset % PAGE)
+                    self._free.setdefault(key, []).append(known.file_offset)
+            else:
+                out.append(Allocation(low, high, known.stripe, known.file_offset + low - known.begin))
             position = high
         out += self._allocate(name, position, end)
         return out
+
+    def move(self, name: str, begin: int, end: int) -> Allocation:
+        """Return another place for bytes [begin, end) of a name, which have one place, and give that up for good: it
+        could not be written.
+        """
+        for known in tuple(self._places[name]):
+            low, high = max(known.begin, begin), min(known.end, end)
+            if low < high:
+                self._give_up(name, known, low, high)
+        (place,) = self._allocate(name, begin, end)
+        return place
+
+    def _give_up(self, name: str, known: Allocation, low: int, high: int) -> None:
+        """Forget the part [low, high) of a place of a name; the rest of it stays."""
+        self._places[name].remove(known)
+        for begin, end in ((known.begin, low), (high, known.end)):
+            if begin < end:
+                self._places[name].append(
+                    Allocation(begin, end, known.stripe, known.file_offset + begin - known.begin)
+                )
 
     def _allocate(self, name: str, begin: int, end: int) -> list[Allocation]:
         """Allocate and return new places for bytes [begin, end) of a name, one per unit of a stripe; none if the range
         is empty.
         """
-        first = self._first_stripes.setdefault(name, len(self._first_stripes) % self.stripes)
         new = []
         while begin < end:
             unit = begin // self.stripe_bytes
-            stop = end if self.stripes == 1 else min(end, (unit + 1) * self.stripe_bytes)
-            stripe = (first + unit) % self.stripes
-            offset = -(-self.ends[stripe] // PAGE) * PAGE + begin % PAGE
-            self.ends[stripe] = offset + stop - begin
+            stop = end if len(self._paths) == 1 else min(end, (unit + 1) * self.stripe_bytes)
+            stripe = self._paths.choose(name, unit, stop - begin)
+            free = self._free.get((stripe, stop - begin, begin % PAGE))
+            if free:
+                offset = free.pop()
+            else:
+                offset = -(-self.ends[stripe] // PAGE) * PAGE + begin % PAGE
+                self.ends[stripe] = offset + stop - begin
             new.append(Allocation(begin, stop, stripe, offset))
             begin = stop
         if new:
-            self._places[name] = sorted([*self._places[name], *new])
+            self._places[name] = sorted([*self._places.get(name, []), *new])
         return new

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .. import _buffers
-from .._engine import Engine
 from .._file import File
 from .._memory import AlignedBuffer
 from .._request import Request
 from ..errors import ChecksumError
 from ._files import GenerationFiles
+from ._paths import StorePaths
 from ._ranges import Covered, WrittenRange
+from ._transfer import PathRead
 
 __all__ = ["Reading", "check_checksum"]
 
@@ -24,39 +25,42 @@ class Reading:
     `checks` become those of the `StoreRequest`. `engine`: carries out the transfers.
     """
 
-    def __init__(self, engine: Engine, generations: Mapping[int, GenerationFiles], verify: bool) -> None:
-        self._engine = engine
+    def __init__(self, paths: StorePaths, generations: Mapping[int, GenerationFiles], verify: bool) -> None:
+        self._paths = paths
         self._generations = generations
         self._verify = verify
-        self.requests: list[Request] = []
+        self.requests: list[Request | PathRead] = []
         self.checks: list[Callable[[], None]] = []
 
-    def start(self, covered: Covered, items: list[Any]) -> Request:
+    def start(self, covered: Covered, items: list[Any]) -> Request | PathRead:
         """Start reading one covered range into `items`, described buffers of its size, and return the request. With
         `verify`, and if a checksum is recorded, a check is added, which must run before the bytes are used.
         """
         piece = covered.piece
-        file = self._generations[piece.generation].file(piece.stripe)
+        files = self._generations[piece.generation]
+        file = files.file(piece.stripe)
         offset = piece.file_offset + covered.begin - piece.begin
         whole = (covered.begin, covered.end) == (piece.begin, piece.end)
         if not self._verify or not piece.checksum:
-            request = self._engine.submit_items(False, file, items, offset, False)
+            request = files.submit(False, piece.stripe, items, offset, False)
         elif whole:
-            request = self._engine.submit_items(False, file, items, offset, True)
+            request = files.submit(False, piece.stripe, items, offset, True)
             self.checks.append(lambda: check_checksum(file, piece, request))
         else:
-            request = self._read_whole(file, covered, items)
-        self.requests.append(request)
-        return request
+            request = self._read_whole(files, covered, items)
+        self._paths.started(piece.stripe, request, request.nbytes, write=False)
+        several = len(self._paths) > 1
+        self.requests.append(PathRead(request, self._paths.name(piece.stripe)) if several else request)
+        return self.requests[-1]
 
-    def _read_whole(self, file: File, covered: Covered, items: list[Any]) -> Request:
+    def _read_whole(self, files: GenerationFiles, covered: Covered, items: list[Any]) -> Request:
         """Start reading the whole range that a covered part lies in; a check verifies it and copies the part into
         `items`.
         """
         # The checksum is of the whole extent, so the whole is read and the part asked for is copied out of it.
         piece = covered.piece
-        scratch = AlignedBuffer(piece.nbytes)
-        request = self._engine.read(file, scratch, piece.file_offset, checksum=True)
+        scratch, file = AlignedBuffer(piece.nbytes), files.file(piece.stripe)
+        request = files.submit(False, piece.stripe, _buffers.describe_all(scratch, True), piece.file_offset, True)
 
         def check_and_copy() -> None:
             """Verify the whole range, then copy the part asked for into the described buffers; ChecksumError if it

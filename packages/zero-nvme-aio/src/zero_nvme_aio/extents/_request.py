@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from .._request import Request
+from ._transfer import PathRead
 
 __all__ = ["StoreRequest"]
 
@@ -20,7 +21,7 @@ class StoreRequest:
     raises ChecksumError in `wait`.
     """
 
-    def __init__(self, requests: Sequence[Request], nbytes: int, checks: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(self, requests: Sequence[Request | PathRead], nbytes: int, checks: Sequence[Callable[[], None]] = ()) -> None:
         self._requests = requests
         self._checks = list(checks)
         self._lock = threading.Lock()

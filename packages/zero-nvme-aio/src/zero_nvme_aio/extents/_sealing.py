@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
+from .. import _buffers
 from .._engine import Engine
 from .._file import File
 from .._memory import AlignedBuffer
@@ -24,14 +25,19 @@ __all__ = ["GenerationSync", "check", "end"]
 class GenerationSync:
     """Makes a completely written generation durable, once, on any thread.
 
-    `engine` wrote it; `folders` are the store's. `generation`: its number. `written`: the files by which it was
+    `engines` wrote it, each a stripe; `folders` are the store's. `generation`: its number. `written`: the files by which it was
     written, by stripe; they stay open until `close`. `sealed`: the index to write at the end.
     """
 
     def __init__(
-        self, engine: Engine, folders: StoreFolders, generation: int, written: Mapping[int, File], sealed: SealedIndex
+        self,
+        engines: Sequence[Engine],
+        folders: StoreFolders,
+        generation: int,
+        written: Mapping[int, File],
+        sealed: SealedIndex,
     ) -> None:
-        self._engine, self._folders, self.generation = engine, folders, generation
+        self._engines, self._folders, self.generation = engines, folders, generation
         self._written, self._sealed = dict(written), sealed
         self._lock = threading.Lock()
         self._done = False
@@ -56,8 +62,8 @@ class GenerationSync:
 
     def _sync(self) -> None:
         """Sync the files and their folders, then write and sync the index."""
-        for file in self._written.values():
-            self._engine.sync(file)
+        for stripe, file in self._written.items():
+            self._engines[stripe].sync(file)
         for stripe in self._written:
             sync_folder(os.path.dirname(self._folders.data_path(self.generation, stripe)))
         write_index(self._folders.index_path(self.generation), self._sealed)
@@ -72,7 +78,6 @@ class GenerationSync:
 
 
 def end(
-    engine: Engine,
     folders: StoreFolders,
     files: GenerationFiles,
     placement: Allocator,
@@ -87,7 +92,11 @@ def end(
     checksum get one. `declared`: (bytes, dtype) by name. `reserved`: bytes free for a header at the start of each file.
     The kind is "safetensors" if all names were declared and the headers fit, else "raw". Raises the engine's errors.
     """
-    complete_checksums(engine, files, pieces)
+    for stripe in files.spoiled:  # what was allocated last may not have been written
+        own = [piece.file_offset + piece.nbytes for piece in pieces if piece.stripe == stripe]
+        placement.ends[stripe] = max(own, default=reserved)
+    files.leave_out_spoiled({piece.stripe for piece in pieces})
+    complete_checksums(files, pieces)
     headers, keys = _headers(files, placement, pieces, declared, reserved)
     files.end(placement.ends, headers)
     return SealedIndex(
@@ -100,7 +109,7 @@ def end(
     )
 
 
-def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
+def complete_checksums(files: GenerationFiles, pieces: Sequence[WrittenRange]) -> None:
     """Read back every range without a checksum, and set it: writes without one, and the remainders of ranges that were
     partly overwritten. Raises the errors of the reads.
     """
@@ -109,7 +118,8 @@ def complete_checksums(engine: Engine, files: GenerationFiles, pieces: Sequence[
         return
     scratch = memoryview(AlignedBuffer(max(piece.nbytes for piece in missing)))
     for piece in missing:
-        request = engine.read(files.file(piece.stripe), scratch[: piece.nbytes], piece.file_offset, checksum=True)
+        items = _buffers.describe_all(scratch[: piece.nbytes], True)
+        request = files.submit(False, piece.stripe, items, piece.file_offset, True)
         request.wait()
         piece.checksum = request.checksum or ""
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
 from .. import _buffers, _header
 from .._engine import Engine
+from .._memory import AlignedBuffer
 from .._request import Request
 from ..errors import ClosedError, ExtentError
 from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
 from ._history import History
-from ._index import read_index
+from ._index import SealedIndex, read_index
+from ._paths import PathUse, StorePaths
 from ._ranges import Allocation, Allocator, Covered, WrittenRange, cover, overlay
 from ._request import StoreRequest
+from ._transfer import PathRead
+from ._writing import Writing
 
 __all__ = ["ExtentStore", "StoreRequest"]
 
@@ -32,25 +36,33 @@ PathLike = str | os.PathLike[str]
 class ExtentStore:
     """Named byte extents in preallocated files under one folder per device, in generations; safe for several threads.
 
-    `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096). `prefix` begins
-    every file name. `checksums`: record an xxh3_64 per write during the transfer (else at `seal`). `verify`: check
-    every read by default. `resume`: continue from the sealed generations in the folders; unsealed data of a killed
-    process is removed. `engine`: shared, or one of its own.
+    `paths`: one folder, or several to stripe over in units of `stripe_bytes` (a multiple of 4096), in proportion to
+    `weights` (None: evenly; see `measure_paths`). `prefix` begins every file name. `checksums`: record an xxh3_64 per
+    write during the transfer (else at `seal`). `verify`: check every read by default. `resume`: continue from the
+    sealed generations in the folders; unsealed data of a killed process is removed. `engine`: shared, or one for each
+    path, or engines of its own; the paths after the first get one like it.
 
-    Raises ExtentError if the folder already holds a store (and `resume` is false), or one that is in use, FormatError
-    if a generation to resume from is damaged, ValueError for arguments out of range.
+    A write that fails because its path is full, or does not work, goes to another path, and so do later ones; a path
+    that becomes slow gets fewer. `tell` gets a sentence about each such path (default: a warning), which calls it by
+    its entry in `names`. What is on a path can only be read there, so a read that fails is an error.
+
+    Raises ExtentError if a folder already holds a store (and `resume` is false), or one that is in use, FormatError if
+    a generation to resume from is damaged, ValueError for arguments out of range.
     """
 
     def __init__(
         self,
         paths: PathLike | Sequence[PathLike],
         *,
-        engine: Engine | None = None,
+        engine: Engine | Sequence[Engine] | None = None,
         stripe_bytes: int = 4 << 20,
         prefix: str = "store",
         checksums: bool = True,
         verify: bool = False,
         resume: bool = False,
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        tell: Callable[[str], None] | None = None,
     ) -> None:
         folders = [os.fspath(p) for p in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
         if not folders:
@@ -59,31 +71,31 @@ class ExtentStore:
             raise ValueError(f"expected stripe_bytes to be a multiple of 4096, got {stripe_bytes}")
         if not prefix or os.sep in prefix:
             raise ValueError(f"expected prefix to be a file name, got {prefix!r}")
-        self._folders = StoreFolders([os.path.abspath(folder) for folder in folders], prefix)
+        folders = [os.path.abspath(folder) for folder in folders]
+        self._paths = StorePaths(folders, weights, names, tell)
+        self._folders = StoreFolders(folders, prefix, self._paths)
         self._stripe_bytes = stripe_bytes
-        self._checksums = checksums
         self._verify = verify
         self._lock = threading.RLock()
+        self._writing = Writing(self._paths, self._lock, checksums)
         self._closed = False
         self._bytes_written = 0
         self._declared: dict[str, tuple[int, str]] = {}
         self._live: dict[str, list[Covered]] = {}
         self._history = History(self._folders, self._live, self._lock)
-        self._busy: dict[str, list[tuple[int, int, bool, Request]]] = {}
+        self._busy: dict[str, list[tuple[int, int, bool, Request | PathRead]]] = {}
         self._placement: Allocator | None = None
-        self._first_stripes: dict[str, int] = {}
         self._reserved = 0
-        self._lock_fd = self._folders.take()
-        self._owns_engine = engine is None
+        self._folders.take()
         try:
-            self.engine = Engine() if engine is None else engine
+            self._engines, self._own_engines = _engines_of(engine, len(folders))
         except BaseException:
-            self._folders.give_back(self._lock_fd)
+            self._folders.give_back()
             raise
         try:
             self._load_sealed(resume)
         except BaseException:
-            self._release_engine_and_lock()
+            self._release_engines_and_locks()
             raise
 
     def declare(self, name: str, nbytes: int, dtype: str = "U8") -> None:
@@ -119,15 +131,11 @@ class ExtentStore:
                 return StoreRequest([], 0)
             placement, files = self._open_generation()
             self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
+            self._paths.look()
             requests = []
             for place in self._places(placement, name, offset_bytes, offset_bytes + nbytes):
                 part = _buffers.slice_items(items, place.begin - offset_bytes, place.end - offset_bytes)
-                file = files.file(place.stripe)
-                request = self.engine.submit_items(True, file, part, place.file_offset, self._checksums)
-                piece = WrittenRange(
-                    name, place.begin, place.end - place.begin, files.generation, place.stripe, place.file_offset
-                )
-                piece.request = request
+                piece, request = self._writing.start(placement, files, name, place, part)
                 self._live[name] = overlay(self._live.get(name, []), piece, files.generation)
                 self._busy.setdefault(name, []).append((place.begin, place.end, True, request))
                 requests.append(request)
@@ -158,7 +166,8 @@ class ExtentStore:
                 if piece.piece.request is not None:
                     piece.piece.request.wait()
                 found.append(piece)
-            reading = _reading.Reading(self.engine, self._history.files, self._verify if verify is None else verify)
+            self._paths.look()
+            reading = _reading.Reading(self._paths, self._history.files, self._verify if verify is None else verify)
             for covered in found:
                 part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
                 request = reading.start(covered, part)
@@ -184,15 +193,13 @@ class ExtentStore:
             self.flush()
             placement, files = self._open_generation()
             self._carry(placement, files)
-            pieces = [
-                c.piece for covered in self._live.values() for c in covered if c.piece.generation == files.generation
-            ]
-            sealed = _sealing.end(self.engine, self._folders, files, placement, pieces, self._declared, self._reserved)
-            sync = _sealing.GenerationSync(self.engine, self._folders, files.generation, files.opened, sealed)
+            pieces, sealed = self._end(placement, files)
+            sync = _sealing.GenerationSync(self._engines, self._folders, files.generation, files.opened, sealed)
             if durable:
                 sync.run()
             generation = self._history.add_sealed(sync, pieces, sealed.keys, sealed.kind)
             self._placement = None
+            self._paths.try_full_again()
             if durable:
                 self._history.note_durable(sync)
             return generation
@@ -237,6 +244,11 @@ class ExtentStore:
         """Return the bytes passed to `write` and copied by `seal` so far."""
         return self._bytes_written
 
+    def path_use(self) -> tuple[PathUse, ...]:
+        """Return what was done with each path so far: bytes, speed, and its share of the bytes written from now on."""
+        with self._lock:
+            return self._paths.use()
+
     def close(self, *, remove: bool) -> None:
         """Wait for requests under way and close. With `remove` every file is deleted; otherwise the sealed generations
         stay for `resume`, and unsealed data is deleted. Hard links elsewhere are untouched. May be called twice.
@@ -249,7 +261,7 @@ class ExtentStore:
                 return
             self._history.close(remove=remove)
             self._closed = True
-            self._release_engine_and_lock()
+            self._release_engines_and_locks()
 
     def __enter__(self) -> ExtentStore:
         """Return this store, for `with`."""
@@ -271,18 +283,20 @@ class ExtentStore:
             stripes = len(self._folders.paths)
             start = _container.reserve_for(self._declared, stripes, self._stripe_bytes) if self._declared else 0
             self._reserved = start
-            self._placement = Allocator(stripes, self._stripe_bytes, start, self._first_stripes)
-            files = GenerationFiles(self.engine, self._folders, self._history.open_number)
+            self._placement = Allocator(self._paths, self._stripe_bytes, start)
+            files = GenerationFiles(self._engines, self._folders, self._history.open_number, start)
             self._history.files[files.generation] = files
         return self._placement, self._history.files[self._history.open_number]
 
-    def _places(self, placement: Allocator, name: str, begin: int, end: int) -> list[Allocation]:
-        """Return the places in the open generation of bytes [begin, end) of a name, allocated if new; a declared name
-        gets all of its space at once.
+    def _places(
+        self, placement: Allocator, name: str, begin: int, end: int, avoided: Set[int] = frozenset()
+    ) -> list[Allocation]:
+        """Return the places in the open generation of bytes [begin, end) of a name, allocated if new, and if they are
+        on a stripe to be `avoided`; a declared name gets all of its space at once.
         """
         if name in self._declared:
             placement.reserve(name, self._declared[name][0])
-        return placement.place(name, begin, end)
+        return placement.place(name, begin, end, avoided)
 
     def _written_since_seal(self) -> bool:
         """Return whether the open generation holds current bytes."""
@@ -290,20 +304,44 @@ class ExtentStore:
 
     def _carry(self, placement: Allocator, files: GenerationFiles) -> None:
         """Carry the current data of older generations into the open one, by sharing blocks or by a copy; do nothing if
-        nothing was written since the last seal.
+        nothing was written since the last seal. If a path fails all is begun anew, without that path.
         """
-        if not self._written_since_seal():
+        avoided: set[int] = set()
+        while self._written_since_seal():
+            carrying = _carrying.Carrying(
+                self._history.files,
+                files,
+                lambda name, begin, end: self._places(placement, name, begin, end, avoided),
+                self._folders.shares_blocks,
+            )
+            try:
+                carried = carrying.run(self._live)
+            except OSError as error:
+                avoided.add(self._writing.leave_path_of(files, error))
+                continue
+            for piece in carried:
+                self._live[piece.name] = overlay(self._live[piece.name], piece, files.generation)
+            self._bytes_written += carrying.copied_bytes
             return
-        carrying = _carrying.Carrying(
-            self.engine,
-            self._history.files,
-            files,
-            lambda name, begin, end: self._places(placement, name, begin, end),
-            self._folders.shares_blocks,
-        )
-        for piece in carrying.run(self._live):
-            self._live[piece.name] = overlay(self._live[piece.name], piece, files.generation)
-        self._bytes_written += carrying.copied_bytes
+
+    def _end(self, placement: Allocator, files: GenerationFiles) -> tuple[list[WrittenRange], SealedIndex]:
+        """End the open generation; return its ranges and its index. What it has on failed paths is first written to
+        the others.
+        """
+        while True:
+            open_ranges = [c for cs in self._live.values() for c in cs if c.piece.generation == files.generation]
+            lost = next((c for c in open_ranges if self._paths.has_failed(c.piece.stripe)), None)
+            if lost is not None and self._paths.any_usable:
+                scratch = AlignedBuffer(lost.end - lost.begin)
+                self.read(lost.piece.name, scratch, lost.begin, verify=True).wait()
+                self.write(lost.piece.name, scratch, lost.begin).wait()
+                continue
+            pieces = [covered.piece for covered in open_ranges]
+            try:
+                return pieces, _sealing.end(self._folders, files, placement, pieces, self._declared, self._reserved)
+            except OSError as error:
+                if not self._paths.has_failed(self._writing.leave_path_of(files, error)):
+                    raise  # full, although every file has the space of its header
 
     def _check_range(self, name: str, offset: int, nbytes: int) -> None:
         """Raise ExtentError if `nbytes` at `offset` are not within the name's declared size, or begin below 0."""
@@ -345,7 +383,7 @@ class ExtentStore:
         generations, keys = {}, {}
         for index in found:
             sealed = read_index(self._folders.index_path(index))
-            files = generations[index] = GenerationFiles(self.engine, self._folders, index)
+            files = generations[index] = GenerationFiles(self._engines, self._folders, index)
             _sealing.check(self._folders, sealed, index)
             files.open_sealed(sorted(sealed.files))
             for piece in sealed.pieces:
@@ -353,13 +391,26 @@ class ExtentStore:
                 keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
         self._history.adopt(generations, keys)
 
-    def _release_engine_and_lock(self) -> None:
-        """Close the engine, unless it is shared, and release the store's lock."""
-        if self._owns_engine:
-            self.engine.close()
-        self._folders.give_back(self._lock_fd)
+    def _release_engines_and_locks(self) -> None:
+        """Close the engines that are not shared, and release the store's locks."""
+        for engine in self._own_engines:
+            engine.close()
+        self._folders.give_back()
 
     def _check_open(self) -> None:
         """Raise ClosedError after `close`."""
         if self._closed:
             raise ClosedError("the extent store is closed")
+
+
+def _engines_of(given: Engine | Sequence[Engine] | None, paths: int) -> tuple[list[Engine], list[Engine]]:
+    """Return an engine for each path of a store, by stripe, and those among them that the store closes. `given`: all of
+    them, or the first, whose siblings the others are, or None; ValueError for another number.
+    """
+    if isinstance(given, Sequence):
+        if len(given) != paths:
+            raise ValueError(f"expected an engine for each of {paths} paths, got {len(given)}")
+        return list(given), []
+    first = Engine() if given is None else given
+    engines = [first, *(first.sibling() for _ in range(paths - 1))]
+    return engines, [engine for engine in engines if engine is not given]

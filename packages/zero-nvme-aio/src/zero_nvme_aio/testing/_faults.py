@@ -115,6 +115,10 @@ class FaultyEngine(Engine):
         arguments.update(settings)
         self._build(**arguments, single_submit=False, overlap_events=True, faults=self._plan)  # type: ignore[arg-type]
 
+    def sibling(self) -> FaultyEngine:
+        """Return this engine, whose plan counts the transfers of all drives."""
+        return self
+
     @property
     def fired(self) -> int:
         """Return the number of faults injected so far, by all rules together."""

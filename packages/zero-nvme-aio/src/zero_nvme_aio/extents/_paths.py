@@ -1,0 +1,260 @@
+"""The paths of a store: which of them gets the next bytes, and what becomes of one that is full, fails or slows down.
+
+A stripe is the number of a path, from 0. Bytes go to the paths in proportion to their weights, which say how fast each
+is: the bytes per second that were measured, or any numbers in the same proportion.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from .._request import Request
+
+__all__ = ["PathUse", "StorePaths"]
+
+SLOW_SHARE = 0.5
+"""A path is slow if, measured against its weight, it is slower than this share of the fastest."""
+WINDOW_BYTES = 32 << 20
+"""The bytes that every path has to move before they are compared."""
+_WORTH_A_SHIFT = 1.5  # by which factor a weight must be wrong to be replaced
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FAILED = frozenset(
+    {
+        *(errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EPERM),
+        *(errno.EACCES, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.ENOMEDIUM),
+    }
+)
+
+
+class PathUse(NamedTuple):
+    """What a store has done with one path: its `folder` and `name`; the `share` of the bytes that it gets now, from 0
+    to 1; its `state`, "in use", "full", "failed" or "slow"; the bytes written and read; and the bytes per second that
+    it moved while it had transfers, 0 if there were none.
+    """
+
+    folder: str
+    name: str
+    share: float
+    state: str
+    bytes_written: int
+    bytes_read: int
+    bytes_per_s: float
+
+
+class _Path:
+    """The state of one path. `given`: the weight that the store was made with; `weight`: the present one. `placed`: the
+    bytes whose place is on it. `full`, `failed`, `slow`: it is that now; `told`: what users were told about it.
+    """
+
+    def __init__(self, folder: str, name: str, weight: float) -> None:
+        self.folder, self.name = folder, name
+        self.given = self.weight = weight
+        self.placed = self.written = self.read = 0
+        self.full = self.failed = self.slow = False
+        self.told: set[str] = set()
+        self._under_way: deque[tuple[Request, int]] = deque()
+        self._ended_ns = 0
+        self._busy_ns = self._moved = 0  # since the last comparison
+        self._busy_before_ns = self._moved_before = 0
+
+    def started(self, request: Request, nbytes: int) -> None:
+        """Follow a transfer until it ends."""
+        self._under_way.append((request, nbytes))
+
+    def look(self) -> int:
+        """Count the transfers that ended since the last call; return the bytes since the last comparison. The time in
+        which several were under way counts once.
+        """
+        while self._under_way and self._under_way[0][0].done():
+            request, nbytes = self._under_way.popleft()
+            begin, end = request.times()
+            self._busy_ns += max(0, end - max(begin, self._ended_ns))
+            self._ended_ns = max(self._ended_ns, end)
+            self._moved += nbytes if request.error() is None else 0
+        return self._moved
+
+    def compared(self) -> float:
+        """Return the bytes per second since the last comparison, which this is; 0 if no time was measured."""
+        rate = self._moved * 1e9 / self._busy_ns if self._busy_ns else 0.0
+        self._busy_before_ns, self._moved_before = self._busy_before_ns + self._busy_ns, self._moved_before + self._moved
+        self._busy_ns = self._moved = 0
+        return rate
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the bytes per second while transfers were under way, since the start; 0 if there were none."""
+        busy = self._busy_before_ns + self._busy_ns
+        return (self._moved_before + self._moved) * 1e9 / busy if busy else 0.0
+
+
+class StorePaths:
+    """The paths of a store, `folders`, with their `weights` (None: all alike) and `names` for messages (None: the
+    folders).
+
+    Every unit of a name keeps its path, also in later generations, until that path fails, or until the weights change:
+    transfers are timed, and a path that is slower than half of what its weight says, beside the fastest, gets fewer
+    bytes until it is faster again. `tell` gets one sentence for each path that is full, fails or is slow; by default it
+    is a warning. The caller holds the store's lock.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        weights = [1.0] * len(folders) if weights is None else weights
+        names = [f"'{folder}'" for folder in folders] if names is None else names
+        if len(weights) != len(folders) or not all(0 < weight < float("inf") for weight in weights):
+            raise ValueError(f"expected a positive weight for each of {len(folders)} paths, got {list(weights)}")
+        if len(names) != len(folders):
+            raise ValueError(f"expected a name for each of {len(folders)} paths, got {len(names)}")
+        self._paths = [_Path(*path) for path in zip(folders, names, weights, strict=True)]
+        self._tell = tell or (lambda text: warnings.warn(text, stacklevel=4))
+        self._stripes: dict[tuple[str, int], int] = {}
+        self._shifting = False
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def name(self, stripe: int) -> str:
+        """Return the name of a path for messages."""
+        return self._paths[stripe].name
+
+    @property
+    def first_writable(self) -> int:
+        """Return the stripe of the first path that has not failed and is not full; 0 if there is none."""
+        return self._usable()[0]
+
+    @property
+    def any_usable(self) -> bool:
+        """Return whether a path can be written to."""
+        return not all(map(self._full_or_failed, range(len(self._paths))))
+
+    def has_failed(self, stripe: int) -> bool:
+        """Return whether a path has failed: nothing is written to it any more."""
+        return self._paths[stripe].failed
+
+    def choose(self, name: str, unit: int, nbytes: int) -> int:
+        """Return the stripe for new space of `nbytes` in a unit of a name: the one it had, while it may stay there;
+        else that which has the fewest bytes for its weight.
+        """
+        if len(self._paths) == 1:
+            return 0
+        known = self._stripes.get((name, unit))
+        if known is not None and not self._full_or_failed(known) and not self._has_too_much(known, nbytes):
+            return known
+        best = min(self._usable(), key=lambda stripe: self._load(stripe, nbytes))
+        if known is not None:
+            self._paths[known].placed -= nbytes
+        self._paths[best].placed += nbytes
+        self._stripes[name, unit] = best
+        return best
+
+    def leaves(self, stripe: int, nbytes: int, *, entirely: bool) -> bool:
+        """Return whether `nbytes` that have a place on a path are to be written elsewhere: it failed, or, if they are
+        all bytes of that place (`entirely`), it has more than its weight allows.
+        """
+        if len(self._paths) == 1:
+            return False
+        return (self._paths[stripe].failed and self.any_usable) or (entirely and self._has_too_much(stripe, nbytes))
+
+    def refuse(self, stripe: int, error: OSError) -> bool:
+        """Stop writing to a path if a failed write's `error` is about its drive, and say so; return whether the write
+        can go to another. A full path is tried again after the next seal.
+        """
+        path = self._paths[stripe]
+        if error.errno in _FULL:
+            path.full = True
+            what = "is full; what has no place there yet is written to the other paths"
+        elif error.errno in _FAILED:
+            path.failed = True
+            what = "failed; from now on all is written to the other paths. What it holds is still read from it"
+        else:
+            return False
+        if not self.any_usable:
+            return False
+        self._tell_once(path, "full" if error.errno in _FULL else "failed", f"{what}: {error}")
+        return True
+
+    def try_full_again(self) -> None:
+        """Write to full paths again: files may have been removed."""
+        for path in self._paths:
+            path.full = False
+
+    def started(self, stripe: int, request: Request, nbytes: int, *, write: bool) -> None:
+        """Count a transfer of `nbytes`, and follow it until it ends if there are several paths."""
+        path = self._paths[stripe]
+        if write:
+            path.written += nbytes
+        else:
+            path.read += nbytes
+        if len(self._paths) > 1:
+            path.started(request, nbytes)
+
+    def look(self) -> None:
+        """Count the transfers that have ended. Once each path that is in use has moved enough, compare their rates and
+        change the weights of those that are slow or are no longer.
+        """
+        usable = [path for path in self._paths if not path.failed]
+        if len(usable) < 2 or min(path.look() for path in usable) < WINDOW_BYTES:
+            return
+        rates = {path.name: path.compared() for path in usable}
+        best = max(rates[path.name] / path.given for path in usable)
+        for path in usable if best else ():
+            reached = rates[path.name] / path.given / best
+            path.slow = reached < SLOW_SHARE
+            weight = path.given * reached if path.slow else path.given
+            if path.slow:
+                expected = best * path.given
+                self._tell_once(
+                    path,
+                    "slow",
+                    f"moves {rates[path.name] / 1e9:.3f} GB/s, {reached:.0%} of the {expected / 1e9:.3f} GB/s that its "
+                    f"weight says beside the others; it gets fewer bytes until it is faster",
+                )
+            if max(weight, path.weight) > _WORTH_A_SHIFT * min(weight, path.weight):
+                path.weight, self._shifting = weight, True
+
+    def use(self) -> tuple[PathUse, ...]:
+        """Return what was done with each path so far."""
+        for path in self._paths:
+            path.look()
+        total = sum(self._paths[stripe].weight for stripe in self._usable())
+        found = []
+        for stripe, path in enumerate(self._paths):
+            share = path.weight / total if stripe in self._usable() else 0.0
+            state = "failed" if path.failed else "full" if path.full else "slow" if path.slow else "in use"
+            found.append(PathUse(path.folder, path.name, share, state, path.written, path.read, path.bytes_per_s))
+        return tuple(found)
+
+    def _usable(self) -> list[int]:
+        """Return the stripes that can be written to: those that are neither full nor failed; all if there are none."""
+        found = [stripe for stripe in range(len(self._paths)) if not self._full_or_failed(stripe)]
+        return found or list(range(len(self._paths)))
+
+    def _full_or_failed(self, stripe: int) -> bool:
+        """Return whether a path gets no new bytes."""
+        return self._paths[stripe].full or self._paths[stripe].failed
+
+    def _load(self, stripe: int, nbytes: int) -> float:
+        """Return how long a path would take for what is on it and `nbytes` more, in units of the weights."""
+        return (self._paths[stripe].placed + nbytes) / self._paths[stripe].weight
+
+    def _has_too_much(self, stripe: int, nbytes: int) -> bool:
+        """Return whether, since weights changed, `nbytes` of a path are better moved to another one."""
+        return self._shifting and self._load(stripe, 0) > min(
+            (self._load(other, nbytes) for other in self._usable() if other != stripe), default=float("inf")
+        )
+
+    def _tell_once(self, path: _Path, topic: str, text: str) -> None:
+        """Say something about a path, once for each topic."""
+        if topic not in path.told:
+            path.told.add(topic)
+            self._tell(f"the path {path.name} of a store {text}")

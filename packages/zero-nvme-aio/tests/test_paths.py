@@ -1,0 +1,324 @@
+"""A store over several paths: shares by weight, and a path that is full, fails or slows down."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_nvme_aio import Engine, ExtentStore, errors
+from zero_nvme_aio.testing import Delay, Fail, Fault, FaultyEngine, faulty_engine
+
+KIB, MIB = 1024, 1 << 20
+UNIT = 64 * KIB
+
+
+def random_bytes(nbytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(nbytes)
+
+
+def get(store: ExtentStore, name: str, nbytes: int, offset: int = 0) -> bytes:
+    out = bytearray(nbytes)
+    assert store.read(name, out, offset).wait() == nbytes
+    return bytes(out)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    return [tmp_path / name for name in ("first", "second")]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine() as made:
+        yield made
+
+
+def second_is(engine: Engine, *faults: Fault) -> list[Engine]:
+    """Engines of which the second, of the second path, has ``faults``."""
+    return [engine, faulty_engine(*faults)]
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize(("weights", "expected"), [((3.0, 1.0), 0.75), ((2e9, 2e9), 0.5), (None, 0.5)])
+def test_bytes_go_to_the_paths_by_their_weights(
+    folders: list[Path], weights: tuple[float, ...] | None, expected: float
+) -> None:
+    with ExtentStore(folders, stripe_bytes=UNIT, weights=weights) as store:
+        store.declare("large", 80 * UNIT)
+        store.write("large", bytes(80 * UNIT))
+        for number in range(80):
+            store.write(f"small {number}", bytes(UNIT - 1))
+        first, second = store.path_use()
+        assert first.share == expected and first.share + second.share == 1
+        assert abs(first.bytes_written / store.bytes_written() - expected) < 0.02
+        assert get(store, "large", 80 * UNIT) == bytes(80 * UNIT)
+        first, second = store.path_use()
+        assert abs(first.bytes_read / (80 * UNIT) - expected) < 0.02
+        sizes = {extent.path: 0 for extent in store.extents()["large"]}
+        for extent in store.extents()["large"]:
+            sizes[extent.path] += extent.nbytes  # every name by itself, so that both are read at once
+        assert abs(max(sizes.values()) / (80 * UNIT) - expected) < 0.03
+
+
+def test_bytes_keep_their_path_from_generation_to_generation(folders: list[Path]) -> None:
+    with ExtentStore(folders, stripe_bytes=UNIT, weights=(2, 1)) as store:
+        places = []
+        for order in ("abc", "cab"):
+            for name in order:
+                store.write(name, random_bytes(5 * UNIT))
+            extents = store.seal().extents
+            places.append({n: [Path(e.path).parent.name for e in extents[n]] for n in sorted(extents)})
+        assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("arguments", [{"weights": (1,)}, {"weights": (1, 0)}, {"names": ("one",)}])
+def test_wrong_weights_and_names_are_refused(folders: list[Path], arguments: dict[str, tuple[float, ...]]) -> None:
+    with pytest.raises(ValueError, match="of 2 paths"):
+        ExtentStore(folders, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_path_that_fails_in_writing_is_named_once_and_the_others_take_its_bytes(
+    folders: list[Path], engine: Engine
+) -> None:
+    said: list[str] = []
+    engines = second_is(engine, Fail(on=("write",), first=6))
+    names = ["drive A", "drive B"]
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, names=names, tell=said.append) as store:
+        old, new = random_bytes(20 * UNIT, 1), random_bytes(20 * UNIT, 2)
+        first = store.write("x", old)  # six units reach the second path, four do not
+        assert first.wait() == 20 * UNIT
+        assert first.done()
+        assert get(store, "x", 20 * UNIT) == old
+        on_second = [e for e in store.extents()["x"] if Path(e.path).parent == folders[1]]
+        assert sum(e.nbytes for e in on_second) == 6 * UNIT
+        generation = store.seal()
+        store.write("x", new)
+        assert get(store, "x", 20 * UNIT) == new
+        later = store.seal()
+        assert [Path(file).parent for file in later.files] == [folders[0]]
+        uses = store.path_use()
+        assert [use.state for use in uses] == ["in use", "failed"] and [use.share for use in uses] == [1.0, 0.0]
+        for extent, data in [(e, old) for e in generation.extents["x"]] + [(e, new) for e in later.extents["x"]]:
+            with open(extent.path, "rb") as file:
+                file.seek(extent.file_offset_bytes)
+                assert file.read(extent.nbytes) == data[extent.offset_bytes : extent.offset_bytes + extent.nbytes]
+    assert len(said) == 1 and "the path drive B of a store failed" in said[0] and "Input/output error" in said[0]
+
+
+def test_without_tell_a_failed_path_is_a_warning(folders: list[Path], engine: Engine) -> None:
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=second_is(engine, Fail(on=("write",)))) as store:
+        with pytest.warns(UserWarning, match=f"the path '{folders[1]}' of a store failed"):
+            store.write("x", bytes(4 * UNIT)).wait()
+
+
+@pytest.mark.parametrize("way", ["flush", "read", "done", "overwrite", "seal", "await"])
+def test_a_failed_write_moves_whoever_finds_it(folders: list[Path], engine: Engine, way: str) -> None:
+    said: list[str] = []
+    engines = second_is(engine, Fail(on=("write",), error=errno.EROFS))
+    data = random_bytes(8 * UNIT, 3)
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, tell=said.append) as store:
+        store.declare("x", 8 * UNIT)
+        request = store.write("x", data)
+        if way == "flush":
+            store.flush()
+        elif way == "seal":
+            assert store.seal().kind == "safetensors"
+        elif way == "done":
+            while not request.done():
+                pass
+            assert request.wait(0) == len(data)
+        elif way == "overwrite":
+            data = data[:UNIT] + bytes(UNIT) + data[2 * UNIT :]
+            store.write("x", bytes(UNIT), UNIT)
+        elif way == "await":
+
+            async def waits() -> int:
+                return await request
+
+            assert asyncio.run(waits()) == len(data)
+        assert get(store, "x", len(data)) == data
+        assert {Path(e.path).parent for e in store.extents()["x"]} == {folders[0]}
+        store.write("x", data[:UNIT], 0)
+        assert store.seal().kind == "safetensors"
+    assert len(said) == 1
+
+
+def test_a_full_path_keeps_what_fits_and_is_tried_again(folders: list[Path], small_tmpfs: Path) -> None:
+    said: list[str] = []
+    paths = [folders[0], small_tmpfs]
+    with ExtentStore(paths, stripe_bytes=UNIT, tell=said.append, verify=True) as store:
+        data = random_bytes(40 * UNIT, 4)
+        store.declare("x", len(data))
+        store.write("x", data)
+        assert get(store, "x", len(data)) == data
+        small = [e for e in store.extents()["x"] if Path(e.path).parent == small_tmpfs]
+        assert 8 * UNIT < sum(e.nbytes for e in small) < 16 * UNIT
+        assert store.path_use()[1].state == "full"
+        store.write("x", data[::-1])  # in the places that there are
+        assert get(store, "x", len(data)) == data[::-1]
+        generation = store.seal()
+        assert generation.kind == "safetensors"
+        assert store.path_use()[1].state == "in use"
+        store.write("x", data)
+        assert get(store, "x", len(data)) == data
+        store.seal()
+    assert len(said) == 1 and "is full" in said[0] and str(small_tmpfs) in said[0]
+
+
+def test_a_folder_that_was_removed_is_done_without(folders: list[Path]) -> None:
+    said: list[str] = []
+    data = random_bytes(8 * UNIT, 5)
+    with ExtentStore(folders, stripe_bytes=UNIT, tell=said.append) as store:
+        shutil.rmtree(folders[1])
+        store.write("x", data)
+        store.seal()
+        assert get(store, "x", len(data)) == data
+    assert len(said) == 1 and "it does not exist" in said[0]
+
+
+def test_a_store_whose_first_path_fails_is_sealed_on_another_and_resumes(folders: list[Path], engine: Engine) -> None:
+    data = random_bytes(8 * UNIT, 6)
+    engines = [faulty_engine(Fail(on=("write",))), engine]
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, tell=lambda _: None) as store:
+        store.write("x", data).wait()
+        store.seal()
+    assert [path.name for path in folders[1].glob("*.index")] == ["store.g000001.index"]
+    with ExtentStore(folders, stripe_bytes=UNIT, resume=True, verify=True) as store:
+        assert get(store, "x", len(data)) == data
+
+
+def test_when_no_path_is_left_the_error_names_the_last(folders: list[Path]) -> None:
+    said: list[str] = []
+    engines = [faulty_engine(Fail(on=("write",))), faulty_engine(Fail(on=("write",)))]
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, names=["A", "B"], tell=said.append) as store:
+        request = store.write("x", bytes(4 * UNIT))
+        with pytest.raises(errors.DeviceError, match="the path is [AB]$"):
+            request.wait()
+        with pytest.raises(errors.DeviceError):
+            store.read("x", bytearray(4 * UNIT))
+    assert len(said) == 1
+
+
+def test_a_read_that_fails_is_an_error_with_the_path(folders: list[Path], engine: Engine) -> None:
+    engines = second_is(engine, Fail(on=("read",)))
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, names=["A", "drive B"]) as store:
+        store.write("x", bytes(4 * UNIT)).wait()
+        with pytest.raises(errors.DeviceError, match="the path is drive B$") as caught:
+            get(store, "x", 4 * UNIT)
+        assert caught.value.path is not None and Path(caught.value.path).parent == folders[1]
+
+
+def test_an_error_that_is_not_the_drives_is_not_moved(folders: list[Path], engine: Engine) -> None:
+    engines = second_is(engine, Fail(on=("write",), error=errno.EINVAL))
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines) as store:
+        with pytest.raises(errors.TransferError, match="Invalid argument"):
+            store.write("x", bytes(4 * UNIT)).wait()
+
+
+def slow_engine(*slower: Fault) -> FaultyEngine:
+    """An engine whose blocks of a MiB take 3 ms each, and longer by ``slower``."""
+    return faulty_engine(Delay(seconds=0.003), *slower, queue_depth=1, block_bytes=MIB, threads=1)
+
+
+def test_a_path_that_slows_is_named_and_gets_fewer_bytes_until_it_is_fast_again(folders: list[Path]) -> None:
+    said: list[str] = []
+    size = 64 * MIB
+    engines = [slow_engine(), slow_engine(Delay(seconds=0.03, limit=48))]
+    with ExtentStore(folders, stripe_bytes=MIB, engine=engines, names=["A", "B"], tell=said.append) as store:
+        store.declare("x", size)
+        shares = []
+        for seed in range(12):
+            data = random_bytes(MIB, seed) * 64
+            store.write("x", data).wait()
+            shares.append(store.path_use()[1].share)
+        assert get(store, "x", size) == data
+        written = store.extents()["x"]
+    assert min(shares) < 0.3
+    assert shares[-1] == 0.5
+    assert len(said) == 1 and "the path B of a store moves" in said[0]
+    assert {Path(e.path).parent for e in written} == set(folders)
+
+
+def test_paths_of_the_same_speed_are_left_alone(folders: list[Path]) -> None:
+    said: list[str] = []
+    engines = [slow_engine(), slow_engine()]
+    with ExtentStore(folders, stripe_bytes=MIB, engine=engines, tell=said.append) as store:
+        for _ in range(4):
+            store.write("x", bytes(40 * MIB)).wait()
+        assert [use.share for use in store.path_use()] == [0.5, 0.5]
+    assert not said
+
+
+def test_stores_with_any_path_in_common_exclude_each_other(tmp_path: Path) -> None:
+    a, b, c = (tmp_path / name for name in "abc")
+    with ExtentStore([a, b], prefix="p") as store:
+        store.write("x", b"content")
+        with pytest.raises(errors.ExtentError, match=f"'{b}' is in use"):
+            ExtentStore([c, b], prefix="p")
+        assert get(store, "x", 7) == b"content"
+        ExtentStore([c, b], prefix="q").close(remove=True)
+    ExtentStore([c, b], prefix="p").close(remove=True)  # what was refused holds nothing
+
+
+def test_one_folder_cannot_be_two_paths(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    os.symlink("a", tmp_path / "link")
+    with pytest.raises(errors.ExtentError, match="are the same folder"):
+        ExtentStore([tmp_path / "a", tmp_path / "link"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_writes_reads_and_seals_while_paths_fail_follow_a_plain_array(tmp_path: Path, seed: int) -> None:
+    generator = random.Random(seed)
+    engines = [
+        faulty_engine(Fail(on=("write",), first=40 + 10 * seed)),
+        faulty_engine(Fail(on=("write",), first=15, every=7, limit=4, min_offset=8192, error=errno.ENOSPC)),
+        faulty_engine(),
+    ]
+    paths = [tmp_path / name for name in "abc"]
+    said: list[str] = []
+    weights = (3, 2, 1)
+    with ExtentStore(
+        paths, stripe_bytes=16 * KIB, engine=engines, weights=weights, tell=said.append, verify=True
+    ) as store:
+        size = 200 * KIB
+        store.declare("n", size)
+        mirror = bytearray(size)
+        store.write("n", bytes(size))
+        for step in range(150):
+            begin = generator.randrange(size)
+            end = min(size, begin + generator.choice([1, 100, 4096, 20_000, 70_000]))
+            if generator.random() < 0.5:
+                data = generator.randbytes(end - begin)
+                store.write("n", data, begin)
+                mirror[begin:end] = data
+            else:
+                assert get(store, "n", end - begin, begin) == mirror[begin:end], step
+            if step % 25 == 24:
+                generation = store.seal()
+                expected = bytes(mirror)
+        assert get(store, "n", size) == mirror
+        for extent in generation.extents["n"]:
+            with open(extent.path, "rb") as file:
+                file.seek(extent.file_offset_bytes)
+                assert file.read(extent.nbytes) == expected[extent.offset_bytes : extent.offset_bytes + extent.nbytes]
+    assert sorted("full" in text for text in said) == [False, True]
