@@ -1,0 +1,102 @@
+"""How fast the drives of several folders are, measured once for all processes of a host."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+
+from ._engine import Engine
+from ._file import File
+from ._memory import AlignedBuffer
+
+__all__ = ["measure_paths"]
+
+_BLOCK_BYTES = 4 << 20
+_BLOCKS_AT_ONCE = 4
+_MOST_BLOCKS = 16
+_FIRST_SECONDS = 0.5  # bound of the first write, which makes the file
+_LONG_SECONDS = 0.5  # a pass that took longer is not repeated
+_PASSES = 3
+
+
+def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: float = 600.0) -> list[float]:
+    """Return the bytes per second of reading and writing at once in each folder, for `ExtentStore(weights=…)`.
+
+    A folder is measured with a file of 16 to 64 MiB, for a second at most unless it is slower, and the result recorded
+    in the folder, in `path-rate.<host>.json`. A record of this host that is not older than `valid_seconds` is used:
+    processes that start together measure each folder once, one after the other. Raises AioError and OSError for a
+    folder that cannot be used.
+    """
+    return [_recorded(os.path.abspath(folder), valid_seconds) for folder in folders]
+
+
+def _recorded(folder: str, valid_seconds: float) -> float:
+    """Return the rate of one folder: the recorded one if it is not older than `valid_seconds`, else measure and record
+    it. Waits for processes that do that now.
+    """
+    path = os.path.join(folder, f"path-rate.{os.uname().nodename}.json")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "r+") as record:
+        fcntl.flock(record, fcntl.LOCK_EX)
+        try:
+            known = _read(record.read(1 << 12), os.fstat(descriptor).st_dev, valid_seconds)
+            if known is not None:
+                return known
+            rate = _measure(folder)
+            entry = {"bytes_per_s": rate, "device": os.fstat(descriptor).st_dev, "measured_at": time.time()}
+            record.seek(0)
+            record.truncate()
+            record.write(json.dumps(entry))
+            record.flush()
+            return rate
+        finally:
+            fcntl.flock(record, fcntl.LOCK_UN)
+
+
+def _read(text: str, device: int, valid_seconds: float) -> float | None:
+    """Return the rate in a record; None if it is too old, of another device, or no record."""
+    try:
+        entry = json.loads(text)
+        rate, measured_at = float(entry["bytes_per_s"]), float(entry["measured_at"])
+        fresh = entry["device"] == device and 0 <= time.time() - measured_at <= valid_seconds
+    except (ValueError, TypeError, KeyError):
+        return None
+    return rate if fresh and 0 < rate < float("inf") else None
+
+
+def _measure(folder: str) -> float:
+    """Return the bytes per second of the fastest of up to three passes over a new file, of which one half is written
+    while the other is read. The first write is not measured: drives and file systems give space then.
+    """
+    data, into = AlignedBuffer(_BLOCK_BYTES), AlignedBuffer(_BLOCK_BYTES)
+    memoryview(data)[:] = os.urandom(_BLOCK_BYTES)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="path-rate-") as inside, Engine() as engine:
+        with engine.open(os.path.join(inside, "data"), "rw") as file:
+            blocks, end = 0, time.perf_counter() + _FIRST_SECONDS
+            while blocks < _MOST_BLOCKS and (not blocks or time.perf_counter() < end):
+                _transfer(engine, file, data, into, range(blocks, blocks + _BLOCKS_AT_ONCE), range(0))
+                blocks += _BLOCKS_AT_ONCE
+            engine.sync(file)
+            best = 0.0
+            for _ in range(_PASSES):
+                begin = time.perf_counter()
+                _transfer(engine, file, data, into, range(0, blocks, 2), range(1, blocks, 2))
+                seconds = time.perf_counter() - begin
+                best = max(best, blocks * _BLOCK_BYTES / seconds)
+                if seconds > _LONG_SECONDS:
+                    break
+            return best
+
+
+def _transfer(
+    engine: Engine, file: File, data: AlignedBuffer, into: AlignedBuffer, written: range, read: range
+) -> None:
+    """Write some blocks of a file from `data` and read others into `into`, all at once, and wait for all."""
+    requests = [engine.write(file, data, number * _BLOCK_BYTES) for number in written]
+    requests += [engine.read(file, into, number * _BLOCK_BYTES) for number in read]
+    for request in requests:
+        request.wait()
