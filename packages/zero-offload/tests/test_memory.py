@@ -12,6 +12,7 @@ from torch import nn
 from zero_offload import HostBudget, OffloadedOptimizer
 from zero_offload._memory import PAGE, HostBlock, page_rounded
 from zero_offload.limits import Limit
+from zero_offload.swap_paths import SwapPaths
 
 NUMELS = (10_001, 3, 70_000, 1)
 NOTHING = {"device": 0, "gradients": 0, "nvme": 0, "ring": 0, "staging": 0, "states": 0}
@@ -102,8 +103,9 @@ def test_needs_of_striped_paths_are_shares_of_the_whole(tmp_path: Path) -> None:
     limits = {"disk": [Limit("test", 12 * 1000)]}
     budget = HostBudget(limits=limits)  # type: ignore[arg-type]
     weight = nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
-    with OffloadedOptimizer([weight], tier="nvme", path=[tmp_path / "a", tmp_path / "b"], budget=budget):
-        assert [need.nbytes for need in budget.needs if need.resource == "disk"] == [6000, 6000]
+    paths = SwapPaths((str(tmp_path / "a"), str(tmp_path / "b")), (3.0, 1.0))
+    with OffloadedOptimizer([weight], tier="nvme", path=paths, budget=budget):
+        assert [need.nbytes for need in budget.needs if need.resource == "disk"] == [9000, 3000]
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.123, 0.5, 0.999, 1.0])

@@ -26,18 +26,19 @@ _PASSES = 3
 def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: float = 600.0) -> list[float]:
     """Return the bytes per second of reading and writing at once in each folder, for `ExtentStore(weights=…)`.
 
-    A folder is measured with a file of 16 to 64 MiB, for a second at most unless it is slower, and the result recorded
-    in the folder, in `path-rate.<host>.json`. A record of this host that is not older than `valid_seconds` is used:
-    processes that start together measure each folder once, one after the other. Raises AioError and OSError for a
-    folder that cannot be used.
+    Missing folders are made. Each is measured with a file of 16 to 64 MiB, for a second at most unless it is slower,
+    and the result recorded in it, in `path-rate.<host>.json`. A record of this host that is not older than
+    `valid_seconds` is used: processes that start together measure each folder once, one after the other. Raises
+    AioError and OSError for a folder that cannot be used.
     """
     return [_recorded(os.path.abspath(folder), valid_seconds) for folder in folders]
 
 
 def _recorded(folder: str, valid_seconds: float) -> float:
-    """Return the rate of one folder: the recorded one if it is not older than `valid_seconds`, else measure and record
-    it. Waits for processes that do that now.
+    """Return the rate of one folder, which is made if it is missing: the recorded one if it is not older than
+    `valid_seconds`, else measure and record it. Waits for processes that do that now.
     """
+    os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"path-rate.{os.uname().nodename}.json")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     with open(descriptor, "r+") as record:

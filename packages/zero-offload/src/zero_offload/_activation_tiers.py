@@ -14,6 +14,7 @@ from ._extents import aligned_buffer, naming, open_extents
 from ._memory import PAGE, HostBlock, page_rounded
 from ._protocols import Request
 from .ends import HostUse
+from .swap_paths import SwapPaths
 from .trace import Trace
 
 __all__ = ["ActivationTier", "FiledActivations", "HostActivations", "TensorForm"]
@@ -193,7 +194,7 @@ class FiledActivations:
     def __init__(
         self,
         device: torch.device,
-        paths: list[str],
+        paths: SwapPaths,
         *,
         in_flight_bytes: int,
         checksums: bool,

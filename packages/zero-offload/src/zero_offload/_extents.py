@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import glob
-import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -16,9 +16,7 @@ from ._protocols import ExtentStore
 from .ends import HostUse, current_ends
 from .errors import MissingExtraError, OffloadError, ShardCorruptError, ShardError, StoreFullError
 
-__all__ = ["DTYPE_NAMES", "NvmePath", "aligned_buffer", "folders", "naming", "open_extents"]
-
-NvmePath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+__all__ = ["DTYPE_NAMES", "PathShares", "aligned_buffer", "measured_rates", "naming", "open_extents"]
 
 #: The names of element types in files; other types are stored as bytes (U8).
 DTYPE_NAMES = {
@@ -40,46 +38,67 @@ def _library() -> Any:
     return zero_nvme_aio
 
 
-def folders(path: NvmePath) -> list[str]:
-    """Return the folders of a store, given as one path or several, as strings; ValueError when there is none or one is
-    empty.
+class PathShares(Protocol):
+    """The folders of a store, with the share of the bytes that each gets and what it is called in messages."""
+
+    @property
+    def folders(self) -> Sequence[str]: ...
+    @property
+    def names(self) -> Sequence[str]: ...
+    def shares(self) -> Sequence[float]: ...
+
+
+def measured_rates(folders: Sequence[str]) -> list[float]:
+    """Return the bytes per second of reading and writing at once in each folder, as all processes of this host measured
+    them together in the last ten minutes, or do now. Raises OffloadError for a folder that cannot be used.
     """
-    found = [os.fspath(path)] if isinstance(path, (str, os.PathLike)) else [os.fspath(p) for p in path]
-    if not found or not all(found):
-        raise ValueError(f"path: expected one folder or several, got {path!r}")
-    return found
+    library = _library()
+    from zero_nvme_aio.path_rates import measure_paths
+
+    try:
+        return measure_paths(folders)
+    except (library.AioError, OSError) as error:
+        raise OffloadError(f"cannot measure {', '.join(folders)} for an NVMe tier: {error}") from error
 
 
-def open_extents(
-    paths: Sequence[str], *, prefix: str, checksums: bool, verify: bool, engine: Any = None
-) -> ExtentStore:
-    """Return an empty extent store over the folders ``paths``, whose file names begin with ``prefix``. Files that a
+def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: bool, engine: Any = None) -> ExtentStore:
+    """Return an empty extent store over the folders of ``paths``, whose file names begin with ``prefix``. Files that a
     killed process left under the same prefix are removed, sealed ones too: a checkpoint has its own links to them.
+    A folder that is full, fails or becomes slow is a warning while others can be written to.
 
     ``checksums`` are recorded as data is written; ``verify`` compares them on every read, and implies them. ``engine``:
     a ``zero_nvme_aio.Engine`` to share; None for one of its own. Raises OffloadError while another process uses the
     store, and for folders that cannot be used.
     """
-    library = _library()
+    library, folders, shares = _library(), list(paths.folders), list(paths.shares())
     ends = current_ends()
     engine = engine if ends is None else ends.io_engine(engine)
 
     def opened() -> Any:
         """Open the store; raises what `zero_nvme_aio.ExtentStore` raises."""
         return library.ExtentStore(
-            list(paths), prefix=prefix, checksums=checksums or verify, verify=verify, engine=engine
+            folders,
+            prefix=prefix,
+            checksums=checksums or verify,
+            verify=verify,
+            engine=engine,
+            weights=shares,
+            names=paths.names,
+            tell=lambda text: warnings.warn(f"{prefix}: {text}", stacklevel=2),
         )
 
     try:
         try:
             store = opened()
         except library.errors.ExtentError:
-            _remove_sealed(paths, prefix)
+            _remove_sealed(folders, prefix)
             store = opened()
     except library.AioError as error:
-        raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}") from error
+        raise OffloadError(f"cannot use {', '.join(folders)} as an NVMe tier: {error}") from error
     except OSError as error:
-        raise OffloadError(f"cannot use {', '.join(paths)} as an NVMe tier: {error}; name writable folders") from error
+        raise OffloadError(
+            f"cannot use {', '.join(folders)} as an NVMe tier: {error}; name writable folders"
+        ) from error
     return cast(ExtentStore, store)
 
 
@@ -93,8 +112,9 @@ def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
     except library.errors.ExtentError:
         raise
     except library.AioError:  # damaged as well: without its index a generation is swept at the next opening
-        for index in Path(paths[0]).glob(f"{glob.escape(prefix)}.g*.index"):
-            index.unlink()
+        for path in paths:
+            for index in Path(path).glob(f"{glob.escape(prefix)}.g*.index"):
+                index.unlink()
 
 
 def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:

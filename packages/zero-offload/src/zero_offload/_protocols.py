@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Extent", "ExtentStore", "Generation", "Request"]
+__all__ = ["Extent", "ExtentStore", "Generation", "PathUse", "Request"]
 
 
 class Request(Protocol):
@@ -66,6 +66,27 @@ class Generation(Protocol):
         """
 
 
+class PathUse(Protocol):
+    """What a store has done with one of its folders. Named as the class that satisfies it.
+
+    ``name``: what it is called in messages. ``share``: of the bytes written from now on, from 0 to 1. ``state``: "in
+    use", "full", "failed" or "slow". ``bytes_per_s``: while it had transfers; 0 if there were none.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def share(self) -> float: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def bytes_written(self) -> int: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_per_s(self) -> float: ...
+
+
 class ExtentStore(Protocol):
     """Named byte ranges in files, in generations. Named as the class that satisfies it."""
 
@@ -98,6 +119,9 @@ class ExtentStore(Protocol):
 
     def bytes_written(self) -> int:
         """Return the bytes passed to `write` so far."""
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder so far, in their order."""
 
     def close(self, *, remove: bool) -> None:
         """Close the store; with ``remove`` delete its files, else only those not sealed."""

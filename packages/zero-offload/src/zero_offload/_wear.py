@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from ._protocols import PathUse
 
 __all__ = ["wear_report"]
 
@@ -16,11 +19,22 @@ class _Written(Protocol):
     def bytes_written_per_day(self) -> float:
         """Return the average rate, in bytes per day."""
 
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder so far."""
+
 
 def wear_report(name: str, tier: _Written) -> list[str]:
-    """Return a line on what ``tier``, called ``name``, has written to drives; none if that is nothing."""
+    """Return a line on what ``tier``, called ``name``, has written to drives, and one for each folder if there are
+    several; none if that is nothing.
+    """
     if not tier.bytes_written():
         return []
+    uses = tier.path_use()
     return [
-        f"{name}: {tier.bytes_written()} bytes written to drives, {tier.bytes_written_per_day() / 1e12:.3f} TB per day"
+        f"{name}: {tier.bytes_written()} bytes written to drives, {tier.bytes_written_per_day() / 1e12:.3f} TB per day",
+        *(
+            f"{name}: {use.name} {use.state}, {use.share:.0%} of what is written from now on; "
+            f"{use.bytes_written} bytes written, {use.bytes_read} read, {use.bytes_per_s / 1e9:.2f} GB/s"
+            for use in (uses if len(uses) > 1 else ())
+        ),
     ]

@@ -12,8 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._activation_tiers import ActivationTier, FiledActivations, HostActivations, TensorForm
 from ._copy_streams import compute_device
-from ._extents import NvmePath, folders
 from .errors import OffloadError
+from .swap_paths import NvmePath, swap_paths
 from .trace import Trace
 
 __all__ = ["offload_activations"]
@@ -113,7 +113,7 @@ class offload_activations:
         else:
             self._tier = FiledActivations(
                 self._device,
-                folders(path),
+                swap_paths(path),
                 in_flight_bytes=in_flight_bytes,
                 checksums=checksums,
                 verify=verify,

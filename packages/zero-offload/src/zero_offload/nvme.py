@@ -12,13 +12,14 @@ import torch
 
 from ._buffer_ring import BufferRing, Pack, lay_out
 from ._copy_streams import DeviceCopies, compute_device
-from ._extents import DTYPE_NAMES, NvmePath, folders, naming, open_extents
+from ._extents import DTYPE_NAMES, naming, open_extents
 from ._memory import nbytes_of
-from ._protocols import ExtentStore, Generation
+from ._protocols import ExtentStore, Generation, PathUse
 from ._wear import wear_report
 from .errors import ShardError
 from .host import HostStore, check_shard
 from .sealed import Sealed
+from .swap_paths import NvmePath, swap_paths
 from .trace import Trace
 
 __all__ = ["NvmeStore"]
@@ -27,12 +28,13 @@ __all__ = ["NvmeStore"]
 class NvmeStore:
     """Keeps named 1-D shards in files and brings them to the compute device through a ring of host buffers.
 
-    ``path``: a folder, or several (one per device) to stripe over. Host memory holds ``buffer_count`` buffers of
-    ``buffer_bytes`` each (a larger shard is refused; 0: each buffer grows to the largest shard that it carried). The
-    first shards that fit into ``host_bytes`` stay in host memory besides and are never written to files. ``checksums``
-    are recorded as data is written, ``verify`` compares them on every read. ``prefix`` begins the file names: two
-    stores in one folder need different ones. ``engine``: a ``zero_nvme_aio.Engine`` to share. ``pin`` and ``trace`` are
-    those of `HostStore`.
+    ``path``: a folder, or several (one per device) to stripe over, by their speed or by weights (`SwapPaths`).
+
+    Host memory holds ``buffer_count`` buffers of ``buffer_bytes`` each (a larger shard is refused; 0: each buffer grows
+    to the largest shard that it carried). The first shards that fit into ``host_bytes`` stay in host memory besides and
+    are never written to files. ``checksums`` are recorded as data is written, ``verify`` compares them on every read.
+    ``prefix`` begins the file names: two stores in one folder need different ones. ``engine``: a
+    ``zero_nvme_aio.Engine`` to share. ``pin`` and ``trace`` are those of `HostStore`.
 
     At most ``buffer_count`` shards are held or on their way to the device at a time. There are no locks: one thread
     calls at a time; `seal` says when it may run beside others.
@@ -58,7 +60,7 @@ class NvmeStore:
         trace: Trace | None = None,
     ) -> None:
         self.device = compute_device(device)
-        self._store = open_extents(folders(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
+        self._store = open_extents(swap_paths(path), prefix=prefix, checksums=checksums, verify=verify, engine=engine)
         self._finalizer = weakref.finalize(self, _close_and_remove, self._store)
         self._ring = BufferRing(
             self._store,
@@ -109,6 +111,10 @@ class NvmeStore:
     def report(self, name: str) -> list[str]:
         """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""
         return wear_report(name, self)
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder so far."""
+        return self._store.path_use()
 
     def put(self, name: str, shard: torch.Tensor) -> None:
         """Store a new shard (1-D, any dtype), or replace one of the same name, size and dtype. It is copied; writing

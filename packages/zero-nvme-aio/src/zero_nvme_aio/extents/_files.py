@@ -8,7 +8,6 @@ import fcntl
 import os
 import re
 from collections.abc import Sequence, Set
-
 from contextlib import nullcontext, suppress
 from typing import Any
 

@@ -81,7 +81,8 @@ class _Path:
     def compared(self) -> float:
         """Return the bytes per second since the last comparison, which this is; 0 if no time was measured."""
         rate = self._moved * 1e9 / self._busy_ns if self._busy_ns else 0.0
-        self._busy_before_ns, self._moved_before = self._busy_before_ns + self._busy_ns, self._moved_before + self._moved
+        self._busy_before_ns += self._busy_ns
+        self._moved_before += self._moved
         self._busy_ns = self._moved = 0
         return rate
 

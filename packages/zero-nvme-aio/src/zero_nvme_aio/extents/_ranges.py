@@ -187,9 +187,7 @@ class Allocator:
         self._places[name].remove(known)
         for begin, end in ((known.begin, low), (high, known.end)):
             if begin < end:
-                self._places[name].append(
-                    Allocation(begin, end, known.stripe, known.file_offset + begin - known.begin)
-                )
+                self._places[name].append(Allocation(begin, end, known.stripe, known.file_offset + begin - known.begin))
 
     def _allocate(self, name: str, begin: int, end: int) -> list[Allocation]:
         """Allocate and return new places for bytes [begin, end) of a name, one per unit of a stripe; none if the range

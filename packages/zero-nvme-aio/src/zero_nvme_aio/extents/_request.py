@@ -21,7 +21,9 @@ class StoreRequest:
     raises ChecksumError in `wait`.
     """
 
-    def __init__(self, requests: Sequence[Request | PathRead], nbytes: int, checks: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self, requests: Sequence[Request | PathRead], nbytes: int, checks: Sequence[Callable[[], None]] = ()
+    ) -> None:
         self._requests = requests
         self._checks = list(checks)
         self._lock = threading.Lock()

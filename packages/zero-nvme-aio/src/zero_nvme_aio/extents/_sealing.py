@@ -25,8 +25,8 @@ __all__ = ["GenerationSync", "check", "end"]
 class GenerationSync:
     """Makes a completely written generation durable, once, on any thread.
 
-    `engines` wrote it, each a stripe; `folders` are the store's. `generation`: its number. `written`: the files by which it was
-    written, by stripe; they stay open until `close`. `sealed`: the index to write at the end.
+    `engines` wrote it, each a stripe; `folders` are the store's. `generation`: its number. `written`: the files by
+    which it was written, by stripe; they stay open until `close`. `sealed`: the index to write at the end.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ from typing import Literal
 
 import torch
 
-from .._extents import folders
 from ..budget import HostBudget
 from ..errors import BudgetError
+from ..swap_paths import NvmePath, SwapPaths, need_disk, swap_paths
 from ..trace import Trace
 from ._device_step import DeviceSteps
 from ._filed_gradients import NvmeGradients, gradient_ring_bytes
@@ -45,7 +45,7 @@ class UpdateParts:
     masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
     ``on_device``: updates the slices that stay on an accelerator. ``on_host``: updates the others, where there is no
     kernel. ``plan``: bytes by what holds them. ``paths``: the
-    folders of the files.
+    folders of the files, None without files.
     """
 
     slices: Sequence[Slice]
@@ -56,7 +56,7 @@ class UpdateParts:
     on_device: DeviceSteps
     on_host: DeviceSteps | None
     plan: Mapping[str, int]
-    paths: Sequence[str]
+    paths: NvmePath | None
 
 
 def build(
@@ -105,7 +105,7 @@ def build(
         "staging": staging,
         "states": host_bytes(in_memory),
     }
-    _declare_needs(budget, {**plan, "device": 0} if kept else plan, options.paths)
+    _declare_needs(budget, {**plan, "device": 0} if kept else plan, tier_options.path)
     budget.check()
     tier = _make_tier(in_files, in_memory, on_device, device, options, trace)
     gradients: Gradients | None = None
@@ -128,7 +128,7 @@ def build(
         steps,
         host_steps,
         MappingProxyType(plan),
-        options.paths,
+        tier_options.path,
     )
 
 
@@ -138,10 +138,9 @@ def check_room_for_seal(parts: UpdateParts) -> None:
     """
     budget = HostBudget()
     nbytes, carried = parts.tier.memory()["nvme"], parts.tier.carried_bytes()
-    for path in parts.paths if nbytes else ():
-        budget.need("masters and states after this checkpoint", -(-nbytes // len(parts.paths)), "disk", path=path)
-        if carried:
-            budget.need("masters and states not written since the last", carried // len(parts.paths), "disk", path=path)
+    if parts.paths is not None and nbytes:
+        need_disk(budget, "masters and states after this checkpoint", nbytes, parts.paths)
+        need_disk(budget, "masters and states not written since the last", carried, parts.paths)
     budget.check()
 
 
@@ -180,7 +179,7 @@ def _uses_files(fragments: Sequence[KeptFragment], tier_options: TierOptions, bu
 def _nvme_options(tier_options: TierOptions) -> NvmeOptions:
     """Return the options of files and buffers among ``tier_options``; without a path there are no folders."""
     return NvmeOptions(
-        paths=[] if tier_options.path is None else folders(tier_options.path),
+        paths=SwapPaths(()) if tier_options.path is None else swap_paths(tier_options.path),
         buffer_count=tier_options.buffer_count,
         pipeline_read=tier_options.pipeline_read,
         pipeline_write=tier_options.pipeline_write,
@@ -202,8 +201,8 @@ def _gradient_memory(
     return gradient_bytes(shards) if where == "host" else gradient_ring_bytes(shards, slices, buffer_count)
 
 
-def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[str]) -> None:
-    """Add the plan's bytes to the budget as needs: memory for each purpose, and disk space in equal shares of
+def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: NvmePath | None) -> None:
+    """Add the plan's bytes to the budget as needs: memory for each purpose, and disk space in the shares of
     ``paths``.
     """
     purposes = {
@@ -216,8 +215,8 @@ def _declare_needs(budget: HostBudget, plan: Mapping[str, int], paths: Sequence[
     for what, purpose in purposes.items():
         if plan[what]:
             budget.need(purpose, plan[what])
-    for path in paths if plan["nvme"] else ():
-        budget.need("masters, states, gradients", -(-plan["nvme"] // len(paths)), "disk", path=path)
+    if paths is not None:
+        need_disk(budget, "masters, states, gradients", plan["nvme"], paths)
 
 
 def _make_tier(

@@ -15,8 +15,9 @@ import torch
 from .._buffer_ring import BufferRing, Pack, lay_out
 from .._extents import DTYPE_NAMES, naming, open_extents
 from .._memory import HostBlock, page_rounded
-from .._protocols import Extent, Generation
+from .._protocols import Extent, Generation, PathUse
 from ..ends import HostUse
+from ..swap_paths import SwapPaths
 from ..trace import Trace
 from ._slices import Slice, slice_bytes
 
@@ -68,6 +69,9 @@ class Tier(Protocol):
 
     def bytes_written(self) -> int:
         """Return the bytes written to drives so far."""
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder of the files so far; nothing where there are no files."""
 
     def flush(self) -> None:
         """Block until every slice is where the tier keeps it; raise the first write that failed."""
@@ -162,6 +166,10 @@ class HostTier:
         """Return 0: there are no files."""
         return 0
 
+    def path_use(self) -> Sequence[PathUse]:
+        """Return nothing: there are no files."""
+        return ()
+
     def flush(self) -> None:
         """Do nothing: no transfer is under way."""
 
@@ -210,9 +218,9 @@ def ring_bytes(slices: Sequence[Slice], buffer_count: int) -> int:
 
 
 class NvmeOptions(NamedTuple):
-    """Options of the files and of the ring of buffers, as in `TierOptions`; ``paths``: the folders in its ``path``."""
+    """Options of the files and of the ring of buffers, as in `TierOptions`; ``paths``: its ``path``."""
 
-    paths: Sequence[str]
+    paths: SwapPaths
     buffer_count: int
     pipeline_read: bool
     pipeline_write: bool
@@ -309,6 +317,10 @@ class NvmeTier:
     def bytes_written(self) -> int:
         """Return the bytes that were written to files since the start."""
         return self._store.bytes_written()
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder so far."""
+        return self._store.path_use()
 
     def flush(self) -> None:
         """Block until all writes under way have ended; raise the first that failed."""
@@ -423,6 +435,10 @@ class SplitTier:
     def bytes_written(self) -> int:
         """Return the bytes that both tiers have written to files since the start."""
         return self._first.bytes_written() + self._rest.bytes_written()
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what the first tier, which alone can have files, did with each folder so far."""
+        return self._first.path_use()
 
     def flush(self) -> None:
         """Flush both tiers."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._copy_streams import CopyStream, compute_device
+from .._protocols import PathUse
 from .._wear import wear_report
 from ..budget import HostBudget
 from ..sealed import Sealed
@@ -316,6 +317,10 @@ class DelayedUpdate:
     def bytes_written_per_day(self) -> float:
         """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self._inner.bytes_written_per_day()
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        return self._inner.path_use()
 
     def report(self, name: str) -> list[str]:
         """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""

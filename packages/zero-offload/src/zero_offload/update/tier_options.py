@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from .._extents import NvmePath
+from ..swap_paths import NvmePath
 from ._rules import OptimizerLike, find_rule
 from ._slices import GRAIN
 
@@ -19,9 +19,9 @@ class TierOptions:
     """Options of the tier that keeps an update's masters and moments.
 
     ``tier="host"``: one block of host memory of exactly their size. ``tier="nvme"``: files under ``path`` (one folder,
-    or several to stripe over) behind a ring of ``buffer_count`` buffers, so that reading, computing and writing
-    overlap; ``pipeline_read`` and ``pipeline_write`` false disable the overlap. ``tier="auto"``: the host if they fit,
-    else ``path``, with a warning that shows the table of needs and limits.
+    or several to stripe over, by their speed or by weights, see `SwapPaths`) behind a ring of ``buffer_count`` buffers,
+    so that reading, computing and writing overlap; ``pipeline_read`` and ``pipeline_write`` false disable the overlap.
+    ``tier="auto"``: the host if they fit, else ``path``, with a warning that shows the table of needs and limits.
 
     ``sub_group_size``: elements that are updated at a time. ``ratio``: the fraction of the elements, to the element (to
     the block of 256 with 8-bit states), that is in files, while the rest stays in host memory; with ``tier="host"`` the

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from .._copy_streams import compute_device
-from .._protocols import Generation
+from .._protocols import Generation, PathUse
 from .._wear import wear_report
 from ..budget import HostBudget
 from ..errors import OffloadError, ShardError
@@ -419,6 +419,10 @@ class OffloadedUpdate:
     def bytes_written_per_day(self) -> float:
         """Return `bytes_written` at the average rate since this was made, in bytes per day."""
         return self.bytes_written() * 86400.0 / max(time.monotonic() - self._started, 1e-9)
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        return self._parts.tier.path_use()
 
     def report(self, name: str) -> list[str]:
         """Return lines, for people, on what was written to drives, with ``name`` in front; none for nothing."""

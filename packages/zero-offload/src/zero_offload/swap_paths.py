@@ -1,0 +1,85 @@
+"""The folders of a store, how the bytes are shared between them, and what they are called in messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ._extents import measured_rates
+from .budget import HostBudget
+from .ends import current_ends
+
+__all__ = ["NvmePath", "PathList", "SwapPaths", "need_disk", "swap_paths"]
+
+
+@runtime_checkable
+class PathList(Protocol):
+    """Folders of a store with their weights (None: as measured) and the setting that names them."""
+
+    @property
+    def folders(self) -> Sequence[str]: ...
+    @property
+    def weights(self) -> Sequence[float] | None: ...
+    @property
+    def key(self) -> str: ...
+
+
+NvmePath = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | PathList
+
+
+@dataclass(frozen=True)
+class SwapPaths:
+    """The ``folders`` of a store: one, or several that get bytes in proportion to their ``weights``; None: in
+    proportion to the speed of reading and writing at once, measured in each. ``key``: the setting that names them.
+    """
+
+    folders: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    key: str = "path"
+
+    @property
+    def names(self) -> list[str]:
+        """Return what each folder is called in messages: its setting and its path."""
+        if len(self.folders) == 1:
+            return [f"'{self.folders[0]}' ({self.key})"]
+        return [f"'{folder}' ({self.key}[{number}])" for number, folder in enumerate(self.folders)]
+
+    def shares(self) -> list[float]:
+        """Return the share of the bytes that each folder gets, from 0 to 1, at the start. Measures the folders unless
+        that was done in the last ten minutes on this host; in a dry run the shares are equal. Raises OffloadError for a
+        folder that cannot be used.
+        """
+        weights: Sequence[float] = self.weights or [1.0] * len(self.folders)
+        if self.weights is None and len(self.folders) > 1 and current_ends() is None:
+            weights = measured_rates(self.folders)
+        return [weight / sum(weights) for weight in weights]
+
+
+def swap_paths(path: NvmePath) -> SwapPaths:
+    """Return the folders of a store, given as one path, several, or several with weights. ValueError when there is none
+    or one is empty, and for weights that are not one positive number for each.
+    """
+    if isinstance(path, PathList):
+        weights = None if path.weights is None else tuple(path.weights)
+        found = SwapPaths(tuple(path.folders), weights, path.key)
+    else:
+        given = [path] if isinstance(path, (str, os.PathLike)) else path
+        found = SwapPaths(tuple(os.fspath(folder) for folder in given))
+    if not found.folders or not all(found.folders):
+        raise ValueError(f"path: expected one folder or several, got {path!r}")
+    weights = found.weights
+    if weights is not None and (len(weights) != len(found.folders) or not all(0 < w < float("inf") for w in weights)):
+        raise ValueError(f"path: expected a positive weight for each of {len(found.folders)} folders, got {weights}")
+    return found
+
+
+def need_disk(budget: HostBudget, purpose: str, nbytes: int, path: NvmePath) -> None:
+    """Add a need for ``nbytes`` in the folders of ``path`` to ``budget``, of each for its share; ``purpose``: its name
+    in messages. Do nothing for no bytes. Errors as of `swap_paths` and `SwapPaths.shares`.
+    """
+    if nbytes:
+        paths = swap_paths(path)
+        for folder, share in zip(paths.folders, paths.shares(), strict=True):
+            budget.need(purpose, -int(-nbytes * share // 1), "disk", path=folder)
