@@ -111,11 +111,13 @@ reduce_each_micro_batch scheduler sequence_parallel_size steps_per_print train_b
 train_micro_batch_size_per_gpu
 torch_autocast.dtype torch_autocast.enabled torch_autocast.lower_precision_safe_modules
 offload.activations.device offload.activations.in_flight_bytes offload.activations.min_bytes
+offload.activations.nvme_path_weights
 offload.activations.nvme_path offload.activations.prefetch offload.create offload.delayed_update offload.report
 offload.state_dtype offload.trace offload.trace_steps offload.verify
 aio.block_size aio.intra_op_parallelism aio.overlap_events aio.queue_depth aio.single_submit aio.use_gds
 zero_optimization.offload_optimizer.buffer_count zero_optimization.offload_optimizer.device
 zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.pin_memory
+zero_optimization.offload_optimizer.nvme_path_weights zero_optimization.offload_param.nvme_path_weights
 zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write
 zero_optimization.offload_optimizer.overlap zero_optimization.offload_optimizer.overlap_journal
 zero_optimization.offload_optimizer.ratio zero_optimization.offload_param.buffer_count
@@ -160,6 +162,10 @@ def test_keys_that_nobody_wrote_carry_no_note(loaded):
         ({"offload": {"delayed_update": True}}, "offload.delayed_update", 'offload_optimizer.device "cpu" or "nvme"'),
         ({"offload": {"state_dtype": "int8"}}, "offload.state_dtype", 'offload_optimizer.device "cpu" or "nvme"'),
         ({"offload": {"activations": {"device": "nvme"}}}, "offload.activations.nvme_path", "a directory"),
+        ({"zero_optimization": {"offload_param": {"nvme_path": ["/a", "/b"], "nvme_path_weights": [1]}}},
+         "zero_optimization.offload_param.nvme_path_weights", "2 numbers, one for each directory"),
+        ({"offload": {"activations": {"nvme_path_weights": [1, 2]}}},
+         "offload.activations.nvme_path_weights", "expected 0 numbers"),
         ({"fp16": {"enabled": True}, "bfloat16": {"enabled": True}}, "bfloat16.enabled", "one precision mode"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}}, "torch_autocast.enabled", "keep one"),
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -29,10 +29,11 @@ from zero_offload import (
     malloc,
     offload_activations,
 )
+from zero_offload.swap_paths import need_disk, swap_paths
 from zero_partition import element_positions, refuse_on_tier
 
 from .errors import UsageError
-from .swap_folders import check_swap_folders, remove_abandoned
+from .swap_folders import check_swap_folders, folders_in_use, remove_abandoned
 from .text import say
 
 logger = logging.getLogger("zero_core")
@@ -72,6 +73,9 @@ class Offloading:
     ) -> None:
         check_swap_folders(config)
         remove_abandoned(config, dist.get_world_size())
+        for paths in folders_in_use(config) if rank == 0 else ():
+            if len(paths.folders) > 1:
+                say(swap_paths(paths).described())
         section = config.offload
         keep = section.report or section.trace is not None
         self.trace: Trace | None = Trace(rank=rank, sink=sink, keep=keep) if keep or sink is not None else None
@@ -114,7 +118,7 @@ class Offloading:
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
         if section.device == "nvme" and self._config.zero_optimization.stage == 3:
-            need_disk(self._budget, "parameter shards", nbytes, section.nvme_path or ())
+            need_disk(self._budget, "parameter shards", nbytes, section.paths)
         elif section.device == "cpu" and self._device.type != "cpu":
             self._budget.need("parameter shards", nbytes)
         self._budget.check()
@@ -167,7 +171,7 @@ class Offloading:
         tier: Literal["host", "nvme"] = "nvme" if section.device == "nvme" else "host"
         return TierOptions(
             tier=tier,
-            path=section.nvme_path if tier == "nvme" else None,
+            path=section.paths if tier == "nvme" else None,
             sub_group_size=self._config.zero_optimization.group_size,
             buffer_count=section.buffer_count,
             pipeline_read=section.pipeline_read,
@@ -206,7 +210,7 @@ class Offloading:
         return offload_activations(
             model,
             tier="nvme" if on_nvme else "host",
-            path=section.nvme_path if on_nvme else None,
+            path=section.paths if on_nvme else None,
             device=self._device,
             min_bytes=section.min_bytes,
             prefetch=section.prefetch,
@@ -229,7 +233,7 @@ class Offloading:
             raise UsageError(f"engine.offload_states(device=…): expected 'cpu' or 'nvme', got {device!r}")
         zero = self._config.zero_optimization
         sections = (zero.offload_optimizer, zero.offload_param, self._config.offload.activations)
-        path = next((section.nvme_path for section in sections if section.nvme_path is not None), None)
+        path = next((section.paths for section in sections if section.nvme_path is not None), None)
         if path is None:
             raise UsageError(
                 "engine.offload_states(device='nvme'): expected a folder in the configuration, as "
@@ -302,12 +306,6 @@ def state_block(config: Config) -> int:
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 
-def need_disk(budget: HostBudget, purpose: str, nbytes: int, paths: Sequence[str]) -> None:
-    """Add a need for ``nbytes`` in files striped over ``paths`` to ``budget``; ``purpose``: its name in messages."""
-    for path in paths:
-        budget.need(purpose, -(-nbytes // len(paths)), "disk", path=path)
-
-
 def shard_ranks(config: Config) -> int:
     """Return the number of ranks over which one replica of the model is sharded."""
     size = config.zero_optimization.mics_shard_size
@@ -331,7 +329,7 @@ def _open_store(
         alone = device.type == "cpu" and shard_ranks(config) == 1
         return None if alone else HostStore(device=device, pin=section.pin_memory, trace=trace)
     return NvmeStore(
-        section.nvme_path or (),
+        section.paths,
         device=device,
         buffer_count=section.buffer_count,
         buffer_bytes=section.buffer_size * dtype.itemsize,

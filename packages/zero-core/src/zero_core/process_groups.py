@@ -35,7 +35,9 @@ _PER_RANK = (
     "offload.report",
     "offload.trace",
     "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_param.nvme_path_weights",
     "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_optimizer.nvme_path_weights",
 )
 """Keys that may differ between ranks: reports, and each node's own disks."""
 _PER_RANK_SECTIONS = tuple(f"{key}." for key in _PER_RANK)

@@ -14,6 +14,7 @@ from zero_offload.folders import folder_problem
 from .errors import UsageError
 
 if TYPE_CHECKING:
+    from zero_offload.swap_paths import PathList
     from zero_settings import Config
 
 _STORE = re.compile(r"(optimizer|parameters|activations|parked)\.rank(?P<rank>\d+)")
@@ -24,9 +25,10 @@ logger = logging.getLogger("zero_core")
 def check_swap_folders(config: Config) -> None:
     """Check that stores can lie in the folders of every `nvme_path` in use; create missing ones if `offload.create` is
     set. Raises `UsageError` with the key, the folder and the reason."""
-    for key, name in _folders_in_use(config):
-        if (problem := folder_problem(name, create=config.offload.create)) is not None:
-            raise UsageError(f"{key}: {problem}")
+    for paths in folders_in_use(config):
+        for name in paths.folders:
+            if (problem := folder_problem(name, create=config.offload.create)) is not None:
+                raise UsageError(f"{paths.key}: {problem}")
 
 
 def remove_abandoned(config: Config, world_size: int) -> None:
@@ -40,30 +42,17 @@ def remove_abandoned(config: Config, world_size: int) -> None:
         match = _STORE.fullmatch(prefix)
         return match is not None and int(match["rank"]) >= world_size
 
-    for names in {tuple(names): None for names in _folder_lists_in_use(config)}:
+    for names in {tuple(paths.folders) for paths in folders_in_use(config)}:
         for prefix in remove_stores(names, is_gone):
             logger.warning(
                 "removed the swap files %s in %s: the job has %d ranks now", prefix, ", ".join(names), world_size
             )
 
 
-def _folder_lists_in_use(config: Config) -> Iterator[list[str]]:
-    """Yield the list of folders of each `nvme_path` in use; a store is striped over its full list."""
-    lists: dict[str, list[str]] = {}
-    for key, name in _folders_in_use(config):
-        lists.setdefault(key, []).append(name)
-    yield from lists.values()
-
-
-def _folders_in_use(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (configuration key, folder) for every folder of an `nvme_path` in use."""
+def folders_in_use(config: Config) -> Iterator[PathList]:
+    """Yield the folders of every `nvme_path` in use, with its key; a store is striped over all of them."""
     zero = config.zero_optimization
     optimizer, param, activations = zero.offload_optimizer, zero.offload_param, config.offload.activations
-    places = (
-        ("zero_optimization.offload_optimizer", optimizer.device, optimizer.nvme_path, zero.stage >= 1),
-        ("zero_optimization.offload_param", param.device, param.nvme_path, zero.stage == 3),
-        ("offload.activations", activations.device, activations.nvme_path, True),
-    )
-    for key, device, names, used in places:
-        for name in (names or ()) if device == "nvme" and used else ():
-            yield f"{key}.nvme_path", name
+    for section, used in ((optimizer, zero.stage >= 1), (param, zero.stage == 3), (activations, True)):
+        if section.device == "nvme" and used:
+            yield section.paths

@@ -46,15 +46,30 @@ class SwapPaths:
             return [f"'{self.folders[0]}' ({self.key})"]
         return [f"'{folder}' ({self.key}[{number}])" for number, folder in enumerate(self.folders)]
 
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the shares follow the speed of the folders; in a dry run they are equal without weights."""
+        return self.weights is None and len(self.folders) > 1 and current_ends() is None
+
     def shares(self) -> list[float]:
-        """Return the share of the bytes that each folder gets, from 0 to 1, at the start. Measures the folders unless
-        that was done in the last ten minutes on this host; in a dry run the shares are equal. Raises OffloadError for a
-        folder that cannot be used.
+        """Return the share of the bytes that each folder gets, from 0 to 1, at the start. Measures the folders, if they
+        have no weights, unless that was done in the last ten minutes on this host. Raises OffloadError for a folder
+        that cannot be used.
         """
-        weights: Sequence[float] = self.weights or [1.0] * len(self.folders)
-        if self.weights is None and len(self.folders) > 1 and current_ends() is None:
-            weights = measured_rates(self.folders)
+        measured = measured_rates(self.folders) if self.is_measured else [1.0] * len(self.folders)
+        weights = self.weights or measured
         return [weight / sum(weights) for weight in weights]
+
+    def described(self) -> str:
+        """Return a line, for people, with each folder, its share of the bytes and its measured speed. Measures as
+        `shares` does, with its errors.
+        """
+        shares = zip(self.folders, self.shares(), strict=True)
+        told = [f"{share:.0%} of the bytes to '{folder}'" for folder, share in shares]
+        if self.is_measured:
+            rates = measured_rates(self.folders)
+            told = [f"{text} ({rate / 1e9:.2f} GB/s)" for text, rate in zip(told, rates, strict=True)]
+        return f"{self.key}: {', '.join(told)}"
 
 
 def swap_paths(path: NvmePath) -> SwapPaths:

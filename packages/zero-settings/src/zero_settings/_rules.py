@@ -52,8 +52,7 @@ def _precision_mode_problems(config: ConfigFile) -> list[Problem]:
 def _stage_problems(config: ConfigFile) -> list[Problem]:
     """Return the problems of keys that need another beside them.
 
-    16-bit master weights need a stage above 0, `bf16_optimizer_states` needs such masters, and an offload section with
-    device "nvme" needs a directory.
+    16-bit master weights need a stage above 0, and `bf16_optimizer_states` needs such masters.
     """
     problems = []
     zero = config.zero_optimization
@@ -63,17 +62,12 @@ def _stage_problems(config: ConfigFile) -> list[Problem]:
     if config.bf16.bf16_optimizer_states and not config.bf16.bf16_master_weights_and_grads:
         expected = "expected bf16_master_weights_and_grads: true with it"
         problems.append(Problem("bf16.bf16_optimizer_states", expected, "false"))
-    for section, needed_from in (("offload_param", 3), ("offload_optimizer", 0)):
-        offload = getattr(zero, section)
-        if offload.device == "nvme" and offload.nvme_path is None and zero.stage >= needed_from:
-            path = f"zero_optimization.{section}.nvme_path"
-            problems.append(Problem(path, 'expected a directory with device "nvme"', "null"))
     return problems
 
 
 def _offload_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of the section `offload`: keys that need an offloaded optimizer, and activations on NVMe
-    without a directory."""
+    """Return the problems of the section `offload`: keys that need an offloaded optimizer; and of the folders and the
+    overlap of all tiers."""
     problems = []
     section, device = config.offload, config.zero_optimization.offload_optimizer.device
     for key in ("delayed_update", "state_dtype"):
@@ -82,9 +76,23 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
             action = "it is about what an optimizer keeps on a tier"
             expected = 'expected zero_optimization.offload_optimizer.device "cpu" or "nvme" with it'
             problems.append(Problem(f"offload.{key}", expected, '"none"', action=action))
-    problems += _overlap_problems(config)
-    if section.activations.device == "nvme" and section.activations.nvme_path is None:
-        problems.append(Problem("offload.activations.nvme_path", 'expected a directory with device "nvme"', "null"))
+    return problems + _overlap_problems(config) + _folder_problems(config)
+
+
+def _folder_problems(config: ConfigFile) -> list[Problem]:
+    """Return the problems of folders of files: none where device is "nvme", and weights that are not one for each."""
+    zero, problems = config.zero_optimization, []
+    for section, used in (
+        (zero.offload_param, zero.stage >= 3),
+        (zero.offload_optimizer, True),
+        (config.offload.activations, True),
+    ):
+        folders, weights, key = section.paths
+        if section.device == "nvme" and not folders and used:
+            problems.append(Problem(key, 'expected a directory with device "nvme"', "null"))
+        if weights is not None and len(weights) != len(folders):
+            expected, got = f"expected {len(folders)} numbers, one for each directory", f"{len(weights)} numbers"
+            problems.append(Problem(f"{key}_weights", expected, got))
     return problems
 
 

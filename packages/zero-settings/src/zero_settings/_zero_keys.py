@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -37,14 +38,16 @@ def _stage(value: Any) -> Any:
 def _folders(value: Any) -> Any:
     """Return one directory or a list of them as a tuple of paths.
 
-    A pydantic validator: raises PydanticCustomError for anything else, an empty list and a path that begins with `~`.
-    Whether they exist is not checked.
+    A pydantic validator: raises PydanticCustomError for anything else, an empty list, a path that begins with `~` and
+    one that is there twice. Whether they exist is not checked.
     """
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else ()
     if not found or not all(isinstance(folder, str) and folder for folder in found):
         raise PydanticCustomError("folders", "a directory, or a list of directories")
     if any(folder.startswith("~") or "\0" in folder for folder in found):
         raise PydanticCustomError("folders", "a directory written out: no shell is there to replace `~`")
+    if len({os.path.normpath(folder) for folder in found}) < len(found):
+        raise PydanticCustomError("folders", "each directory once: files in one are not faster for being named twice")
     return found
 
 
@@ -55,6 +58,16 @@ Paths = Annotated[
     BeforeValidator(_folders),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "minItems": 1}]}),
 ]
+Weights = Annotated[tuple[PositiveFloat, ...], Field(min_length=1)]
+_WEIGHTS = "How the bytes are shared between several directories, a number for each; null: by their measured speed."
+
+
+class FolderList(NamedTuple):
+    """The folders of files, their weights (None: as measured), and the path of the key that names them."""
+
+    folders: tuple[str, ...]
+    weights: tuple[float, ...] | None
+    key: str
 
 
 class OffloadParam(Section):
@@ -64,10 +77,16 @@ class OffloadParam(Section):
 
     device: Device = Field(default="none", description="Where shards wait; none: where the model computes.")
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    nvme_path_weights: Weights | None = Field(default=None, description=_WEIGHTS)
     buffer_count: PositiveInt = Field(default=5, description="Shards of files that are in host memory at once.")
     buffer_size: NaturalInt = Field(default=0, description="Elements per buffer; 0: those of the largest shard.")
     max_in_cpu: NaturalInt = Field(default=0, description="Elements that stay in host memory, besides the buffers.")
     pin_memory: Flag = Field(default=True, description="Page-locked host memory, with an accelerator.")
+
+    @property
+    def paths(self) -> FolderList:
+        """The folders of the files; none without `nvme_path`."""
+        return FolderList(self.nvme_path or (), self.nvme_path_weights, "zero_optimization.offload_param.nvme_path")
 
 
 class OffloadOptimizer(Section):
@@ -79,6 +98,7 @@ class OffloadOptimizer(Section):
         default="none", description="Where masters and states are, and are updated; none: the device."
     )
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    nvme_path_weights: Weights | None = Field(default=None, description=_WEIGHTS)
     buffer_count: PositiveInt = Field(default=4, description="Groups of files that are in host memory at once.")
     pin_memory: Flag = Field(default=True, description="Page-locked host memory, with an accelerator.")
     pipeline_read: Flag = Field(default=True, description="Read ahead of the update.")
@@ -98,6 +118,11 @@ class OffloadOptimizer(Section):
     )
     super_offload: Flag = False
     cpuadam_cores_perc: Fraction = 0.8
+
+    @property
+    def paths(self) -> FolderList:
+        """The folders of the files; none without `nvme_path`."""
+        return FolderList(self.nvme_path or (), self.nvme_path_weights, "zero_optimization.offload_optimizer.nvme_path")
 
 
 class Zenflow(Section):
@@ -262,9 +287,15 @@ class OffloadActivations(Section):
 
     device: Device = Field(default="none", description="Where they wait; none: where they are made.")
     nvme_path: Paths | None = Field(default=None, description="A directory, or several to stripe over.")
+    nvme_path_weights: Weights | None = Field(default=None, description=_WEIGHTS)
     min_bytes: PositiveInt = Field(default=65536, description="Smaller tensors stay where they are.")
     prefetch: NaturalInt = Field(default=2, description="Tensors that backward asks for ahead of use.")
     in_flight_bytes: PositiveInt = Field(default=268435456, description="Host memory on its way to files.")
+
+    @property
+    def paths(self) -> FolderList:
+        """The folders of the files; none without `nvme_path`."""
+        return FolderList(self.nvme_path or (), self.nvme_path_weights, "offload.activations.nvme_path")
 
 
 class Offload(Section):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zero_offload import DelayedUpdate, NvmeStore, OffloadedUpdate, Sealed
+from zero_offload.swap_paths import need_disk
 
-from ..offloading import Offloading, need_disk
+from ..offloading import Offloading
 from ..state import TrainingState
 
 
@@ -78,10 +79,10 @@ class TierFiles:
         budget = self._tiers.new_budget()
         update, store = self._update(), self._store()
         if update is not None:
-            paths = self._zero.offload_optimizer.nvme_path or ()
+            paths = self._zero.offload_optimizer.paths
             need_disk(budget, "masters and states after this checkpoint", update.memory()["nvme"], paths)
         if store is not None:
-            nbytes, paths = self._trained + store.carried_bytes(), self._zero.offload_param.nvme_path or ()
+            nbytes, paths = self._trained + store.carried_bytes(), self._zero.offload_param.paths
             need_disk(budget, "parameter shards after this checkpoint", nbytes, paths)
         budget.check()
 
