@@ -15,6 +15,7 @@ from ._memory import AlignedBuffer
 
 __all__ = ["measure_paths"]
 
+PAGE = 4096
 _BLOCK_BYTES = 4 << 20
 _BLOCKS_AT_ONCE = 4
 _MOST_BLOCKS = 16
@@ -26,8 +27,8 @@ _PASSES = 3
 def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: float = 600.0) -> list[float]:
     """Return the bytes per second of reading and writing at once in each folder, for `ExtentStore(weights=…)`.
 
-    Missing folders are made. Each is measured with a file of 16 to 64 MiB, for a second at most unless it is slower,
-    and the result recorded in it, in `path-rate.<host>.json`. A record of this host that is not older than
+    Missing folders are made. Each is measured with a file of 16 to 64 MiB, or of half the space that is free if that
+    is less, for a second at most unless it is slower, and the result recorded in it, in `path-rate.<host>.json`. A record of this host that is not older than
     `valid_seconds` is used: processes that start together measure each folder once, one after the other. Raises
     AioError and OSError for a folder that cannot be used.
     """
@@ -73,8 +74,10 @@ def _measure(folder: str) -> float:
     """Return the bytes per second of the fastest of up to three passes over a new file, of which one half is written
     while the other is read. The first write is not measured: drives and file systems give space then.
     """
-    data, into = AlignedBuffer(_BLOCK_BYTES), AlignedBuffer(_BLOCK_BYTES)
-    memoryview(data)[:] = os.urandom(_BLOCK_BYTES)
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    block = min(_BLOCK_BYTES, max(1, free // (2 * _MOST_BLOCKS) // PAGE) * PAGE)
+    data, into = AlignedBuffer(block), AlignedBuffer(block)
+    memoryview(data)[:] = os.urandom(block)
     with tempfile.TemporaryDirectory(dir=folder, prefix="path-rate-") as inside, Engine() as engine:
         with engine.open(os.path.join(inside, "data"), "rw") as file:
             blocks, end = 0, time.perf_counter() + _FIRST_SECONDS
@@ -87,7 +90,7 @@ def _measure(folder: str) -> float:
                 begin = time.perf_counter()
                 _transfer(engine, file, data, into, range(0, blocks, 2), range(1, blocks, 2))
                 seconds = time.perf_counter() - begin
-                best = max(best, blocks * _BLOCK_BYTES / seconds)
+                best = max(best, blocks * block / seconds)
                 if seconds > _LONG_SECONDS:
                     break
             return best
@@ -97,7 +100,7 @@ def _transfer(
     engine: Engine, file: File, data: AlignedBuffer, into: AlignedBuffer, written: range, read: range
 ) -> None:
     """Write some blocks of a file from `data` and read others into `into`, all at once, and wait for all."""
-    requests = [engine.write(file, data, number * _BLOCK_BYTES) for number in written]
-    requests += [engine.read(file, into, number * _BLOCK_BYTES) for number in read]
+    requests = [engine.write(file, data, number * len(data)) for number in written]
+    requests += [engine.read(file, into, number * len(into)) for number in read]
     for request in requests:
         request.wait()
