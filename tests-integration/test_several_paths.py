@@ -1,4 +1,4 @@
-"""`nvme_path` with several directories: the bits of one, a drive that fails or fills up, and other directories later."""
+"""`nvme_path` with several directories: the bits of one, a drive that fails or is full, other directories later."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def resumed(zero: dict[str, Any], folder: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (2, 3)])
-def test_a_run_resumes_with_another_number_of_paths(folders: list[str], tmp_path: Path, before: int, after: int) -> None:
+def test_a_run_resumes_with_another_number_of_paths(
+    folders: list[str], tmp_path: Path, before: int, after: int
+) -> None:
     expected = run_ranks(through, 2, on(folders[0]), 3)
     folder = str(tmp_path / "checkpoint")
     run_ranks(saved, 2, on(folders[:before]), folder)

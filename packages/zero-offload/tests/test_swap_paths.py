@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import warnings
@@ -148,3 +149,43 @@ def test_a_shard_in_a_buffer_outlives_the_folder_it_was_written_to(folders: list
         for name, shard in shards.items():
             assert torch.equal(store.acquire(name), shard + 1)
             store.release(name, dirty=False)
+
+
+def leaves_files(folders: list[str], seal: bool) -> None:
+    """Write into a store and die; what it wrote has other names before, so that a living store can be imitated."""
+    with NvmeStore(even(folders), device="cpu") as store:
+        store.put("a", torch.zeros(5000))
+        store.put("b", torch.zeros(5000))
+        store.flush()
+        sealed = store.seal() if seal else None
+        for folder in folders:
+            for file in Path(folder).glob("shards.g*"):
+                os.link(file, file.with_name(f"left-{file.name}"))
+        del sealed
+    for folder in folders:
+        for file in Path(folder).glob("left-*"):
+            file.rename(file.with_name(file.name.removeprefix("left-")))
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_files_in_a_folder_that_is_no_longer_named_are_removed(folders: list[str], seal: bool) -> None:
+    leaves_files(folders, seal)
+    assert list(Path(folders[1]).glob("shards.g*"))
+    with NvmeStore(even(folders[1:]), device="cpu", prefix="other") as other:
+        other.put("c", torch.ones(5000))
+        with NvmeStore(even(folders[:1]), device="cpu"):
+            assert not list(Path(folders[1]).glob("shards.g*"))
+        other.flush()
+        assert torch.equal(other.acquire("c"), torch.ones(5000))
+
+
+def test_files_in_a_folder_that_another_store_uses_now_stay(folders: list[str]) -> None:
+    leaves_files(folders, seal=True)
+    with NvmeStore(even(folders[1:]), device="cpu", buffer_count=1) as living:
+        living.put("c", torch.ones(5000))
+        living.put("d", torch.zeros(5000))
+        living.flush()
+        with NvmeStore(even(folders[:1]), device="cpu") as store:
+            store.put("a", torch.zeros(5000))
+            store.flush()
+        assert torch.equal(living.acquire("c"), torch.ones(5000))

@@ -28,9 +28,9 @@ def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: f
     """Return the bytes per second of reading and writing at once in each folder, for `ExtentStore(weights=…)`.
 
     Missing folders are made. Each is measured with a file of 16 to 64 MiB, or of half the space that is free if that
-    is less, for a second at most unless it is slower, and the result recorded in it, in `path-rate.<host>.json`. A record of this host that is not older than
-    `valid_seconds` is used: processes that start together measure each folder once, one after the other. Raises
-    AioError and OSError for a folder that cannot be used.
+    is less, for a second at most unless it is slower, and the result recorded in it, in `path-rate.<host>.json`. A
+    record of this host that is not older than `valid_seconds` is used: processes that start together measure each
+    folder once, one after the other. Raises AioError and OSError for a folder that cannot be used.
     """
     return [_recorded(os.path.abspath(folder), valid_seconds) for folder in folders]
 

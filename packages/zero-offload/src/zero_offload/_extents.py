@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import glob
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -63,8 +64,9 @@ def measured_rates(folders: Sequence[str]) -> list[float]:
 
 def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: bool, engine: Any = None) -> ExtentStore:
     """Return an empty extent store over the folders of ``paths``, whose file names begin with ``prefix``. Files that a
-    killed process left under the same prefix are removed, sealed ones too: a checkpoint has its own links to them.
-    A folder that is full, fails or becomes slow is a warning while others can be written to.
+    killed process left under the same prefix are removed, sealed ones too, also in a folder that was in the list then:
+    a checkpoint has its own links to them. A folder that is full, fails or becomes slow is a warning while others can
+    be written to.
 
     ``checksums`` are recorded as data is written; ``verify`` compares them on every read, and implies them. ``engine``:
     a ``zero_nvme_aio.Engine`` to share; None for one of its own. Raises OffloadError while another process uses the
@@ -99,7 +101,20 @@ def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: boo
         raise OffloadError(
             f"cannot use {', '.join(folders)} as an NVMe tier: {error}; name writable folders"
         ) from error
+    for folder in store.former_paths():
+        _remove_left(folder, prefix)
     return cast(ExtentStore, store)
+
+
+def _remove_left(folder: str, prefix: str) -> None:
+    """Remove the files of a store in a folder that it no longer has; do nothing while another process uses them, and
+    where the folder is gone or cannot be used.
+    """
+    library = _library()
+    with suppress(library.AioError, OSError):
+        if os.path.isdir(folder):
+            _remove_sealed([folder], prefix)
+            library.ExtentStore(folder, prefix=prefix).close(remove=True)
 
 
 def _remove_sealed(paths: Sequence[str], prefix: str) -> None:

@@ -123,5 +123,8 @@ class ExtentStore(Protocol):
     def path_use(self) -> Sequence[PathUse]:
         """Return what was done with each folder so far, in their order."""
 
+    def former_paths(self) -> Sequence[str]:
+        """Return the folders that an earlier store of this prefix had beside one of the present ones."""
+
     def close(self, *, remove: bool) -> None:
         """Close the store; with ``remove`` delete its files, else only those not sealed."""

@@ -5,6 +5,7 @@ seals; a stripe is the number of a path, from 0.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from collections.abc import Sequence, Set
@@ -20,10 +21,15 @@ from ._reflink import shares_blocks
 
 __all__ = ["GenerationFiles", "StoreFolders"]
 
+_MOST_LOCK_BYTES = 1 << 20
+
 
 class StoreFolders:
     """Names of a store's files: `<prefix>.g<generation>.s<stripe>.extents` in each of `paths`, the index beside one of
     them. `state`: which paths can be written to.
+
+    Attributes:
+        former: folders that the store had earlier beside one of its paths, and where files of it may be left.
     """
 
     def __init__(self, paths: Sequence[str], prefix: str, state: StorePaths) -> None:
@@ -32,11 +38,13 @@ class StoreFolders:
         self.state = state
         self._sharing: dict[int, bool] = {}
         self._locks: list[int] = []
+        self.former: set[str] = set()
 
     def take(self) -> None:
-        """Make the folders and lock the store, until `give_back`. Two stores exclude each other if they have the same
-        prefix and a path in common. ExtentError while another one, here or in another process, has one of the paths,
-        and if two of them are the same folder; OSError for a folder or lock file that cannot be made, opened or locked.
+        """Make the folders and lock the store, until `give_back`; the lock files list paths and `former`. Two stores
+        exclude each other if they have the same prefix and a path in common. ExtentError while another one, here or in
+        another process, has one of the paths, and if two of them are the same folder; OSError for a folder or lock file
+        that cannot be made, opened or locked.
         """
         try:
             for number, path in enumerate(self.paths):
@@ -45,9 +53,22 @@ class StoreFolders:
                 if twin is not None:
                     raise ExtentError(f"'{path}' and '{twin}' are the same folder; name each path of a store once")
                 self._locks.append(self._lock(path))
+            for descriptor in self._locks:
+                self.former.update(_listed(os.pread(descriptor, _MOST_LOCK_BYTES, 0)))
+            self.former = {path for path in self.former.difference(self.paths) if self._may_hold_files(path)}
+            for descriptor in self._locks:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps([*self.paths, *sorted(self.former)]).encode(), 0)
         except BaseException:
             self.give_back()
             raise
+
+    def _may_hold_files(self, path: str) -> bool:
+        """Return whether a folder has files of the store, or cannot be looked at now."""
+        try:
+            return any(name.startswith(f"{self.prefix}.g") for name in os.listdir(path))
+        except OSError:
+            return True
 
     def _lock(self, path: str) -> int:
         """Lock one path and return the file descriptor that holds the lock. Errors as of `take`."""
@@ -108,6 +129,15 @@ class StoreFolders:
                     os.unlink(os.path.join(path, name))
 
 
+def _listed(content: bytes) -> list[str]:
+    """Return the folders that a lock file lists; none if it is damaged or empty."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return []
+    return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+
 class GenerationFiles:
     """Open files of one generation of the store in `folders`, by stripe, each opened by the one of `engines` for that
     stripe; a stripe without data has no file. New files are writable; after `open_sealed` or `reopen_sealed` files are
@@ -155,7 +185,13 @@ class GenerationFiles:
             engine = self._engines[stripe]
             file = engine.open(self.path(stripe), "rw" if self._writable else "r")
             if self._writable and self._header_bytes:
-                engine.write(file, bytes(self._header_bytes), 0).wait()
+                try:
+                    engine.write(file, bytes(self._header_bytes), 0).wait()
+                except BaseException:
+                    file.close()
+                    with suppress(OSError):
+                        os.unlink(self.path(stripe))
+                    raise
             self._files[stripe] = file
         return self._files[stripe]
 

@@ -244,6 +244,12 @@ class ExtentStore:
         """Return the bytes passed to `write` and copied by `seal` so far."""
         return self._bytes_written
 
+    def former_paths(self) -> list[str]:
+        """Return the folders that the store with this prefix had earlier, beside one of its present paths, and where
+        files of it may be left.
+        """
+        return sorted(self._folders.former)
+
     def path_use(self) -> tuple[PathUse, ...]:
         """Return what was done with each path so far: bytes, speed, and its share of the bytes written from now on."""
         with self._lock:
