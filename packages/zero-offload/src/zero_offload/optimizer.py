@@ -14,6 +14,7 @@ from torch import nn
 
 from ._copy_streams import compute_device
 from ._params import GradientHooks, Member, ParameterWeights, check_gradient, check_parameter, flat_gradient, plans
+from ._protocols import PathUse
 from .budget import HostBudget
 from .errors import OffloadError
 from .sealed import Sealed
@@ -360,6 +361,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def bytes_written_per_day(self) -> float:
         """Return `bytes_written` at the average rate since this optimizer was made, in bytes per day."""
         return self._update.bytes_written_per_day()
+
+    def path_use(self) -> Sequence[PathUse]:
+        """Return what was done with each folder of masters and moments so far; nothing without files."""
+        return self._update.path_use()
 
     def flush(self) -> None:
         """Finish a delayed step and block until all states are on their tier; raise the first write that failed."""
