@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=None, help="on a drive that is faster than both limits together")
     parser.add_argument("--fast", type=float, default=200.0)
-    parser.add_argument("--slow", type=float, default=100.0)
+    parser.add_argument("--slow", type=float, default=120.0)
     parser.add_argument("--slower", type=float, default=25.0)
     args = parser.parse_args()
     if os.geteuid() != 0 or not (BLKIO / "cgroup.procs").exists():

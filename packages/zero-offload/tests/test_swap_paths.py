@@ -8,6 +8,7 @@ import re
 import subprocess
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,3 +190,17 @@ def test_files_in_a_folder_that_another_store_uses_now_stay(folders: list[str]) 
             store.put("a", torch.zeros(5000))
             store.flush()
         assert torch.equal(living.acquire("c"), torch.ones(5000))
+
+
+def test_what_was_written_last_is_taken_from_memory_as_the_order_reverses(folders: list[str]) -> None:
+    lender = Lender(torch.float32)
+    update = update_of(lender, plans(torch.float32), replace(on(even(folders)), buffer_count=4), gradients="host")
+    read = [0]
+    for step in range(5):
+        one_step(update, step)
+        read.append(sum(use.bytes_read for use in update.path_use()))
+    in_each_step = {after - before for before, after in zip(read[1:], read[2:], strict=False)}
+    kept = 3 * 4096 * 12  # what all buffers but one hold at the end of a step
+    assert max(in_each_step) <= update.memory()["nvme"] - kept
+    assert torch.equal(lender.flat(), by_the_kernels(torch.float32, 5))
+    update.close()
