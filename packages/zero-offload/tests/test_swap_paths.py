@@ -9,6 +9,7 @@ import subprocess
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -199,7 +200,7 @@ def test_what_was_written_last_is_taken_from_memory_as_the_order_reverses(folder
     for step in range(5):
         one_step(update, step)
         read.append(sum(use.bytes_read for use in update.path_use()))
-    in_each_step = {after - before for before, after in zip(read[1:], read[2:], strict=False)}
+    in_each_step = {after - before for before, after in pairwise(read[1:])}
     kept = 3 * 4096 * 12  # what all buffers but one hold at the end of a step
     assert max(in_each_step) <= update.memory()["nvme"] - kept
     assert torch.equal(lender.flat(), by_the_kernels(torch.float32, 5))
