@@ -15,13 +15,13 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 _GIVES_LOCAL_RANK = "zero_deepspeed.with_local_rank"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> int:
     """Run the command `deepspeed` and return its exit status, that of `zero-launch`.
 
-    ``arguments``: its words; None for those of `sys.argv`. Without `--no_local_rank` and `--no_python`, each rank runs
+    ``args``: its words; None for those of `sys.argv`. Without `--no_local_rank` and `--no_python`, each rank runs
     the script through with_local_rank.py.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if args is None else args)
     options = parser().parse_args(words)
     if not options.no_local_rank and not options.no_python:
         target = [options.target, *options.args]

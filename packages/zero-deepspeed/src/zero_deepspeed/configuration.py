@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zero_settings import Config, OffloadOptimizer, OffloadParam, ZeroOptimization
 
+from .monitor import MonitorConfig, get_monitor_config
 from .settings import load_config, raw_config
 
 
@@ -51,6 +52,11 @@ class DeepSpeedConfig:
         self._param_dict = raw_config(config)
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         self._resolved: Config = load_config(self._param_dict, ranks)
+
+    @property
+    def monitor_config(self) -> MonitorConfig:
+        """Return the sections that say where metrics go."""
+        return get_monitor_config(self._param_dict)
 
     @property
     def zero_config(self) -> Any:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from zero_core.monitors import Event, build_monitor, check_clients
 from zero_settings import Config
 
-from .errors import UnsupportedError
 from .settings import load_config
 
 SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -18,12 +17,14 @@ SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 class MonitorConfig:
-    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``. ``resolved``:
-    the configuration, with every value filled in.
+    """The `SECTIONS` of a configuration, each an attribute of that name, and whether any is ``enabled``.
+
+    ``sections``: name -> values as in a configuration; defaults for those left out. Raises `ConfigError`.
     """
 
-    def __init__(self, resolved: Config) -> None:
-        self.resolved = resolved
+    def __init__(self, **sections: Mapping[str, Any]) -> None:
+        resolved = load_config({**sections, "train_micro_batch_size_per_gpu": 1}, 1)
+        self.resolved: Config = resolved
         self.enabled = any(getattr(resolved, section).enabled for section in SECTIONS)
         for section in SECTIONS:
             setattr(self, section, getattr(resolved, section))
@@ -31,8 +32,7 @@ class MonitorConfig:
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorConfig:
     """Return the `SECTIONS` of a configuration, with defaults for those that it lacks. Raises `ConfigError`."""
-    given = {section: param_dict[section] for section in SECTIONS if section in param_dict}
-    return MonitorConfig(load_config({**given, "train_micro_batch_size_per_gpu": 1}, 1))
+    return MonitorConfig(**{section: param_dict[section] for section in SECTIONS if section in param_dict})
 
 
 class MonitorMaster:
@@ -57,16 +57,17 @@ class MonitorMaster:
 
 class _OneMonitor(MonitorMaster):
     """A `MonitorMaster` for one section: a subclass has its name as ``section``. ``config``: the section's values, a
-    mapping or a resolved section. Raises `UnsupportedError` unless it is enabled.
+    mapping or a resolved section; they are attributes too, but for a key. It writes nothing where it is not enabled.
     """
 
     section = ""
 
     def __init__(self, config: Any) -> None:
         values = config if isinstance(config, Mapping) else config.model_dump()
-        if not values.get("enabled", False):
-            raise UnsupportedError(f"{type(self).__name__}: enabled is false in the section {self.section}")
-        super().__init__(get_monitor_config({self.section: dict(values)}))
+        super().__init__(MonitorConfig(**{self.section: dict(values)}))
+        for name, value in getattr(self.monitor_config, self.section).model_dump().items():
+            if name != "api_key":
+                setattr(self, name, value)
 
 
 class TensorBoardMonitor(_OneMonitor):

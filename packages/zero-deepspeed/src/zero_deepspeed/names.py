@@ -201,8 +201,12 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     "deepspeed.inference": Unavailable(_SERVE),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
+        "_parse_hostfile": "zero_deepspeed.hostfiles:parse_hostfile",
         "DEEPSPEED_ENVIRONMENT_NAME": "zero_deepspeed.command:",
+        "fetch_hostfile": "zero_deepspeed.hostfiles:",
         "main": "zero_deepspeed.command:",
+        "parse_inclusion_exclusion": "zero_deepspeed.hostfiles:",
+        "parse_resource_filter": "zero_deepspeed.hostfiles:",
     },
     "deepspeed.module_inject": Unavailable(_SHARD),
     "deepspeed.moe": Unavailable("train the experts as plain modules with ZeRO"),
@@ -480,6 +484,9 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     },
     "deepspeed.utils.init_on_device": _ON_DEVICE,
     "deepspeed.utils.logging": _LOGGING,
+    "deepspeed.utils.numa": {
+        "parse_range_list": "zero_launch.cores:parse_cores",
+    },
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.torch": {
         "register_grad_hook": "zero_deepspeed.helpers:",
