@@ -128,6 +128,28 @@ def a_monitor_that_is_not_enabled_has_defaults_and_writes_nothing(folder: Path) 
     assert DeepSpeedMonitorConfig(csv_monitor={"enabled": True}).enabled
 
 
+@statement
+def leaf_modules_of_a_configuration_are_lists(folder: Path) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for one in ("Block", ["Block"]):
+        leaves = DeepSpeedZeroConfig(
+            leaf_module={"classes": one, "names": ["a.b"], "name_suffixes": "tail"}
+        ).leaf_module
+        assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["Block"], ["a.b"], ["tail"])
+
+
+@statement
+def each_builder_has_its_line_in_the_table_of_operators(folder: Path) -> None:
+    import deepspeed
+    from deepspeed.ops import op_builder
+
+    for name in ("CPUAdam", "CPUAdagrad", "CPULion", "FusedAdam", "Utils", "Quantizer", "Transformer", "Inference"):
+        builder = getattr(op_builder, f"{name}Builder")
+        assert isinstance(deepspeed.ops.__compatible_ops__[builder.NAME], bool), name
+    assert deepspeed.ops.__compatible_ops__["cpu_adam"]
+
+
 def main(folder: Path) -> None:
     import deepspeed
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero_settings import Config, OffloadOptimizer, OffloadParam, ZeroOptimization
+from zero_settings import Config, LeafModule, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 from .monitor import MonitorConfig, get_monitor_config
 from .settings import load_config, raw_config
@@ -18,7 +18,7 @@ class DeepSpeedZeroConfig:
 
     ``values``: keys of the section as a JSON file has them, or their other names (``prefetch_bucket_size`` for
     ``stage3_prefetch_bucket_size``); both are attributes. ``offload_param`` and ``offload_optimizer`` are None where
-    nothing is offloaded. Raises `ConfigError`.
+    nothing is offloaded; ``leaf_module`` has lists. Raises `ConfigError`.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -37,6 +37,8 @@ class DeepSpeedZeroConfig:
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._section, self._section.aliases.get(name, name))
+        if isinstance(value, LeafModule):
+            return value.model_copy(update={kind: list(found) for kind, found in value})
         idle = isinstance(value, (OffloadOptimizer, OffloadParam)) and value.device == "none"
         return None if idle else value
 

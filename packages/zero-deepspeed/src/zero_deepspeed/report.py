@@ -21,6 +21,10 @@ COMPATIBLE: dict[str, bool] = {
     "fused_adam": True,
     "fused_lamb": True,
     "fused_lion": True,
+    "quantizer": False,
+    "transformer": False,
+    "transformer_inference": False,
+    "utils": False,
 }
 """DeepSpeed's name of an operator -> whether it is available."""
 
