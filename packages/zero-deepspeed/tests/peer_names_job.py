@@ -1,5 +1,8 @@
-"""Statements about DeepSpeed's public names that hold for it and for this project, as functions; `python peer_names_job.py
-FOLDER` calls each with a folder of its own and prints one JSON object: name -> "" or what failed."""
+"""Statements about DeepSpeed's public names that hold for it and for this project, as functions.
+
+`python peer_names_job.py FOLDER` calls each with a folder of its own and prints one JSON object: name -> "" or what
+failed.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ def statement(function: Callable[[Path], None]) -> Callable[[Path], None]:
     return function
 
 
-def refused(call: Callable[[], object], error: type[Exception] = ValueError) -> bool:
+def refused(call: Callable[..., object], *arguments: object, **named: object) -> bool:
     try:
-        call()
-    except error:
+        call(*arguments, **named)
+    except ValueError:
         return True
     return False
 
@@ -35,7 +38,7 @@ def a_hostfile_gives_hosts_with_their_slots(folder: Path) -> None:
     assert list(pool.items()) == [("alpha", 3), ("10.0.0.7", 2)]
     assert fetch_hostfile(str(folder / "absent")) is None
     assert parse_inclusion_exclusion(pool, "10.0.0.7@alpha:2", "") == {"alpha": [2], "10.0.0.7": [0, 1]}
-    assert refused(lambda: parse_inclusion_exclusion(pool, "alpha:3", ""))
+    assert refused(parse_inclusion_exclusion, pool, "alpha:3", "")
 
 
 @statement
@@ -45,7 +48,7 @@ def a_hostfile_with_another_line_is_refused(folder: Path) -> None:
     for text in ("alpha slots=1\nalpha slots=2", "two words slots=1", "alpha", "", "alpha slots=2\nbeta"):
         path = folder / "hosts"
         path.write_text(text)
-        assert refused(lambda: fetch_hostfile(str(path))), text
+        assert refused(fetch_hostfile, str(path)), text
 
 
 @statement
@@ -77,10 +80,10 @@ def filters_that_name_what_there_is_not_are_refused(folder: Path) -> None:
     from deepspeed.launcher.runner import parse_resource_filter
 
     hosts = {"a": [0, 1, 2], "b": [0, 1]}
-    assert refused(lambda: parse_resource_filter(hosts, include_str="a", exclude_str="b"))
+    assert refused(parse_resource_filter, hosts, include_str="a", exclude_str="b")
     for text in ("c", "b:2", "a@b:0@1", "a:x"):
-        assert refused(lambda: parse_resource_filter(hosts, include_str=text)), text
-        assert refused(lambda: parse_resource_filter(hosts, exclude_str=text)), text
+        assert refused(parse_resource_filter, hosts, include_str=text), text
+        assert refused(parse_resource_filter, hosts, exclude_str=text), text
 
 
 @statement
@@ -89,7 +92,7 @@ def lists_of_cores_are_numbers_and_ranges(folder: Path) -> None:
 
     assert parse_range_list("1,4-6,9") == [1, 4, 5, 6, 9]
     for text in ("0,2-5,4", "6-3", "1-2-3", "x"):
-        assert refused(lambda: parse_range_list(text)), text
+        assert refused(parse_range_list, text), text
 
 
 @statement
@@ -126,6 +129,23 @@ def a_monitor_that_is_not_enabled_has_defaults_and_writes_nothing(folder: Path) 
         assert (made.enabled, made.output_path, made.job_name) == (known.enabled, known.output_path, known.job_name)
         made.write_events([("Train/loss", 1.0, 1)])
     assert DeepSpeedMonitorConfig(csv_monitor={"enabled": True}).enabled
+
+
+@statement
+def groups_without_experts_are_not_split(folder: Path) -> None:
+    import torch
+    from deepspeed.moe.utils import has_moe_layers, is_moe_param, split_params_into_different_moe_groups_for_optimizer
+
+    model = torch.nn.Linear(2, 2)
+    group = {"params": list(model.parameters()), "lr": 0.5, "name": "dense"}
+    for given in (dict(group), [dict(group)], (dict(group),)):
+        (split,) = split_params_into_different_moe_groups_for_optimizer(given)
+        assert split["lr"] == 0.5 and [id(p) for p in split["params"]] == [id(p) for p in model.parameters()]
+    assert refused(split_params_into_different_moe_groups_for_optimizer, model.weight)
+    assert has_moe_layers(model) == (False, 0)
+    assert not is_moe_param(model.weight)
+    model.weight.allreduce = False
+    assert is_moe_param(model.weight)
 
 
 @statement

@@ -21,6 +21,7 @@ from zero_deepspeed.construction import Init
 from zero_deepspeed.cpu_optimizers import DeepSpeedCPUAdam
 from zero_deepspeed.engine import StageError
 from zero_deepspeed.errors import UnsupportedError
+from zero_deepspeed.expert_words import split_params_into_different_moe_groups_for_optimizer
 from zero_deepspeed.fragments import (
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -50,6 +51,13 @@ def test_a_monitor_writes_what_a_script_gives_it(tmp_path: Path) -> None:
     MonitorMaster(get_monitor_config({})).write_events([("Train/loss", 0.5, 8)])
     csvMonitor({**section, "enabled": False, "job_name": "idle"}).write_events([("Train/loss", 1.0, 8)])
     assert not (tmp_path / "idle").exists()
+
+
+def test_groups_with_experts_of_deepspeed_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.allreduce = False  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="allreduce=False"):
+        split_params_into_different_moe_groups_for_optimizer({"params": [weight]})
 
 
 def test_builders_say_what_does_their_work() -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's public names behave as there: `peer_names_job.py` says how, and holds for DeepSpeed itself (marked peer)."""
+"""DeepSpeed's public names behave as there: `peer_names_job.py` says how, and holds for DeepSpeed too (marked peer)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).strip(os.pathsep),
         "DS_ACCELERATOR": "cpu",
-        **{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
     }
     folder = tmp_path_factory.mktemp(request.param)
     done = subprocess.run(

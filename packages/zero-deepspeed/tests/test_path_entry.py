@@ -122,9 +122,9 @@ print(json.dumps([answered, absent, refused, asked]))
 def test_every_name_leads_somewhere_and_every_refusal_says_what_to_use() -> None:
     answered, absent, refused, asked = json.loads(fresh("-c", EVERY_NAME).splitlines()[-1])
     assert answered > 230
-    assert sorted(absent) == [
-        f"deepspeed.{name}" for name in "compression inference module_inject moe profiling sequence".split()
-    ]
+    experts = "moe.experts moe.layer moe.sharded_moe"
+    missing = f"compression inference module_inject {experts} profiling sequence"
+    assert sorted(absent) == [f"deepspeed.{name}" for name in missing.split()]
     assert all(f"{name} is not available in zero-deepspeed: " in message for name, message in absent.items())
     assert len(refused) == asked > 30
     assert all("is not available in zero-deepspeed: " in message for message in refused)
@@ -170,11 +170,11 @@ import deepspeed.ops.adam
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
 assert deepspeed.ops.adam.DeepSpeedCPUAdam is DeepSpeedCPUAdam is deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam
-assert "stage3" in dir(deepspeed.runtime.zero) and "moe" not in dir(deepspeed)
+assert "stage3" in dir(deepspeed.runtime.zero) and "pipe" not in dir(deepspeed)
 assert pickle.loads(pickle.dumps(ZeroStageEnum.weights)) is ZeroStageEnum.weights
 assert pickle.loads(b"cdeepspeed.runtime.zero.partition_parameters\\nZeroParamStatus\\n.").AVAILABLE.value == 1
 assert pickle.loads(pickle.dumps(deepspeed.zero.Init)) is deepspeed.runtime.zero.Init
-for statement in ("import deepspeed.moe", "import deepspeed.moe.layer", "from deepspeed import moe"):
+for statement in ("import deepspeed.moe.layer", "from deepspeed.moe.layer import A", "from deepspeed.moe import layer"):
     try:
         exec(statement)
     except ImportError as error:
@@ -185,7 +185,7 @@ try:
     import deepspeed.none_such
 except ModuleNotFoundError as error:
     assert error.name == "deepspeed.none_such"
-assert not hasattr(deepspeed, "moe") and not hasattr(deepspeed.ops, "none_such")
+assert not hasattr(deepspeed, "pipe") and not hasattr(deepspeed.ops, "none_such")
 """
 
 

@@ -20,6 +20,7 @@ class Unavailable(str):
 
 _ACCELERATOR = "set the variable DS_ACCELERATOR"
 _ATTENTION = "use torch.nn.functional.scaled_dot_product_attention"
+_EXPERTS = "train the experts as plain modules with ZeRO"
 _LEAF = "ask z3_leaf_module of the module that owns the parameter"
 _PIPELINE = "train the model with ZeRO stage 3, which needs no stages"
 _SEQUENCE = "use deepspeed.runtime.sequence_parallel.ulysses_sp"
@@ -209,7 +210,15 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "parse_resource_filter": "zero_deepspeed.hostfiles:",
     },
     "deepspeed.module_inject": Unavailable(_SHARD),
-    "deepspeed.moe": Unavailable("train the experts as plain modules with ZeRO"),
+    "deepspeed.moe": {},
+    "deepspeed.moe.experts": Unavailable(_EXPERTS),
+    "deepspeed.moe.layer": Unavailable(_EXPERTS),
+    "deepspeed.moe.sharded_moe": Unavailable(_EXPERTS),
+    "deepspeed.moe.utils": {
+        "has_moe_layers": "zero_deepspeed.expert_words:",
+        "is_moe_param": "zero_deepspeed.expert_words:",
+        "split_params_into_different_moe_groups_for_optimizer": "zero_deepspeed.expert_words:",
+    },
     "deepspeed.monitor": {},
     "deepspeed.monitor.comet": {
         "CometMonitor": "zero_deepspeed.monitor:",
