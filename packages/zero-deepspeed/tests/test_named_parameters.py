@@ -153,7 +153,7 @@ def named_parameters(_: int) -> dict[str, Any]:
     with GatheredParameters(weight):
         seen["set whole"] = bool((weight == 3.0).all())
         pickled = pickle.loads(pickle.dumps(weight))
-    weight.all_gather()
+    weight.all_gather_coalesced([weight]).wait()
     seen["gathered"] = (weight.ds_status.name, weight.sum().isnan().item())
     weight.partition()
     copied = copy.deepcopy(weight)

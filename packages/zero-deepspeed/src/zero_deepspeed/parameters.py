@@ -72,6 +72,13 @@ class _Facts:
         return type(None), ()
 
 
+class FinishedGather:
+    """The handle of a gather, which is finished when it is returned."""
+
+    def wait(self, *_options: Any, **_named: Any) -> None:
+        """Return at once: the parameters are there. Arguments have no effect."""
+
+
 class ZeroParameter(nn.Parameter):
     """The class of parameters that stage 3 or `Init` shards; its attributes, named as DeepSpeed's, are computed when
     they are read.
@@ -210,9 +217,11 @@ class ZeroParameter(nn.Parameter):
                 _facts(parameter).held.__enter__()
                 count_gathers([parameter], 1)
 
-    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_options: Any) -> None:
-        """Gather ``params`` as `all_gather` does; ``options`` have no effect. Collective."""
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter], **_options: Any) -> FinishedGather:
+        """Gather ``params`` as `all_gather` does; return the handle that scripts wait for. ``options`` have no effect.
+        Collective."""
         self.all_gather(params)
+        return FinishedGather()
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, **_options: Any) -> None:
         """Release this parameter (or those of ``param_list``) after `all_gather`. Collective.
