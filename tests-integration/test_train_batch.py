@@ -135,7 +135,9 @@ def config(case: Case, folder: str, **more: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.stage, "unit_min_numel": 1, "stage3_param_persistence_threshold": 0}
     if case.tier != "none":
         place = {"device": case.tier, **({"nvme_path": folder} if case.tier == "nvme" else {})}
-        zero |= {"offload_optimizer": {**place, "overlap": case.overlap}, **({"offload_param": place} if case.stage == 3 else {})}
+        zero["offload_optimizer"] = {**place, "overlap": case.overlap}
+        if case.stage == 3:
+            zero["offload_param"] = place
     dtypes = {"bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20}}}
     return {
         "train_micro_batch_size_per_gpu": 2,
