@@ -170,7 +170,7 @@ import deepspeed.ops.adam
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
 assert deepspeed.ops.adam.DeepSpeedCPUAdam is DeepSpeedCPUAdam is deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam
-assert "stage3" in dir(deepspeed.runtime.zero) and "pipe" not in dir(deepspeed)
+assert "stage3" in dir(deepspeed.runtime.zero) and "compression" not in dir(deepspeed)
 assert pickle.loads(pickle.dumps(ZeroStageEnum.weights)) is ZeroStageEnum.weights
 assert pickle.loads(b"cdeepspeed.runtime.zero.partition_parameters\\nZeroParamStatus\\n.").AVAILABLE.value == 1
 assert pickle.loads(pickle.dumps(deepspeed.zero.Init)) is deepspeed.runtime.zero.Init
@@ -185,7 +185,7 @@ try:
     import deepspeed.none_such
 except ModuleNotFoundError as error:
     assert error.name == "deepspeed.none_such"
-assert not hasattr(deepspeed, "pipe") and not hasattr(deepspeed.ops, "none_such")
+assert not hasattr(deepspeed, "compression") and not hasattr(deepspeed.ops, "none_such")
 """
 
 
