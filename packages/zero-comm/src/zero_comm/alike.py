@@ -9,7 +9,6 @@ does not grow with the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,11 +92,11 @@ class AlikeControl(Control):
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
         """Start nothing: no rank ever waits for another here."""
 
-    def _exchange(self, message: Message, patience: timedelta | None = None) -> list[Message]:
-        """Return this rank's own message ``world_size`` times; ``patience`` is ignored."""
-        return super()._exchange(message, patience) * self.world_size
+    def _exchange(self, message: Message, deadline: float | None = None) -> list[Message]:
+        """Return this rank's own message ``world_size`` times; ``deadline`` is ignored."""
+        return super()._exchange(message, deadline) * self.world_size
 
-    def _all_gather(self, body: bytes, tag: Tag, doing: Message, patience: timedelta | None) -> list[bytes]:
+    def _all_gather(self, body: bytes, tag: Tag, doing: Message, deadline: float | None) -> list[bytes]:
         """Return one body, which `_exchange` takes for those of all ranks; count the bytes as in a real world."""
         self._count(tag, len(body))
         return [body]

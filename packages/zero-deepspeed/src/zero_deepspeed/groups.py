@@ -109,18 +109,18 @@ def get_sequence_parallel_rank() -> int:
 
 def model_parallel_world_size() -> int:
     """Return the number of ranks that compute a layer together, as the mpu says; 1 without one."""
-    return _of_model_parallel("world_size", 1)
+    return int(_of_model_parallel("world_size", 1))
 
 
 def model_parallel_rank() -> int:
     """Return this rank's index among those that compute a layer together, as the mpu says; 0 without one."""
-    return _of_model_parallel("rank", 0)
+    return int(_of_model_parallel("rank", 0))
 
 
 def model_parallel_group() -> dist.ProcessGroup:
     """Return the group of the ranks that compute a layer together. Raises `UnsupportedError` if no mpu has one."""
-    group: dist.ProcessGroup = _of_model_parallel("group", no_group)
-    return group() if group is no_group else group
+    group: dist.ProcessGroup | None = _of_model_parallel("group", None)
+    return no_group() if group is None else group
 
 
 def _of_model_parallel(what: str, otherwise: Any) -> Any:

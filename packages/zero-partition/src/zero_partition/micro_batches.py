@@ -22,5 +22,7 @@ def loss_in(output: Any, _batch: Any) -> torch.Tensor:
     """Return the loss in a model's ``output``: its attribute or item "loss", the first of a tuple, or itself."""
     if isinstance(output, Mapping):
         output = output["loss"]
-    found: torch.Tensor = getattr(output, "loss", output[0] if isinstance(output, tuple) else output)
+    elif isinstance(output, tuple):
+        output = output[0]
+    found: torch.Tensor = getattr(output, "loss", output)
     return found
