@@ -1,8 +1,8 @@
 """A step of eight micro-batches whose parameters stream from a drive: `Engine.train_batch` beside the ordinary loop.
 
-    python tests-integration/bench_train_batch.py [--limit 1.0] [--layers 12] [--width 2048] [--steps 4]
+    python tests-integration/bench_train_batch.py [--limit 1.0] [--layers 8] [--width 2048] [--steps 4]
 
-One process, stage 3, bf16, parameters in files, optimizer states in host memory. Both train the same engine in turns.
+One process, stage 3, fp32, parameters in files, optimizer states in host memory. Both train the same engine in turns.
 ``--limit``: GB per second that the drive gives this process at most, by the block controller of control groups (root
 only; 0: unlimited). Printed: seconds per step (medians and quartiles), and the bytes that the kernel has read for this
 process in a step (read_bytes in /proc/self/io) beside the formula: each unit once in forward and once in backward,
@@ -78,7 +78,6 @@ def make_engine(layers: int, width: int, folder: str) -> Any:
         "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
         "gradient_clipping": 1.0,
         "steps_per_print": 0,
-        "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
             "offload_param": {"device": "nvme", "nvme_path": folder, "max_in_cpu": 0, **buffers},
@@ -86,14 +85,14 @@ def make_engine(layers: int, width: int, folder: str) -> Any:
         },
     }
     torch.manual_seed(0)
-    return zero_core.initialize(model=Net().to(torch.bfloat16), config=config)[0]
+    return zero_core.initialize(model=Net(), config=config)[0]
 
 
 def step_of(engine: Any, unit_by_unit: bool, width: int) -> tuple[float, int]:
     """Take a step; return its seconds and the bytes that were read."""
     import torch
 
-    batches = [torch.randn(4, width, dtype=torch.bfloat16) for _ in range(MICRO_BATCHES)]
+    batches = [torch.randn(4, width) for _ in range(MICRO_BATCHES)]
     start, before = time.perf_counter(), read_bytes()
     if unit_by_unit:
         engine.train_batch(batches)
@@ -107,16 +106,17 @@ def step_of(engine: Any, unit_by_unit: bool, width: int) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=float, default=1.0)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", default=None)
     given = parser.parse_args()
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as zero-launch sets it for its ranks
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         if given.limit:
             limit_reads(folder, given.limit)
         engine = make_engine(given.layers, given.width, folder)
-        units = [unit.layout.numel * 2 for unit in engine.partition.units if unit.releasable]
+        units = [unit.layout.numel * 4 for unit in engine.partition.units if unit.releasable]
         formula = 2 * sum(units) - units[-1]
         seconds: dict[bool, list[float]] = {False: [], True: []}
         read: dict[bool, list[int]] = {False: [], True: []}
