@@ -128,9 +128,9 @@ class RecordingInstruments:
                 self._writer.span(SpanKind.DATA, "data", self._idle_since, now)
             self._memory.begin_pass()
             self.units.forward()
-        elif part == "backward":
-            self.units.backward()
         begin = time.perf_counter()
+        if part == "backward":
+            self.units.backward()  # its spans begin inside this one
         self._open.append((kind, part, begin, 0))
         try:
             with self._inner.during(part):
