@@ -36,7 +36,7 @@ class Odd(Net):
         self.register_buffer("passing", torch.zeros(3), persistent=False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, y) * self.scale + self.tail(torch.ones_like(self.shift)).sum() / 1e3
+        return super().forward(x, y) * self.scale + self.tail(torch.ones_like(self.shift, dtype=x.dtype)).sum() / 1e3
 
 
 def settings(stage: int, dtype: str, tier: str, folder: str, persistent: int = 0) -> dict[str, Any]:
