@@ -59,6 +59,17 @@ def test_kernels_and_plain_torch_give_the_same_bits_within_the_bound(
     assert not bool(single[bounds.isinf()].isfinite().any())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_largest_blocks_have_the_same_codes(name: BlockFormat, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    largest = torch.empty(60_000).uniform_(1e38, 3.3e38, generator=generator)
+    x = torch.stack([largest * torch.rand(60_000, generator=generator), -largest], dim=1).flatten().to(dtype)
+    native, plain = BlockCodec(name, block=2, quantizer=block_quantizer()), BlockCodec(name, block=2)
+    for got, wanted in zip(native.encode(x), plain.encode(x), strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_hundred_thousand_blocks_have_the_same_bits(name: BlockFormat, dtype: torch.dtype) -> None:

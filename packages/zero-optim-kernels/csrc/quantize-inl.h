@@ -186,12 +186,13 @@ static void pack_nibbles(const uint8_t* codes, uint8_t* payload, int64_t n) {
     if (n % 2) payload[n / 2] = codes[n - 1] & 0xf;
 }
 
-// What the elements of a block are multiplied with before they are rounded to codes.
+// What the elements of a block are multiplied with before they are rounded to codes; for e4m3 times 2^15, without which
+// it would be a denormal number, of few digits, for the largest blocks.
 static float inverse_scale(Code code, float largest) {
     switch (code) {
         case Code::int8: return 127.0f / largest;
         case Code::int4: return 7.0f / largest;
-        case Code::e4m3: return kLargestE4m3 * 0x1p-8f / largest;
+        case Code::e4m3: return kLargestE4m3 * 0x1p-8f * kE4m3Up / largest;
         case Code::u5e3: return kLargestU5e3 / largest;
     }
     return 0.0f;
@@ -199,7 +200,7 @@ static float inverse_scale(Code code, float largest) {
 
 template <class Load>
 static void encode_nearest(Code code, const char* x, uint8_t* codes, float inverse, int64_t n) {
-    if (code == Code::e4m3) store_codes(EncodeNearest<Load, E4m3Coder>{x, {inverse * kE4m3Up}}, codes, n);
+    if (code == Code::e4m3) store_codes(EncodeNearest<Load, E4m3Coder>{x, {inverse}}, codes, n);
     else if (code == Code::u5e3) store_codes(EncodeNearest<Load, U5e3Coder>{x, {inverse}}, codes, n);
     else store_codes(EncodeNearest<Load, IntegerCoder>{x, {inverse}}, codes, n);
 }
@@ -209,7 +210,7 @@ static void encode_codes(const BlockFormat& f, const char* x, uint8_t* codes, fl
     if (!f.stochastic) return encode_nearest<Load>(f.code, x, codes, inverse, n);
     const uint64_t key = tile_key(f.key, index, Stream::payload);
     const uint32_t low = static_cast<uint32_t>(index), most = f.code == Code::int8 ? 127 : 7;
-    if (f.code == Code::e4m3) store_codes(EncodeFloat8<Load>{x, inverse, key, low}, codes, n);
+    if (f.code == Code::e4m3) store_codes(EncodeFloat8<Load>{x, inverse / kE4m3Up, key, low}, codes, n);
     else if (f.code == Code::u5e3) store_codes(EncodeU5e3<Load>{x, inverse, key, low}, codes, n);
     else store_codes(EncodeInteger<Load>{x, inverse, most, key, low}, codes, n);
 }
@@ -232,7 +233,7 @@ static bool encodes_together(const BlockFormat& f, int64_t n) {
 }
 
 static void encode_together(const BlockFormat& f, const char* x, uint8_t* payload, float inverse, int64_t ahead, int64_t n) {
-    if (f.code == Code::e4m3) encode_fours(x, payload, E4m3Coder{inverse * kE4m3Up}, ahead, n / 4);
+    if (f.code == Code::e4m3) encode_fours(x, payload, E4m3Coder{inverse}, ahead, n / 4);
     else if (f.code == Code::int8) encode_fours(x, payload, IntegerCoder{inverse}, ahead, n / 4);
     else encode_nibbles(x, payload, IntegerCoder{inverse}, ahead, n / 2);
 }

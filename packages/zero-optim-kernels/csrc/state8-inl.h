@@ -137,5 +137,5 @@ ZOK_INLINE void encode_block(const float* x, uint8_t* codes, float* scale, int64
     *scale = largest / (kSecond ? kLargestU5e3 : kLargestE4m3);
     const char* from = reinterpret_cast<const char*>(x);
     if constexpr (kSecond) store_codes_asking(EncodeU5e3<LoadF32>{from, kLargestU5e3 / largest, key, index}, codes, n, next);
-    else store_codes_asking(EncodeE4m3<LoadF32>{from, kLargestE4m3 * 0x1p-8f / largest * kE4m3Up}, codes, n, next);
+    else store_codes_asking(EncodeE4m3<LoadF32>{from, kLargestE4m3 * 0x1p-8f * kE4m3Up / largest}, codes, n, next);
 }
