@@ -221,6 +221,7 @@ ENGINE, OFFLOAD, AIO = "packages/zero-core/tests/engine", "packages/zero-offload
 INSTRUMENTS, MONITORS = f"{ENGINE}/test_engine_instruments.py", f"{ENGINE}/test_engine_monitors.py"
 CHECKPOINTING = "packages/zero-core/tests/checkpointing/test_checkpointing.py"
 INTERVAL, KEYS = f"{ENGINE}/test_engine_interval.py", "tests-integration/test_offload_keys.py"
+PATHS = "tests-integration/test_several_paths.py"
 SUBMITTED = ("single_submit", "overlap_events")
 SHOWN = [
     Shown("dump_state", INSTRUMENTS, "test_dump_state_prints_every_value_and_the_units"),
@@ -239,6 +240,9 @@ SHOWN = [
     Shown(f"{ZERO}.offload_param.nvme_path", KEYS, "striped"),
     Shown(f"{ZERO}.offload_optimizer.nvme_path", KEYS, "striped"),
     Shown("offload.activations.nvme_path", KEYS, "test_activations_on_nvme_change_no_bit"),
+    Shown(f"{ZERO}.offload_param.nvme_path_weights", PATHS, "test_several_paths_give_the_bits_of_one"),
+    Shown(f"{ZERO}.offload_optimizer.nvme_path_weights", PATHS, "test_several_paths_give_the_bits_of_one"),
+    Shown("offload.activations.nvme_path_weights", PATHS, "test_activations_are_shared_by_the_weights"),
     Shown(
         "run_record.max_bytes",
         "packages/zero-report/tests/test_record.py",

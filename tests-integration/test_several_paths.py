@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shutil
 import subprocess
 import warnings
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import training
+import zoo
 from offload_runs import facts, start
 from training import Run
 
@@ -77,6 +80,22 @@ def test_several_paths_give_the_bits_of_one(folders: list[str], world_size: int,
     expected = run_ranks(through, world_size, on(folders[0]), stage)
     for weights in (None, [5, 1, 2]):
         assert run_ranks(through, world_size, on(folders, nvme_path_weights=weights), stage) == expected
+
+
+def said_of_activations(folders: list[str], weights: list[int]) -> str:
+    """What a run says of where its activations go."""
+    place = {"device": "nvme", "nvme_path": folders, "nvme_path_weights": weights}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine = start(CASE, 2, {}, offload={"activations": place})
+        engine.backward(sum(engine(*zoo.batch(0, 0, 0, 1))))
+        engine.step()
+    engine.destroy()
+    return said.getvalue()
+
+
+def test_activations_are_shared_by_the_weights(folders: list[str]) -> None:
+    said = run_ranks(said_of_activations, 1, folders[:2], [9, 1])[0]
+    assert f"offload.activations.nvme_path: 90% of the bytes to '{folders[0]}', 10% of the bytes" in said
 
 
 def aborted_at(drive: str, zero: dict[str, Any], step: int) -> tuple[dict[str, bytes], list[str]]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_offload import OffloadError, offload_activations
 from zero_offload._activation_tiers import FiledActivations, HostActivations, TensorForm
 from zero_offload.ends import HostUse, tier_ends
+from zero_offload.swap_paths import swap_paths
 
 
 class Block(nn.Module):
@@ -326,7 +327,7 @@ def test_what_is_freed_after_close_is_not_kept(tmp_path: Path, tier: str) -> Non
         else:
             kept = FiledActivations(
                 cpu,
-                [str(tmp_path)],
+                swap_paths(tmp_path),
                 in_flight_bytes=1 << 20,
                 checksums=True,
                 verify=False,

@@ -119,11 +119,18 @@ def _first_that_connects(addresses: Iterable[Any], cut: _Cut) -> socket.socket:
     """Return a socket to the first of ``addresses`` (of getaddrinfo) that takes a connection; ``cut`` cuts it. Raises
     the OSError of the last one if none does."""
     failure = OSError("the host has no address")
-    for family, kind, protocol, _, address in addresses:
-        connection = socket.socket(family, kind, protocol)
+    left = list(addresses)
+    while left:
+        family, kind, protocol, _, address = left.pop(0)
         try:
-            connection.settimeout(cut.left())
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:  # a family that this kernel lacks
+            failure = error
+            continue
+        try:
+            connection.settimeout(cut.left() / (1 + len(left)))  # the others get their share where this one is silent
             connection.connect(address)
+            connection.settimeout(cut.left())
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             cut.watch(connection)
         except OSError as error:

@@ -53,12 +53,14 @@ def _by_inputs(given: torch.dtype | None, own: torch.dtype) -> str:
 def _by_buffer(model: nn.Module, own: torch.dtype) -> str:
     """Return which buffer of ``model`` has a wider dtype than half-precision parameters, ``own``, so that computing
     with it gives that dtype, and what to do; "" if there is none."""
-    wider = ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.dtype is not own)
+    wider = (
+        (name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > own.itemsize
+    )
     name, buffer = next(wider, ("", None))
     if buffer is None or own not in _NAMES:
         return ""
     return (
-        f"buffer '{name}' is {buffer.dtype}: what is computed with it is too. Set data_types.buffer_dtype to "
+        f"a buffer such as '{name}' is {buffer.dtype}: what is computed with it is too. Set data_types.buffer_dtype to "
         f'"{_NAMES[own]}" in the configuration, or cast it in the script: x * buffer.to({own}).'
     )
 

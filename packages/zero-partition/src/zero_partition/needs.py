@@ -254,6 +254,8 @@ def _requires_closure(optimizer: Optimizer) -> bool:
     """Return whether the ``step`` of the class of ``optimizer`` cannot be called without arguments."""
     try:
         inspect.signature(_without_hooks(type(optimizer).step)).bind(optimizer)
+    except ValueError:  # compiled code without a signature
+        return False
     except TypeError:
         return True
     return False

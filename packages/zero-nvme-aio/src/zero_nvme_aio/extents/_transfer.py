@@ -50,9 +50,12 @@ class PathRead:
         while True:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                return self.request.wait(left)
+                moved = self.request.wait(left)
             except AioError as error:
                 self._go_on_after(error)
+            else:
+                self._ended()
+                return moved
 
     def settle(self) -> None:
         """Block until it has ended, successfully or not; do not raise its error."""
@@ -60,22 +63,30 @@ class PathRead:
             self.request.settle()
             error = self.request.error()
             if error is None or not self._goes_on(error, block=True):
+                self._ended()
                 return
 
     def __await__(self) -> Generator[Any, None, int]:
         """Wait without blocking the event loop; result and errors as of `wait`."""
         while True:
             try:
-                return (yield from self.request.__await__())
+                moved = yield from self.request.__await__()
             except AioError as error:
                 self._go_on_after(error)
+            else:
+                self._ended()
+                return moved
 
     def _go_on_after(self, error: AioError) -> None:
         """Return if the transfer goes on after an error; else raise that, with the path's name in it."""
         if self.request.error() is None or not self._goes_on(error, block=True):
+            self._ended()
             if error.errno is not None and error.path is not None and self.path_name not in error.message:
                 error.message += f"; the path is {self.path_name}"
             raise error
+
+    def _ended(self) -> None:
+        """Called once it has ended for good, with an error or without; do nothing."""
 
     def _goes_on(self, error: AioError, *, block: bool) -> bool:
         """Return False: what is on a path cannot be read from another."""
@@ -100,9 +111,14 @@ class PathWrite(PathRead):
         if not self.request.done():
             return False
         error = self.request.error()
-        if error is None:
-            self._move = None  # which keeps the memory
-        return error is None or not self._goes_on(error, block=False)
+        if error is not None and self._goes_on(error, block=False):
+            return False
+        self._ended()
+        return True
+
+    def _ended(self) -> None:
+        """Let go of the memory that was written."""
+        self._move = None
 
     def _goes_on(self, error: AioError, *, block: bool) -> bool:
         """Return whether it was started again."""
