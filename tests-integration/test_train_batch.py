@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import zero_core
 from zero_comm import run_ranks
@@ -116,7 +118,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "shared": Shared,
     "llama": llama(),
     "tied llama": llama(tie_word_embeddings=True),
-    "checkpointed llama": checkpointed_llama,
     "lora": lora,
     "experts": experts,
 }
@@ -356,6 +357,84 @@ class Listed(Net):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
+class Recomputed(Net):
+    """Checkpoints its blocks from outside."""
+
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, torch.ones(()), use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class RecomputedByNesting(Recomputed):
+    reentrant = True
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Wrapping(Block):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return Output(super().forward(x, torch.ones(())))
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return Output(super().forward(x, torch.ones(())) * self.calls).hidden
+
+
+class Keeping(Block):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        found = super().forward(x, torch.ones(()))
+        self.penalty = found.square().mean()
+        return found
+
+
+class Of(Net):
+    """Has blocks of another class. ``kind``: that class."""
+
+    kind: type[Block] = Wrapping
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.kind() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(ids)
+        for block in self.blocks:
+            found = block(hidden)
+            hidden = hidden + (found.hidden if isinstance(found, Output) else found)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class OfCounting(Of):
+    kind = Counting
+
+
+class OfKeeping(Of):
+    kind = Keeping
+
+
+class Differentiating(Net):
+    """Differentiates inside its forward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        found = hidden + self.blocks[0](hidden, torch.ones(()))
+        (slope,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        return F.cross_entropy(self.head(found + slope).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
 def equal(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
     return batches(0)
 
@@ -391,6 +470,17 @@ REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, int], list[Any
     (Cut, one_short, ["PartitionError", "micro-batch 0 runs module 'blocks.2' while micro-batch 1 runs module 'head'"]),
     (Offset, equal, ["PartitionError", "'offset'", "into a submodule"]),
     (Listed, equal, ["PartitionError", "module 'blocks.0' changed a list or a dict"]),
+    (
+        Recomputed,
+        equal,
+        ["PartitionError", "module 'blocks.2' is called again in backward", "gradient_checkpointing_d"],
+    ),
+    (RecomputedByNesting, equal, ["PartitionError", "module 'blocks.2' is called again in backward"]),
+    (checkpointed_llama, words, ["PartitionError", "is called again in backward"]),
+    (Of, equal, ["PartitionError", "module 'blocks.0' returned a Output"]),
+    (OfCounting, equal, ["PartitionError", "module 'blocks.0' changed its buffer 'calls'"]),
+    (OfKeeping, equal, ["PartitionError", "module 'blocks.0' has kept a tensor of its forward as 'penalty'"]),
+    (Differentiating, equal, ["PartitionError", "autograd.grad went through module 'blocks.0'"]),
     (cached, words, ["PartitionError", "cache", "DynamicCache", "use_cache=False"]),
     (Net, out_of_range, ["IndexError"]),
 ]
@@ -402,6 +492,46 @@ def test_what_cannot_go_unit_by_unit_is_refused_by_name_and_the_engine_goes_on(r
         for said, moved in run_ranks(refused, ranks, str(tmp_path), build, given):
             assert all(word in said for word in expected), said
             assert moved
+
+
+def goes_on(folder: str) -> dict[str, bytes]:
+    """Three steps, before the second of which a loss fails for the second micro-batch."""
+    engine = zero_core.initialize(model=Net(), config=config(Case("net", tier="nvme"), folder))[0]
+    calls = iter(range(100))
+
+    def failing(output: torch.Tensor, _batch: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise ValueError("no loss")
+        return output
+
+    engine.train_batch(batches(0))
+    with pytest.raises(ValueError, match="no loss"):
+        engine.train_batch(batches(1), failing)
+    assert not any(unit.pins for unit in engine.partition.units)
+    with pytest.raises(Exception, match="zero_grad"):
+        engine.train_batch(batches(1))
+    engine.zero_grad()
+    for step in (1, 2):
+        engine.train_batch(batches(step))
+    found = facts(engine)
+    engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(zero_core.UsageError, match="its boundary not set by hand"):
+        engine.train_batch(batches(1))
+    engine.destroy(unshard=False)
+    return found
+
+
+def went_on(folder: str) -> dict[str, bytes]:
+    engine = zero_core.initialize(model=Net(), config=config(Case("net", tier="nvme"), folder))[0]
+    for step in range(3):
+        engine.train_batch(batches(step))
+    found = facts(engine)
+    engine.destroy(unshard=False)
+    return found
+
+
+def test_a_caught_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    assert run_ranks(goes_on, 1, str(tmp_path)) == run_ranks(went_on, 1, str(tmp_path))
 
 
 def fails_alone(folder: str) -> str:

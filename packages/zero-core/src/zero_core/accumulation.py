@@ -22,6 +22,11 @@ class Accumulation:
         self._synchronises = True
         state.partition.runtime.loop.follow(self)
 
+    @property
+    def overridden(self) -> bool:
+        """Return whether `set_boundary` was called."""
+        return self._boundary is not None
+
     def is_boundary(self) -> bool:
         """Return whether the current micro-batch ends an accumulation, by its number or as `set_boundary` says."""
         if self._boundary is not None:

@@ -119,22 +119,21 @@ class Training:
         """Take a step over ``batches``, unit by unit where units are released; return the mean loss. Collective."""
         state, steps = self._state, self._state.sizes.steps
         state.check_trainable("train_batch")
-        if len(batches) != steps or state.counters.accumulated:
+        if len(batches) != steps or state.counters.accumulated or self._accumulation.overridden:
             raise UsageError(
                 f"engine.train_batch: expected gradient_accumulation_steps = {steps} micro-batches at the beginning of "
-                f"an accumulation, got {len(batches)} after {state.counters.accumulated}"
+                f"an accumulation, its boundary not set by hand; got {len(batches)} after {state.counters.accumulated}"
             )
         losses: list[torch.Tensor] = []
 
-        def run(batch: Any) -> None:
+        def run(batch: Any, backpropagate: Callable[[torch.Tensor], None]) -> None:
             """Run forward and backward of one micro-batch, and keep its loss."""
             loss = loss_of(call_model(self._call, batch), batch)
             precise = _float32_at_least("train_batch", loss) / steps
             losses.append(precise.detach())
             self.observer.loss(loss)
             self._instruments.loss(losses[-1])
-            with torch.autograd.set_multithreading_enabled(False):  # backward stays in the micro-batch's thread
-                torch.autograd.backward(precise * state.loss_scale())
+            backpropagate(precise * state.loss_scale())
 
         by_unit = any(unit.releasable for unit in state.partition.units) and not state.config.virtual_ranks
         if by_unit:

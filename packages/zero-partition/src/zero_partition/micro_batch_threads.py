@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextvars
+import random
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,48 +23,50 @@ class MicroBatchThread(threading.Thread):
     Attributes:
         request: what the code asked for last; None once it has ended.
         generators: states of the random generators in which the code goes on (see `GeneratorStates`).
+        backpropagates: the code has come to the backward pass of its loss.
     """
 
     def __init__(self, number: int, body: Callable[[], None], device: torch.device) -> None:
         super().__init__(name=f"micro-batch {number}", daemon=True)
         self.request: Any = None
         self.generators = GeneratorStates(device)
+        self.backpropagates = False
         self._device = device
         self._body = body
         self._context = contextvars.copy_context()
         self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
-        self._may_run = threading.Semaphore(0)
-        self._waits = threading.Semaphore(0)
-        self._running = False
-        self._answer: Any = None
-        self._failure: BaseException | None = None
+        self._turn = threading.Condition()
+        self._is_mine = False  # under _turn, as the next two
         self._cancelled = False
         self._ended = False
+        self._answer: Any = None
+        self._failure: BaseException | None = None
 
     def run(self) -> None:
         """Run the body when the driver first advances; keep what it raises for the driver."""
-        self._may_run.acquire()
         try:
-            if not self._cancelled:
-                if self._stream is not None:
-                    torch.accelerator.set_device_index(self._device.index)
-                    torch.accelerator.set_stream(self._stream)
-                self._context.run(self._body)
+            self._await_turn()
+            if self._stream is not None:
+                torch.accelerator.set_device_index(self._device.index)
+                torch.accelerator.set_stream(self._stream)
+            self._context.run(self._body)
         except _Cancelled:
             pass
         except BaseException as failure:
             self._failure = failure
         finally:
-            self.request, self._ended = None, True
-            self._waits.release()
+            self.request = None
+            with self._turn:
+                self._ended, self._is_mine = True, False
+                self._turn.notify_all()
 
     def ask(self, request: Any) -> Any:
         """Hand ``request`` to the driver, wait, and return its answer. Only the thread itself calls it."""
         self.request = request
-        self._waits.release()
-        self._may_run.acquire()
-        if self._cancelled:
-            raise _Cancelled
+        with self._turn:
+            self._is_mine = False
+            self._turn.notify_all()
+        self._await_turn()
         answer, self._answer = self._answer, None
         return answer
 
@@ -70,11 +74,10 @@ class MicroBatchThread(threading.Thread):
         """Let the code go on, with ``answer`` to what it asked, until it asks again or ends. Only the driver calls it.
         Raises what the code has raised."""
         self._answer = answer
-        self._running = True
-        with self.generators.in_force():
-            self._may_run.release()
-            self._waits.acquire()
-        self._running = False
+        with self.generators.in_force(), self._turn:
+            self._is_mine = True
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: not self._is_mine)
         if self._failure is not None:
             raise self._failure
 
@@ -82,18 +85,24 @@ class MicroBatchThread(threading.Thread):
         """End the thread: unwind its code if it has not ended yet, and join it. May be called again."""
         if not self.is_alive():
             return
-        if self._running:  # the driver was interrupted while it waited
-            self._waits.acquire()
-            self._running = False
-        self._cancelled = True
-        while not self._ended:
-            self._may_run.release()
-            self._waits.acquire()
+        with self._turn:
+            self._cancelled = True
+            while not self._ended:
+                self._turn.wait_for(lambda: self._ended or not self._is_mine)
+                self._is_mine = not self._ended
+                self._turn.notify_all()
         self.join()
+
+    def _await_turn(self) -> None:
+        """Wait until the driver lets this thread go on. Raises `_Cancelled` where it is to end."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._is_mine)
+            if self._cancelled:
+                raise _Cancelled
 
 
 class GeneratorStates:
-    """States of torch's random generators, of the CPU and of ``device``: the sequence of random numbers that one
+    """States of the random generators of torch (CPU and ``device``), Python and NumPy: the random numbers that one
     micro-batch draws. They begin with the present states; `fork` makes other ones of them."""
 
     def __init__(self, device: torch.device) -> None:
@@ -113,6 +122,9 @@ class GeneratorStates:
             seed = int(torch.randint(2**62, (1,)))
         with self.in_force():
             torch.manual_seed((seed + number) % 2**63)
+            random.seed(seed + number)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed((seed + number) % 2**32)
 
     def install(self) -> None:
         """Give the generators these states for good."""
@@ -123,18 +135,22 @@ class GeneratorStates:
         from before are restored at its end."""
         return _InForce(self)
 
-    def _present(self) -> list[torch.Tensor]:
+    def _present(self) -> list[Any]:
         """Return the present states of the generators."""
-        states = [torch.get_rng_state()]
+        numpy = sys.modules.get("numpy")
+        states = [torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()]
         if self._device.type != "cpu":
             states.append(torch.get_device_module(self._device).get_rng_state(self._device))
         return states
 
-    def _set(self, states: Sequence[torch.Tensor]) -> None:
+    def _set(self, states: Sequence[Any]) -> None:
         """Give the generators the ``states``."""
         torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if states[2] is not None:
+            sys.modules["numpy"].random.set_state(states[2])
         if self._device.type != "cpu":
-            torch.get_device_module(self._device).set_rng_state(states[1], self._device)
+            torch.get_device_module(self._device).set_rng_state(states[3], self._device)
 
 
 class _InForce:
@@ -142,7 +158,7 @@ class _InForce:
 
     def __init__(self, states: GeneratorStates) -> None:
         self._of = states
-        self._before: list[torch.Tensor] = []
+        self._before: list[Any] = []
 
     def __enter__(self) -> None:
         """Put the states in force, and keep those from before."""

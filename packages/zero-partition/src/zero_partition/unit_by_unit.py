@@ -40,8 +40,8 @@ CALL = "train_batch"
 _FORWARD = "forward unit by unit"
 _BACKWARD = "backward unit by unit"
 
-Body = Callable[[], None]
-"""The code of one micro-batch: calls the model, and backward on its loss."""
+Body = Callable[[Callable[[torch.Tensor], None]], None]
+"""The code of one micro-batch: calls the model, and the function that it is given with the tensor to backpropagate."""
 Around = Sequence[Callable[[], AbstractContextManager[object]]]
 """Functions that return the contexts in which autograd saves the inputs of a visit."""
 
@@ -76,7 +76,7 @@ class UnitByUnit:
         """
         self._parts.liveness.check()
         places = self._places()
-        threads = [MicroBatchThread(number, body, self._device) for number, body in enumerate(bodies)]
+        threads = [MicroBatchThread(n, partial(body, _backpropagate), self._device) for n, body in enumerate(bodies)]
         with _diverted(places, partial(_visit, around_inputs)), self._passes_paused():
             _StepByUnit(self._gradients, self._parts, threads).run()
 
@@ -156,10 +156,12 @@ class _StepByUnit:
                 self._visit_backward(place)
             self._end()
             self._threads[0].generators.install()
+            self._parts.calls.in_backward = False  # after a failure it says that gradients are incomplete
         finally:
             for thread in self._threads:
                 thread.end()
-            self._parts.calls.in_backward = self._parts.arrivals.reduces_each = False
+            self._release_turn()
+            self._parts.arrivals.reduces_each = False
 
     def _begin(self) -> None:
         """Begin the forward pass: take what the user has written to gradients, and agree with the other ranks."""
@@ -208,7 +210,7 @@ class _StepByUnit:
         """Run the forward that ``thread`` waits for, let it go on, and return the visit."""
         visit: Visit = thread.request.visit
         with thread.generators.in_force():
-            result = visit.forward(thread.request.tensors)
+            result = visit.forward(thread.request.tensors, checks=thread is self._threads[0])
         thread.advance(result)
         return visit
 
@@ -312,6 +314,15 @@ class _StepByUnit:
         if request is None or (request.gradients is not None) is not backward:
             return None
         return request.visit.place
+
+
+def _backpropagate(loss: torch.Tensor) -> None:
+    """Run backward on ``loss`` in the thread of its micro-batch, also what an accelerator computes."""
+    thread = threading.current_thread()
+    if isinstance(thread, MicroBatchThread):
+        thread.backpropagates = True
+    with torch.autograd.set_multithreading_enabled(False):
+        torch.autograd.backward(loss)
 
 
 def _says(kind: tuple[str, bool] | None) -> str:

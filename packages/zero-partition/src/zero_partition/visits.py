@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .errors import PartitionError
 from .micro_batch_threads import GeneratorStates, MicroBatchThread
 from .unit import Unit
 
+_LOOP = "use the ordinary loop of engine(batch), engine.backward and engine.step"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, enum.Enum)
 
 
@@ -75,6 +77,12 @@ class Visit:
         """Return the module's output for ``args`` and ``kwargs``, without its graph: autograd keeps the tensors among
         them, inside the contexts that ``around`` return. Raises `PartitionError` for an argument that a second run may
         find changed."""
+        if self.thread.backpropagates:
+            raise PartitionError(
+                f"train_batch: module '{self.place.name}' is called again in backward, as activation checkpointing "
+                "around it does. train_batch keeps the inputs of units only, as such checkpoints do: switch them off, "
+                "as with model.gradient_checkpointing_disable(), or use them inside the units."
+            )
         leaves, self._spec = tree_flatten((args, kwargs))
         self._refuse_changeable(args, kwargs)
         numbers: dict[int, int] = {}
@@ -92,11 +100,23 @@ class Visit:
         outputs = iter(made)
         return tree_unflatten([next(outputs) if x is _TENSOR else x for x in self._outputs], self._output_spec)  # type: ignore[arg-type]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> VisitOutputs:
-        """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`."""
+    def forward(self, tensors: Sequence[torch.Tensor], *, checks: bool) -> VisitOutputs:
+        """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`. Raises
+        `PartitionError` for an output that is neither tensor nor plain data and, with ``checks``, for a module that
+        keeps what a second run finds changed."""
         self._generators = self.thread.generators.copy()
+        before = [(name, b, b.clone()) for name, b in self.place.module.named_buffers()] if checks else []
         inputs, output = self._run(tensors)
+        if checks:
+            self._refuse_kept(before)
         leaves, self._output_spec = tree_flatten(output)
+        foreign = next((x for x in leaves if not isinstance(x, (torch.Tensor, *_PLAIN))), None)
+        if foreign is not None:
+            raise PartitionError(
+                f"train_batch: module '{self.place.name}' returned a {type(foreign).__name__}, in which autograd "
+                "cannot follow tensors from unit to unit. Return tensors in tuples, lists, dicts or ModelOutput, or "
+                f"{_LOOP}."
+            )
         self._outputs = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.grad:
@@ -142,6 +162,26 @@ class Visit:
             )
         return inputs, output
 
+    def _refuse_kept(self, before: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Raise `PartitionError`, naming it, for a buffer that the module's forward has changed since ``before`` (name,
+        buffer, value), unless it is a statistic that training does not read, and for a tensor with a graph that a
+        module has kept as an attribute."""
+        modules = list(self.place.module.modules())
+        statistics = {id(b) for m in modules if isinstance(m, _BatchNorm) and m.training for b in m.buffers()}
+        for name, buffer, value in before:
+            if id(buffer) not in statistics and not torch.equal(buffer, value):
+                raise PartitionError(
+                    f"train_batch: module '{self.place.name}' changed its buffer '{name}', and its forward runs twice "
+                    f"for each micro-batch: {_LOOP}."
+                )
+        for module in modules:
+            for name, kept in vars(module).items():
+                if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
+                    raise PartitionError(
+                        f"train_batch: module '{self.place.name}' has kept a tensor of its forward as '{name}', "
+                        f"through which a loss would not reach the units before: {_LOOP}."
+                    )
+
     def _refuse_changeable(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `PartitionError`, naming it, for an argument that is neither a tensor nor plain data."""
         for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
@@ -183,6 +223,11 @@ class _VisitNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Ask the driver for the visit's backward; return the gradients of its inputs."""
+        if not ctx.visit.thread.backpropagates:
+            raise PartitionError(
+                f"train_batch: autograd.grad went through module '{ctx.visit.place.name}' before the backward pass of "
+                f"the loss: {_LOOP}."
+            )
         return None, None, *ctx.visit.thread.ask(Asked(ctx.visit, ctx.saved_tensors, gradients))
 
 
