@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from .errors import PartitionError
@@ -18,6 +17,7 @@ from .micro_batch_threads import GeneratorStates, MicroBatchThread
 from .unit import Unit
 
 _LOOP = "use the ordinary loop of engine(batch), engine.backward and engine.step"
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, enum.Enum)
 
 
@@ -167,7 +167,7 @@ class Visit:
         buffer, value), unless it is a statistic that training does not read, and for a tensor with a graph that a
         module has kept as an attribute."""
         modules = list(self.place.module.modules())
-        statistics = {id(b) for m in modules if isinstance(m, _BatchNorm) and m.training for b in m.buffers()}
+        statistics = {id(b) for m in modules if isinstance(m, _BATCH_NORMS) and m.training for b in m.buffers()}
         for name, buffer, value in before:
             if id(buffer) not in statistics and not torch.equal(buffer, value):
                 raise PartitionError(
