@@ -213,7 +213,7 @@ class Scaled(nn.Module):
 def test_a_wider_buffer_that_makes_torch_refuse_is_named_with_the_key_that_casts_it(mode: str, alone: None) -> None:
     settings = {**without(config(1), "data_types"), mode: {"enabled": True}}
     engine = zero_core.initialize(model=Scaled(), config=settings)[0]
-    words = r"forward of 'block' \(Linear\).*buffer 'scale' is torch.float32"
+    words = r"forward of 'block' \(Linear\).*a buffer such as 'scale' is torch.float32"
     with pytest.raises(PartitionError, match=words) as raised:
         engine(torch.ones(2, 4, dtype=HALF[mode]))
     assert f'data_types.buffer_dtype to "{mode}"' in str(raised.value)
