@@ -359,3 +359,20 @@ def test_a_closed_context_is_not_entered_again(tmp_path: Path, tier: str) -> Non
     offload.close()
     with pytest.raises(OffloadError, match="offload_activations: it is closed"), offload:
         pass
+
+
+def test_a_tensor_and_its_conjugate_share_memory_and_are_kept_apart(tmp_path: Path) -> None:
+    found = []
+    for offloaded in (False, True):
+        start = torch.randn(20_000, dtype=torch.complex64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        z = start * 2
+        if offloaded:
+            with offload_activations(lambda _tensor: False, tier="nvme", path=tmp_path) as offload:
+                product = z * z.conj() * z
+            product.real.sum().backward()
+            offload.close()
+        else:
+            (z * z.conj() * z).real.sum().backward()
+        found.append(start.grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.equal(found[0], found[1])

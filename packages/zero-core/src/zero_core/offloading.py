@@ -113,13 +113,15 @@ class Offloading:
     # -- before the model is sharded -----------------------------------------------------------------------------
 
     def parameter_store(self, dtype: torch.dtype) -> Residency | None:
-        """Make the store that `offload_param` asks for, for shards of ``dtype``; keep it as `store` and return it, None
-        where `_open_store` makes none. Raises `BudgetError` if the shards do not fit."""
+        """Open the store that `offload_param` asks for, for shards of ``dtype``; keep it as `store` and return it. None
+        if shards stay where they are: for the device, below stage 3, and "cpu" for a single rank on the CPU. Raises
+        `BudgetError` if drives, or an accelerator's host, have no room. Call it once: each call opens a new store."""
         section = self._config.zero_optimization.offload_param
         nbytes = -(-self._numel // shard_ranks(self._config)) * dtype.itemsize
-        if section.device == "nvme" and self._config.zero_optimization.stage == 3:
+        sharded = self._config.zero_optimization.stage == 3
+        if section.device == "nvme" and sharded:
             need_disk(self._budget, "parameter shards", nbytes, section.paths)
-        elif section.device == "cpu" and self._device.type != "cpu":
+        elif section.device == "cpu" and sharded and self._device.type != "cpu":
             self._budget.need("parameter shards", nbytes)
         self._budget.check()
         self.store = _open_store(self._config, self._rank, self._device, dtype, self.trace)

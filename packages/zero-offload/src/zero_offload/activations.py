@@ -181,7 +181,8 @@ class offload_activations:
         this forward pass already.
         """
         storage = tensor.untyped_storage()
-        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+        place = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (*place, tensor.is_conj(), tensor.is_neg(), tensor._version)
         if key in self._known:
             alive, reference = self._known[key]
             found = reference()

@@ -23,10 +23,11 @@ _TIER_OF: dict[str, Tier] = {"device": "device", "pinned host": "host", "pageabl
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The answer of `fits`; true if everything fits on every tier.
+    """The answer of `fits`. True if everything fits on every tier that the run uses; a tier whose capacity the machine
+    does not give counts as one that does not fit (see `unknown`).
 
-    ``rows``: one per tier, for the rank that needs most: the bytes of one device, and of a node's host memory and
-    drives if all its ranks need as much. ``plan``: the result of the dry run.
+    ``rows``: one per tier on which some rank needs bytes, for the rank that needs most: the bytes of one device, and of
+    a node's host memory and drives if all its ranks need as much. ``plan``: the result of the dry run.
     """
 
     rows: tuple[Fit, ...]

@@ -21,7 +21,8 @@ class Auditor(Protocol):
         """Return a context in which the engine runs backward on ``loss``; it may repeat work, and be collective."""
 
     def before_step(self) -> None:
-        """Compare, before any weight is updated. Raises `AuditError` on every rank if anything differs. Collective."""
+        """In an audited step compare the ranks' gradients, weights and states, before any weight is updated; in others
+        do nothing. Raises `AuditError` on every rank if anything differs on any. Collective, at every boundary."""
 
     def after_step(self) -> None:
         """Prepare for the next step: take digests of this rank's published state if that step is audited."""

@@ -375,8 +375,11 @@ class ExtentStore:
         self._busy[name] = still
 
     def _load_sealed(self, resume: bool) -> None:
-        """Load the sealed generations in the folders and remove unsealed files. ExtentError if there are sealed ones
-        and `resume` is false; FormatError if one is damaged or has other paths.
+        """Remove the files of generations without an index in these folders, then load the sealed generations.
+
+        The removal comes first, so it also happens when this raises. ExtentError if there are sealed generations and
+        `resume` is false. FormatError if an index is damaged, was written with another number of paths, or names a
+        file that is missing or has another length.
         """
         self._folders.remove_unsealed()
         found = self._folders.indexes()

@@ -465,7 +465,8 @@ class ExactUpdate(OffloadedUpdate):
 
 
 def _stop(thread: ThreadPoolExecutor, gradients: HostGradients, journal: Journal) -> None:
-    """Wait for the update that runs in the thread, end the thread, and free the memory of gradients and journal."""
+    """End the thread and free the memory of gradients and journal. Waits for the update that runs; updates that are
+    queued never run, and first-touching of the journal stops early."""
     journal.stop_touching()
     thread.shutdown(wait=True, cancel_futures=True)
     gradients.close()
