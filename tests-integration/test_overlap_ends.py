@@ -119,8 +119,9 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(seed: int, kills: int, tmp
 
 
 def break_updates(engine: Any) -> None:
-    """Let what follows `step` fail in the update, on the last rank only."""
+    """Let what follows `step` fail in the update, on the last rank only; earlier updates have ended before."""
     update = engine.offloading.update
+    update.finish()
 
     def fail(*_: Any) -> None:
         raise OSError("the arithmetic broke")
