@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import wait
 from typing import Any
 
@@ -13,7 +14,11 @@ from zero_offload import ExactUpdate, OffloadedUpdate, TierOptions
 
 def exact_of(lender: Lender, dtype: torch.dtype, options: TierOptions | None = None, **more: Any) -> ExactUpdate:
     groups, optimizer = more.pop("groups", GROUPS), more.pop("optimizer", "AdamW")
-    shards = plans(dtype, in_place=more.pop("in_place", False))
+    at_once = more.pop("at_once", ())
+    shards = [
+        dataclasses.replace(shard, read_at_once=shard.name in at_once)
+        for shard in plans(dtype, in_place=more.pop("in_place", False))
+    ]
     return ExactUpdate(shards, optimizer, lambda: groups, lender, options, device="cpu", **more)
 
 

@@ -73,6 +73,35 @@ def test_bits_are_those_of_the_update_at_the_step(
     update.close()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("way", FACTORS)
+@pytest.mark.parametrize(("dtype", "in_place"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_weights_that_are_read_at_once_are_written_when_the_step_returns(
+    count: int, way: str, dtype: torch.dtype, in_place: bool
+) -> None:
+    options = TierOptions(sub_group_size=8192)
+    ours, theirs = Lender(dtype), Lender(dtype)
+    at_once = list(NUMELS)[:count]
+    update = exact_of(ours, dtype, options, in_place=in_place, at_once=at_once)
+    with update_of(theirs, plans(dtype, in_place=in_place), options) as plain:
+        for step in range(12):
+            for one in (update, plain):
+                backward(one, step)
+                if one is update and step % 3:
+                    computed(update)
+                one.step(grad_scale=FACTORS[way](step))
+                one.clear_gradients()
+            for shard in NUMELS:
+                if shard in at_once:
+                    assert not update.is_updating(shard)
+                else:
+                    update.await_update(shard)
+                assert torch.equal(ours.tensors[shard], theirs.tensors[shard]), (step, shard)
+        assert same_states(states_of(update), states_of(plain))
+    assert not ours.held
+    update.close()
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("parts", [1, 3])
 def test_every_optimizer_and_accumulation(optimizer: str, parts: int) -> None:

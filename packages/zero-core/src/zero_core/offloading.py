@@ -374,6 +374,7 @@ def _shard_plans(shards: Sequence[ShardNeeds], groups: dict[int, int], in_host: 
                 fragments=fragments,
                 in_place=wide and in_host,
                 padding=shard.layout.shard_numel - max((f.start + f.numel for f in fragments), default=0),
+                read_at_once=shard.stays_gathered,
             )
         )
     return plans

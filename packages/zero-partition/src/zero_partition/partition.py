@@ -326,8 +326,7 @@ class Partition:
     def _make_unit(self, index: int, plan: UnitPlan, layout: UnitLayout) -> Unit:
         """Return the unit of ``plan``, number ``index``, with rank 0's values or those that `Init` has sharded. Frees
         the memory that its parameters had, and detaches them from `Init`. Collective."""
-        elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
-        releasable = self.options.stage >= 3 and not plan.persistent and elsewhere
+        releasable = self._may_release(plan)
         unit = Unit(
             index,
             plan,
@@ -356,6 +355,11 @@ class Partition:
         unit.init_from_full(source, dtype, full_master=self.options.stage == 0)
         return unit
 
+    def _may_release(self, plan: UnitPlan) -> bool:
+        """Return whether the unit of ``plan`` may be released: at stage 3, if its weights are not all on the device."""
+        elsewhere = self.world_size > 1 or not isinstance(self.residency, DeviceResidency)
+        return self.options.stage >= 3 and not plan.persistent and elsewhere
+
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
         """Return how a unit is gathered; only releasable units get a codec and, where there is a group for them,
         secondary shards."""
@@ -368,7 +372,7 @@ class Partition:
     def _shard_needs(self, plans: list[UnitPlan]) -> list[ShardNeeds]:
         """Return descriptions of this rank's shards of the trained units, for the tier that will keep their states."""
         return [
-            ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan))
+            ShardNeeds(layout, plan, self.rank, self._accumulate_dtype(plan), not self._may_release(plan))
             for plan, layout in zip(plans, self.layout.units, strict=True)
             if plan.trainable
         ]

@@ -142,12 +142,14 @@ class ShardNeeds:
     """Description, for a `StateTier`, of one unit's shard whose states it has to keep.
 
     ``rank``: number of the shard in ``layout``. ``gradient_dtype``: the dtype in which gradients are accumulated.
+    ``stays_gathered``: the unit is never released, so its weights are asked for as soon as a step has returned.
     """
 
     layout: UnitLayout
     plan: UnitPlan
     rank: int
     gradient_dtype: torch.dtype
+    stays_gathered: bool
 
 
 class MakeStates(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_optim_kernels import digests
+from zero_optim_kernels import default_threads, digests
 
 from .._memory import PAGE, nbytes_of
 from ._mirror import Mirror
@@ -142,7 +142,8 @@ class Journal:
             staged.append(StagedSpan(number, span, span.of_shard(gradient), out, read))
         old = [place.tier.tensors(place.slice_index, place.number) for place in self._places[shard]]
         new = [self._states.tensors(place.own_index, place.own_number) for place in self._places[shard]]
-        run_kernels(self._rule, groups, staged, old, grad_scale, results=new)
+        threads = max(1, default_threads() - 1)  # one core is left to the thread that trains
+        run_kernels(self._rule, groups, staged, old, grad_scale, results=new, threads=threads)
 
     def has_read(self, shard: str, weights: torch.Tensor) -> bool:
         """Return whether ``weights`` (1-D, in host memory), updated in place, are still those that the last `compute`

@@ -146,12 +146,13 @@ def run_kernels(
     grad_scale: float,
     *,
     results: Sequence[Tensors] | None = None,
+    threads: int = 0,
 ) -> None:
     """Run one kernel call for all spans of the slice that share options (by number in ``groups``), step number, dtypes
     and whether they have moments; it writes the new weights to each span's ``out``. ``tensors``: the states of every
     span of the slice, by kind, which are updated in place, or only read where ``results``, of the same sizes, takes the
     new ones; weights that have no master are read from each span's ``weights`` then. ``grad_scale`` multiplies
-    gradients.
+    gradients. ``threads``: of a kernel; 0: as many as the kernels choose.
 
     States below float32 are rounded stochastically by the element's position, so each of their spans gets a call of its
     own.
@@ -173,6 +174,7 @@ def run_kernels(
         batch = batches.get(key)
         if batch is None:
             batch = batches[key] = _empty_operands(staged_span.span, grad_scale, apart=results is not None)
+            batch.common["threads"] = threads
         batch.sizes.append(staged_span.span.length)
         batch.grads.append(staged_span.grad.address())
         out = staged_span.out.address()

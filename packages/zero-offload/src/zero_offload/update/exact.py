@@ -43,7 +43,8 @@ class ExactUpdate(OffloadedUpdate):
     [Note: finish beside forward] Where weights are in host memory, `step` returns before they are written. The thread
     updates the shards in the order in which `await_update` asked for them after the step before, copying results that
     were taken, computing the others in place. `await_update` waits for one shard; methods that read or write states
-    wait for all. Weights on an accelerator are written before `step` returns.
+    wait for all. Weights on an accelerator, and shards planned with ``read_at_once``, are written before `step`
+    returns.
 
     Arguments are those of `OffloadedUpdate`. ``journal_nbytes`` bounds the journal; shards that have no place in it,
     the first ones of ``shards``, are updated at the step. ValueError for a tier with files, for weights in files, and
@@ -243,10 +244,10 @@ class ExactUpdate(OffloadedUpdate):
         for shard in right:
             if not self._is_in_place(shard):
                 self._speculations.commit(shard)
-        if any(map(StagedSlices.is_away, weights.values())):
-            self._write_now(weights, right, grad_scale, absent)
-        else:
-            for shard in shards:
+        now = {shard: weights[shard] for shard in shards if self._is_written_now(shard, weights[shard])}
+        self._write_now(now, right, grad_scale, absent)
+        for shard in shards:
+            if shard not in now:
                 what = shard, weights[shard], shard in right, grad_scale, frozenset(absent)
                 self._late[shard] = self._thread.submit(self._finish_shard, *what)
         self._failed = False
@@ -257,6 +258,12 @@ class ExactUpdate(OffloadedUpdate):
             touched, self._touched = self._touched, None
             if (error := touched.exception()) is not None:
                 raise OffloadError(f"memory for updates beside backward could not be provided: {error}") from error
+
+    def _is_written_now(self, shard: str, weights: torch.Tensor) -> bool:
+        """Return whether `step` waits until a shard's ``weights`` are written: they are on an accelerator, where work
+        that is queued afterwards reads them, or are asked for at once.
+        """
+        return StagedSlices.is_away(weights) or any(f.shard.read_at_once for f in self._by_shard[shard])
 
     def _is_in_place(self, shard: str) -> bool:
         """Return whether a shard's weights are updated in place, so that a write to them that left no trace counts."""
@@ -284,8 +291,8 @@ class ExactUpdate(OffloadedUpdate):
         grad_scale: float,
         absent: Collection[str],
     ) -> None:
-        """Copy what was computed and found ``right`` to ``weights`` (by shard, on an accelerator), and update the other
-        shards; work that is queued from now on sees the new weights.
+        """Copy what was computed and found ``right`` to ``weights`` (by shard), and update the other shards; work that
+        is queued from now on sees the new weights.
         """
         taken = {shard for shard in weights if self._is_taken(shard, weights[shard], shard in right)}
         for shard in taken:
@@ -307,10 +314,11 @@ class ExactUpdate(OffloadedUpdate):
         absent: Collection[str],
     ) -> None:
         """Write a shard's new ``weights``: those that were computed and found ``right``, or else those that are
-        computed now; called in the thread. OffloadError with step and shard if that fails, or has for another one.
+        computed now; called in the thread. OffloadError with step and shard if that fails; nothing if that of another
+        shard has failed, which whoever waits is told.
         """
         if self._failure is not None:
-            raise self._failure
+            return
         number = max((fragment.step for fragment in self._by_shard[shard]), default=0)
         number += self._is_in_place(shard) or not right
         try:

@@ -49,7 +49,8 @@ class ShardPlan:
 
     ``dtype``: of the weights that forward reads. ``grad_dtype``: of the gradients that are handed over. ``in_place``:
     the weights are lent in host memory and in the dtype of the update (float32, or float64 for float64), so they are
-    updated in place; otherwise every fragment has a ``master`` on the tier.
+    updated in place; otherwise every fragment has a ``master`` on the tier. ``read_at_once``: the weights are asked for
+    as soon as a step has returned, so updating them later gains nothing.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ShardPlan:
     fragments: tuple[FragmentPlan, ...]
     in_place: bool = False
     padding: int = 0
+    read_at_once: bool = False
 
 
 class Weights(Protocol):
