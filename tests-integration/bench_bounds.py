@@ -2,8 +2,9 @@
 
     python tests-integration/bench_bounds.py [--only RUN] [--steps 6] [--folder PATH]
 
-Two runs of a GPT with 57 million parameters in float32 on one process: one that is bound by what the device computes,
-one that keeps its states on a drive and computes little. The machine is probed first. The status is 1 where a bound is
+Three runs of a GPT in float32 on one process: two that are bound by what the device computes, of 57 million parameters
+and of 115 million in half as many layers of twice the width; and one that keeps the states of the former on a drive and
+computes little. The machine is probed first. The status is 1 where a bound is
 above the fastest step, or more than 25 % below the median. Nothing else may run beside it.
 """
 
@@ -36,9 +37,15 @@ class Run(NamedTuple):
     batch: int
     tokens: int
     nvme: bool
+    layers: int = 8
+    width: int = 768
 
 
-RUNS = {"compute": Run(4, 512, nvme=False), "disk": Run(1, 16, nvme=True)}
+RUNS = {
+    "compute": Run(4, 512, nvme=False),
+    "wide": Run(4, 512, nvme=False, layers=4, width=1536),
+    "disk": Run(1, 16, nvme=True),
+}
 
 
 def configuration(run: Run, folder: str) -> dict[str, Any]:
@@ -53,7 +60,7 @@ def configuration(run: Run, folder: str) -> dict[str, Any]:
 
 def model(run: Run) -> torch.nn.Module:
     torch.manual_seed(0)
-    return GPT(Shape(layers=8, width=768, context=run.tokens))
+    return GPT(Shape(layers=run.layers, width=run.width, context=run.tokens))
 
 
 def planned(run: Run, folder: str, machine: Machine) -> StepTime:

@@ -56,8 +56,32 @@ def test_a_device_computes_one_after_another() -> None:
     assert time.binding == "device, all it computes" and time.least == time.most == all_of_them
 
 
-def test_plans_without_what_operations_move_can_be_read() -> None:
-    data = RankPlan(0, (), (), (), moved=5).as_dict()
-    assert RankPlan.from_dict(data).moved == 5
-    del data["moved"]
-    assert RankPlan.from_dict(data).moved == 0
+def test_attention_counts_at_a_rate_of_its_own_if_the_machine_gives_one() -> None:
+    def attend(query: torch.Tensor) -> None:
+        F.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    operations = Operations()
+    with PlanMode(LiveMemory(), operations):
+        query = torch.empty(2, 3, 64, 32)
+        attend(query)
+        query.view(-1, 32) @ query.new_empty(32, 16)
+    forward, product = 2 * 2 * (2 * 3 * 64 * 64 * 32) // 2, 2 * (2 * 3 * 64) * 32 * 16
+    assert operations.attention_by_dtype == {"float32": forward}
+    assert operations.flops_by_dtype == {"float32": forward + product}
+    rank = RankPlan(0, (), (), (), flops=operations.flops_by_dtype, attention=operations.attention_by_dtype)
+    machine = load_machine("dgx-2").with_values({"device.fp32": "1 MFLOP/s"})
+    [row] = step_bounds(rank, machine, world_size=1)
+    assert row.amount == forward + product
+    rows = step_bounds(rank, machine.with_values({"device.attention_fp32": "1 kFLOP/s"}), world_size=1)
+    found = {row.resource: row.seconds for row in rows}
+    both = {"matrix products, float32": product / 1e6, "attention, float32": forward / 1e3}
+    assert found == {**both, "device, all it computes": sum(both.values())}
+    operations.clear()
+    assert not operations.attention_by_dtype
+
+
+def test_plans_without_what_later_versions_count_can_be_read() -> None:
+    data = RankPlan(0, (), (), (), moved=5, attention={"float32": 1}).as_dict()
+    assert RankPlan.from_dict(data).moved == 5 and RankPlan.from_dict(data).attention == {"float32": 1}
+    del data["moved"], data["attention"]
+    assert RankPlan.from_dict(data).moved == 0 and not RankPlan.from_dict(data).attention

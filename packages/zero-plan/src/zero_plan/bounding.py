@@ -17,16 +17,20 @@ def step_bounds(rank: RankPlan, machine: Machine, *, world_size: int) -> tuple[B
 
     The ranks of a node (``node.devices``) share its memory and drives, and are assumed to move as many bytes each. The
     bytes that leave a node are at least those that this rank sends to other nodes. float32 counts at the rate of tf32
-    if the machine gives one, as torch may use that. Operations in float8 and float64 have no bound. A device runs its
-    products, its other operations and its update one after another.
+    if the machine gives one, as torch may use that. Operations in float8 and float64 have no bound. Fused attention
+    counts as matrix products if the machine gives no rate of its own for it. A device runs its products, its attention,
+    its other operations and its update one after another.
     """
     per_node = min(int(machine.need("node.devices")), world_size)
     links = rank.bytes_by_link()
     held = {tier: _READ_AND_WRITE * nbytes for tier, nbytes in _updated_bytes(rank).items()}
     on_host = per_node * (held.get("host", 0) + held.get("nvme", 0))
+    apart = {dtype: flops for dtype, flops in rank.attention.items() if machine.get(_attention_key(dtype)) is not None}
     table: list[tuple[str, float, str]] = [
-        (f"matrix products, {dtype}", flops, _rate_key(dtype, machine)) for dtype, flops in sorted(rank.flops.items())
+        (f"matrix products, {dtype}", flops - apart.get(dtype, 0), _rate_key(dtype, machine))
+        for dtype, flops in sorted(rank.flops.items())
     ]
+    table += [(f"attention, {dtype}", flops, _attention_key(dtype)) for dtype, flops in sorted(apart.items())]
     table += [
         ("links of a rank", links["inside a node"] + links["between nodes"], "node.link"),
         ("network between nodes", links["between nodes"], "network.per_node"),
@@ -57,6 +61,14 @@ def _rate_key(dtype: str, machine: Machine) -> str:
     """
     known = [f"device.{name}" for name in _RATES.get(dtype, ()) if machine.get(f"device.{name}") is not None]
     return known[0] if known else f"device.{dtype}"
+
+
+def _attention_key(dtype: str) -> str:
+    """Return the machine's key of the rate of fused attention in ``dtype``, a name of torch; a key that no machine has
+    if there is none.
+    """
+    names = _RATES.get(dtype) or (dtype,)
+    return f"device.attention_{names[-1]}"
 
 
 def _with_network_rate(row: Bound, machine: Machine, per_node: int, world_size: int) -> Bound:

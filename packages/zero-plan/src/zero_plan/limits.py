@@ -13,7 +13,7 @@ from .traffic import LinkBytes, TierBytes
 ADAM_BYTES = 28
 """Bytes of memory traffic per parameter of an Adam step in float32: weight and two moments read and written, gradient
 read."""
-_ON_DEVICE = ("matrix products", "device memory")
+_ON_DEVICE = ("matrix products", "attention", "device memory")
 
 
 class Bound(NamedTuple):

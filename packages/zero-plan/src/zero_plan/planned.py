@@ -132,13 +132,14 @@ class LoadedPlan:
 class RankPlan:
     """The needs of one rank: memory, files, traffic and operations.
 
-    ``held``: model states between two steps. ``sent``: the collectives of a step, once the engine has learned the order
-    of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``: the peaks
-    during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``, ``written``:
-    bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by the dtype that
-    they compute in; ``moved``: bytes of device memory that its other operations read and write at least, without the
-    optimizer's. ``saved``, ``loaded``: what saving a checkpoint after the steps needs, and loading one into a new
-    engine; None if it was not asked for. ``stage``, ``accumulation``: the engine's stage and micro-batches per step.
+    ``held``: model states between two steps. ``sent``: the collectives of a step, once the engine has learned the
+    order of its units; the phase "control" has its control messages, whose size may depend on values. ``peaks``:
+    the peaks during the steps, by tier of memory, the device first. ``files``: on NVMe, after the steps. ``read``,
+    ``written``: bytes that a step reads from and writes to files. ``flops``: floating-point operations of a step by
+    the dtype that they compute in, and ``attention`` those among them of fused attention; ``moved``: bytes of
+    device memory that its other operations read and write at least, without the optimizer's. ``saved``, ``loaded``:
+    what saving a checkpoint after the steps needs, and loading one into a new engine; None if it was not asked for.
+    ``stage``, ``accumulation``: the engine's stage and micro-batches per step.
     """
 
     rank: int
@@ -154,6 +155,7 @@ class RankPlan:
     stage: int = 0
     accumulation: int = 1
     moved: int = 0
+    attention: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def peak(self) -> Peak:
@@ -208,6 +210,7 @@ class RankPlan:
             "stage": self.stage,
             "accumulation": self.accumulation,
             "moved": self.moved,
+            "attention": dict(self.attention),
         }
 
     @classmethod
@@ -227,6 +230,7 @@ class RankPlan:
             data.get("stage", 0),
             data.get("accumulation", 1),
             data.get("moved", 0),
+            data.get("attention", {}),
         )
 
 

@@ -26,6 +26,11 @@ DISK_SECONDS = 30.0
 """How long a drive is measured, beyond the block that is moved then."""
 MATRIX_SIDES = {"cpu": (512, 1024, 2048), "other": (2048, 8192)}
 """Rows and columns of the multiplied matrices, on the CPU and on accelerators: the fastest size counts."""
+ATTENTION_SHAPES: dict[str, tuple[tuple[tuple[int, int, int, int], bool], ...]] = {
+    "cpu": (((4, 12, 1024, 64), False), ((1, 8, 2048, 128), True)),
+    "other": (((8, 16, 2048, 128), False), ((2, 16, 8192, 128), True)),
+}
+"""Batch, heads, tokens and head dimension of the measured attention, and whether it is causal, likewise."""
 COPIED_BYTES = 256 << 20
 BLOCK_BYTES = 16 << 20
 """Bytes of one read or write of a drive."""
@@ -38,8 +43,8 @@ def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
     """Measure this machine and return it, each rate as the best of up to five repetitions. It takes about a minute: a
     measurement that has taken its time is not repeated.
 
-    Matrix products per dtype, memory and copy bandwidth of the first accelerator, or of the CPU if there is none; its
-    memory and the host's; the drives below the folder ``disk`` with a file of ``disk_size``, past the page cache if the
+    Matrix products and fused attention per dtype, memory and copy bandwidth of the first accelerator, or of the CPU if
+    there is none; its memory and the host's; the drives below the folder ``disk`` with a file of ``disk_size``, past the page cache if the
     file system allows it: a few blocks are written, read, and both at once, in turn, until the file has been passed
     five times or the time is over. Links, networks and endurance are not measured. Raises `PlanError` if a package is
     missing or the folder cannot be used.
@@ -61,6 +66,7 @@ def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
         found["device.memory"] = torch.get_device_module(device).get_device_properties(0).total_memory
         found |= _copy_rates(device)
     found |= _matrix_rates(device)
+    found |= _attention_rates(device)
     found["device.memory_bandwidth"] = _memory_bandwidth(device)
     found["node.host_memory_bandwidth"] = _memory_bandwidth(torch.device("cpu"))
     if disk is not None:
@@ -92,6 +98,41 @@ def _matrix_rates(device: torch.device) -> dict[str, float]:
             rates.append(2 * side**3 / seconds)
         found[f"device.{key}"] = max(rates)
     return found
+
+
+def _attention_rates(device: torch.device) -> dict[str, float]:
+    """Return the FLOP/s of fused attention, by the machine's keys of the dtypes: of the fastest shape."""
+    import torch
+
+    shapes = ATTENTION_SHAPES["cpu" if device.type == "cpu" else "other"]
+    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    return {
+        f"device.attention_{key}": max(_attention_rate(shape, dtype, device, causal) for shape, causal in shapes)
+        for key, dtype in dtypes.items()
+    }
+
+
+def _attention_rate(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, causal: bool) -> float:
+    """Return the FLOP/s of fused attention over tensors of ``shape`` (batch, heads, tokens, head dimension), forward
+    alone or with backward, whichever is faster; ``causal`` attention counts half.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    query, key, value = (torch.ones(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+    gradient = torch.ones(shape, dtype=dtype, device=device)
+
+    def forward() -> torch.Tensor:
+        """Run attention and return its result."""
+        return scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    def both() -> None:
+        """Run forward and backward."""
+        torch.autograd.grad(forward(), (query, key, value), gradient)
+
+    batch, heads, tokens, width = shape
+    product = 2 * batch * heads * tokens * tokens * width / (2 if causal else 1)
+    return max(2 * product / _fastest_seconds(forward, device), 7 * product / _fastest_seconds(both, device))
 
 
 def _memory_bandwidth(device: torch.device) -> float:

@@ -63,6 +63,7 @@ class Operations:
 
     Attributes:
         flops_by_dtype: floating-point operations since the last `clear`, by the name of the dtype they compute in.
+        attention_by_dtype: those among them of fused attention.
         moved_nbytes: bytes of memory since the last `clear` that other operations with results of their own have to
             read and write at least: of those that move `SMALLEST_MOVED` or more.
     """
@@ -70,11 +71,13 @@ class Operations:
     def __init__(self, computing: Callable[[], bool] = lambda: True) -> None:
         self._computing = computing
         self.flops_by_dtype: Counter[str] = Counter()
+        self.attention_by_dtype: Counter[str] = Counter()
         self.moved_nbytes = 0
 
     def clear(self) -> None:
         """Set all counts to 0."""
         self.flops_by_dtype.clear()
+        self.attention_by_dtype.clear()
         self.moved_nbytes = 0
 
     def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -91,7 +94,10 @@ class Operations:
             return
         flops = formula(*args, **(kwargs or {}), out_val=result)
         causal = place >= 0 and len(args) > place and bool(args[place])
-        self.flops_by_dtype[str(args[0].dtype).removeprefix("torch.")] += flops // 2 if causal else flops
+        flops, dtype = flops // 2 if causal else flops, str(args[0].dtype).removeprefix("torch.")
+        self.flops_by_dtype[dtype] += flops
+        if "scaled_dot_product" in func.__name__:
+            self.attention_by_dtype[dtype] += flops
 
 
 @functools.cache

@@ -52,4 +52,5 @@ class DryRunRecorder:
             stage=engine.zero_optimization_stage(),
             accumulation=engine.gradient_accumulation_steps(),
             moved=self.operations.moved_nbytes,
+            attention=dict(self.operations.attention_by_dtype),
         )
