@@ -43,11 +43,11 @@ def probe(*, disk: str | None = None, disk_size: str = "1 GiB") -> Machine:
     """Measure this machine and return it, each rate as the best of up to five repetitions. It takes about a minute: a
     measurement that has taken its time is not repeated.
 
-    Matrix products and fused attention per dtype, memory and copy bandwidth of the first accelerator, or of the CPU if
-    there is none; its memory and the host's; the drives below the folder ``disk`` with a file of ``disk_size``, past the page cache if the
-    file system allows it: a few blocks are written, read, and both at once, in turn, until the file has been passed
-    five times or the time is over. Links, networks and endurance are not measured. Raises `PlanError` if a package is
-    missing or the folder cannot be used.
+    Matrix products and fused attention per dtype, memory and copy bandwidth of the first accelerator, or of the CPU
+    if there is none; its memory and the host's; the drives below the folder ``disk`` with a file of ``disk_size``,
+    past the page cache if the file system allows it: a few blocks are written, read, and both at once, in turn,
+    until the file has been passed five times or the time is over. Links, networks and endurance are not measured.
+    Raises `PlanError` if a package is missing or the folder cannot be used.
     """
     size = parse_quantity(disk_size, "bytes", "--disk-size")
     try:
