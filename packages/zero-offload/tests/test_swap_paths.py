@@ -163,22 +163,43 @@ def leaves_files(folders: list[str], seal: bool) -> None:
         for folder in folders:
             for file in Path(folder).glob("shards.g*"):
                 os.link(file, file.with_name(f"left-{file.name}"))
+        locks = {lock: lock.read_bytes() for folder in folders for lock in Path(folder).glob("*.lock")}
         del sealed
+    for lock, content in locks.items():
+        lock.write_bytes(content)
     for folder in folders:
         for file in Path(folder).glob("left-*"):
             file.rename(file.with_name(file.name.removeprefix("left-")))
 
 
 @pytest.mark.parametrize("seal", [False, True])
-def test_files_in_a_folder_that_is_no_longer_named_are_removed(folders: list[str], seal: bool) -> None:
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_files_in_a_folder_that_is_no_longer_named_are_removed(folders: list[str], dropped: int, seal: bool) -> None:
     leaves_files(folders, seal)
-    assert list(Path(folders[1]).glob("shards.g*"))
-    with NvmeStore(even(folders[1:]), device="cpu", prefix="other") as other:
+    assert all(list(Path(folder).glob("shards.g*")) for folder in folders)
+    with NvmeStore(even([folders[dropped]]), device="cpu", prefix="other") as other:
         other.put("c", torch.ones(5000))
-        with NvmeStore(even(folders[:1]), device="cpu"):
-            assert not list(Path(folders[1]).glob("shards.g*"))
+        with NvmeStore(even([folders[1 - dropped]]), device="cpu"):
+            assert not any(list(Path(folder).glob("shards.g*")) for folder in folders)
         other.flush()
         assert torch.equal(other.acquire("c"), torch.ones(5000))
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_files_are_removed_beside_a_drive_that_is_not_mounted_and_later_on_it(folders: list[str], gone: int) -> None:
+    leaves_files(folders, seal=True)
+    drive = Path(folders[gone])
+    aside = drive.rename(drive.with_name("unmounted"))
+    for given in ([folders[1 - gone]], folders):  # not named, then as an empty mount point
+        drive.mkdir(exist_ok=True)
+        with NvmeStore(even(given), device="cpu"):
+            assert not list(Path(folders[1 - gone]).glob("shards.g*"))
+    assert list(aside.glob("shards.g*"))
+    (drive / "shards.lock").unlink()
+    drive.rmdir()
+    aside.rename(drive)
+    with NvmeStore(even(folders), device="cpu"):
+        assert not list(drive.glob("shards.g*"))
 
 
 def test_files_in_a_folder_that_another_store_uses_now_stay(folders: list[str]) -> None:

@@ -9,10 +9,12 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-__all__ = ["Leftover", "find", "report"]
+from ._lock_files import LockFile, missing_folders, read_record
+
+__all__ = ["Leftover", "find", "remove_store", "report"]
 
 _FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extents|index|index\.part)")
 # The stores in which a rank of zero-core swaps: each start makes them again, and a checkpoint has links of its own.
@@ -36,8 +38,9 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
 
     That is the unsealed generations, and of a rank's swap (``optimizer``, ``parameters``, ``activations`` or ``parked``
     with ``.rank<N>``) the sealed ones too. With ``remove`` they are deleted; links that checkpoints have to the files
-    stay. The sealed generations of other stores stay, since a process may resume from them; so do files without a lock
-    file in any of the folders, which no store wrote. Raises OSError for a folder that cannot be read.
+    stay. The sealed generations of other stores stay, since a process may resume from them, also where the folder with
+    their index is not in ``folders``; so do files without a lock file in any of the folders, which no store wrote.
+    Raises OSError for a folder that cannot be read.
     """
     found = []
     for prefix in sorted(_stores(folders)):
@@ -46,7 +49,7 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
             continue
         with _locked(lock) as ours:
             # Looked at again: until the lock was ours, the store may have been sealing.
-            files = _not_needed(prefix, _stores(folders).get(prefix, [])) if ours else []
+            files = _not_needed(prefix, _stores(folders).get(prefix, []), folders) if ours else []
             if not files:
                 continue
             details = [os.lstat(path) for path in files]
@@ -55,6 +58,20 @@ def find(folders: Sequence[str], *, remove: bool = False) -> list[Leftover]:
                 os.unlink(path)
             found.append(Leftover(prefix, tuple(files), nbytes))
     return found
+
+
+def remove_store(folders: Sequence[str], prefix: str) -> list[str]:
+    """Remove all files of a store that no process has open from ``folders``, the sealed ones too, and also where other
+    folders of it are missing; return their paths. Hard links elsewhere keep their content; the lock files stay. Raises
+    ExtentError while a process has it open, OSError for a folder or file that cannot be used.
+    """
+    with ExitStack() as held:
+        for folder in folders:
+            held.callback(LockFile(folder, prefix).give_back)
+        found = sorted(_stores(folders).get(prefix, []), key=lambda path: not path.endswith(".index"))
+        for path in found:
+            os.unlink(path)
+        return found
 
 
 def report(folders: Sequence[str], remove: bool) -> list[str]:
@@ -82,18 +99,23 @@ def _stores(folders: Sequence[str]) -> dict[str, list[str]]:
     return stores
 
 
-def _not_needed(prefix: str, paths: Sequence[str]) -> list[str]:
+def _not_needed(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
     """Return those of a store's files that no process needs, indexes first, since without its index a generation does
     not exist. Of a rank's swap that is all of them, of other stores those of unsealed generations.
     """
-    return sorted(paths if _SWAP.fullmatch(prefix) else _unsealed(paths), key=lambda path: not path.endswith(".index"))
+    found = paths if _SWAP.fullmatch(prefix) else _unsealed(prefix, paths, folders)
+    return sorted(found, key=lambda path: not path.endswith(".index"))
 
 
-def _unsealed(paths: Sequence[str]) -> list[str]:
-    """Return the files of one store whose generation has no index."""
+def _unsealed(prefix: str, paths: Sequence[str], folders: Sequence[str]) -> list[str]:
+    """Return the files of one store whose generation has no index. If folders that the store had are missing, those
+    that may have been sealed, which cannot be written to, are not among them.
+    """
     parts = {path: _FILE.fullmatch(os.path.basename(path)) for path in paths}
     sealed = {match["generation"] for match in parts.values() if match is not None and match["kind"] == "index"}
-    return [path for path, match in parts.items() if match is not None and match["generation"] not in sealed]
+    found = [path for path, match in parts.items() if match is not None and match["generation"] not in sealed]
+    missing = missing_folders(prefix, {folder: read_record(folder, prefix) for folder in folders})
+    return [path for path in found if not missing or os.lstat(path).st_mode & 0o222]
 
 
 @contextmanager

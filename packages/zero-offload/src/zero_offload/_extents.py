@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -93,7 +91,7 @@ def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: boo
         try:
             store = opened()
         except library.errors.ExtentError:
-            _remove_sealed(folders, prefix)
+            _remove_files(folders, prefix)
             store = opened()
     except library.AioError as error:
         raise OffloadError(f"cannot use {', '.join(folders)} as an NVMe tier: {error}") from error
@@ -113,23 +111,17 @@ def _remove_left(folder: str, prefix: str) -> None:
     library = _library()
     with suppress(library.AioError, OSError):
         if os.path.isdir(folder):
-            _remove_sealed([folder], prefix)
-            library.ExtentStore(folder, prefix=prefix).close(remove=True)
+            _remove_files([folder], prefix)
 
 
-def _remove_sealed(paths: Sequence[str], prefix: str) -> None:
-    """Remove the sealed generations of a store that no process has open, also damaged ones. Raises the library's
-    ExtentError while a process has it open.
+def _remove_files(folders: Sequence[str], prefix: str) -> None:
+    """Remove all files of a store that no process has open, sealed ones too, also damaged ones and those of which other
+    folders are missing. Raises the library's ExtentError while a process has it open.
     """
-    library = _library()
-    try:
-        library.ExtentStore(list(paths), prefix=prefix, resume=True).close(remove=True)
-    except library.errors.ExtentError:
-        raise
-    except library.AioError:  # damaged as well: without its index a generation is swept at the next opening
-        for path in paths:
-            for index in Path(path).glob(f"{glob.escape(prefix)}.g*.index"):
-                index.unlink()
+    _library()
+    from zero_nvme_aio.leftovers import remove_store
+
+    remove_store(folders, prefix)
 
 
 def aligned_buffer(nbytes: int, use: HostUse) -> torch.Tensor:

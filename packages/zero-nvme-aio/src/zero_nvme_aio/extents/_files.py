@@ -4,8 +4,6 @@ seals; a stripe is the number of a path, from 0.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
 from collections.abc import Sequence, Set
@@ -14,14 +12,13 @@ from typing import Any
 
 from .._engine import Engine
 from .._file import File
+from .._lock_files import FolderRecord, LockFile, holds_files, missing_folders
 from .._request import Request
 from ..errors import ExtentError, TransferError
 from ._paths import StorePaths
 from ._reflink import shares_blocks
 
 __all__ = ["GenerationFiles", "StoreFolders"]
-
-_MOST_LOCK_BYTES = 1 << 20
 
 
 class StoreFolders:
@@ -37,14 +34,18 @@ class StoreFolders:
         self.prefix = prefix
         self.state = state
         self._sharing: dict[int, bool] = {}
-        self._locks: list[int] = []
+        self._locks: list[LockFile] = []
         self.former: set[str] = set()
 
-    def take(self) -> None:
-        """Make the folders and lock the store, until `give_back`; the lock files list paths and `former`. Two stores
-        exclude each other if they have the same prefix and a path in common. ExtentError while another one, here or in
-        another process, has one of the paths, and if two of them are the same folder; OSError for a folder or lock file
-        that cannot be made, opened or locked.
+    def take(self, resume: bool) -> None:
+        """Make the folders, lock the store until `give_back`, and remove the files of generations that were not sealed;
+        the lock files list the paths and `former`. Two stores exclude each other if they have the same prefix and a
+        path in common.
+
+        ExtentError while another one, here or in another process, has one of the paths; if two of them are the same
+        folder; if the folders hold sealed generations and `resume` is false; and if a folder that the store had is
+        missing, without which it cannot be resumed, or without which it is not known what was sealed: then nothing is
+        removed. OSError for a folder or lock file that cannot be made, opened or locked.
         """
         try:
             for number, path in enumerate(self.paths):
@@ -52,46 +53,67 @@ class StoreFolders:
                 twin = next((other for other in self.paths[:number] if os.path.samefile(path, other)), None)
                 if twin is not None:
                     raise ExtentError(f"'{path}' and '{twin}' are the same folder; name each path of a store once")
-                self._locks.append(self._lock(path))
-            for descriptor in self._locks:
-                self.former.update(_listed(os.pread(descriptor, _MOST_LOCK_BYTES, 0)))
-            self.former = {path for path in self.former.difference(self.paths) if self._may_hold_files(path)}
-            for descriptor in self._locks:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps([*self.paths, *sorted(self.former)]).encode(), 0)
+                self._locks.append(LockFile(path, self.prefix))
+            self._refuse_without_folders(resume)
+            self._remove_unsealed()
+            found = self.indexes()
+            if found and not resume:
+                raise ExtentError(
+                    f"'{self.paths[0]}' already holds a store '{self.prefix}' with {len(found)} generations; "
+                    "pass resume=True to continue it, or choose another folder or prefix"
+                )
+            self._list_folders()
         except BaseException:
             self.give_back()
             raise
 
-    def _may_hold_files(self, path: str) -> bool:
-        """Return whether a folder has files of the store, or cannot be looked at now."""
-        try:
-            return any(name.startswith(f"{self.prefix}.g") for name in os.listdir(path))
-        except OSError:
-            return True
+    def _refuse_without_folders(self, resume: bool) -> None:
+        """Raise ExtentError if folders that the store had are missing, and it is to be resumed, or has files here that
+        may belong to a generation whose index is there.
+        """
+        missing = missing_folders(self.prefix, {lock.folder: lock.record for lock in self._locks})
+        kept = [path for path in self._unsealed() if not os.stat(path).st_mode & 0o222]
+        if missing and (resume or kept):
+            what = f"'{kept[0]}' may belong to what was sealed with it" if kept else "what was sealed may be in it"
+            lists = [lock for lock in self._locks if set(missing) & set(lock.record.folders.values())]
+            files = ", ".join(f"'{os.path.join(lock.folder, self.prefix)}.lock'" for lock in lists)
+            raise ExtentError(
+                f"the store '{self.prefix}' had the folder {' and the folder '.join(missing.values())}; {what}, so "
+                f"nothing was removed. Mount its drive, or name it too; to do without what it holds, delete {files}"
+            )
 
-    def _lock(self, path: str) -> int:
-        """Lock one path and return the file descriptor that holds the lock. Errors as of `take`."""
-        lock = os.path.join(path, f"{self.prefix}.lock")
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise ExtentError(f"the store '{self.prefix}' in '{path}' is in use") from None
-        except OSError as error:
-            os.close(descriptor)
-            raise OSError(error.errno, f"the file system has no locks ({error.strerror})", lock) from error
-        return descriptor
+    def _list_folders(self) -> None:
+        """Write into each lock file what the folders of the store are now, with those that it had."""
+        records = [lock.record for lock in self._locks]
+        listed = {path for record in records for path in (*record.folders.values(), *record.former)}
+        self.former = {path for path in listed if not self._is_path(path) and holds_files(path, self.prefix)}
+        for number, lock in enumerate(self._locks):
+            if lock.record.id in {other.record.id for other in self._locks[:number]}:  # copied with its folder
+                lock.record = lock.record._replace(id="")
+            lock.name()  # before any lists it: a folder that has no id is not the one that is listed
+        folders = {lock.record.id: lock.folder for lock in self._locks}
+        for lock in self._locks:
+            lock.write(FolderRecord(lock.record.id, folders, sorted(self.former)))
+
+    def _is_path(self, folder: str) -> bool:
+        """Return whether a folder is one of the paths."""
+        return folder in self.paths or any(os.path.exists(folder) and os.path.samefile(folder, p) for p in self.paths)
+
+    def forget_if_empty(self) -> None:
+        """Note in the lock files that there is no store any more, if its files are gone, so that its folders are not
+        missed. Where that cannot be written, do nothing.
+        """
+        if not any(holds_files(path, self.prefix) for path in self.paths):
+            for lock in self._locks:
+                with suppress(OSError):
+                    lock.write(lock.record._replace(folders={}), durable=False)
 
     def give_back(self) -> None:
         """Release the locks and close their descriptors; the store is unlocked even if a forked process has copies of
         them.
         """
         while self._locks:
-            descriptor = self._locks.pop()
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+            self._locks.pop().give_back()
 
     def shares_blocks(self, stripe: int) -> bool:
         """Return whether the files of a stripe can share blocks, found by a trial on the first call and remembered."""
@@ -118,24 +140,17 @@ class StoreFolders:
         found = (pattern.fullmatch(name) for path in self.paths for name in os.listdir(path))
         return sorted({int(match.group(1)) for match in found if match})
 
-    def remove_unsealed(self) -> None:
-        """Delete the files of generations without an index, which a killed process was writing."""
+    def _unsealed(self) -> list[str]:
+        """Return the paths of the files of generations without an index in these folders."""
         sealed = set(self.indexes())
         pattern = re.compile(re.escape(self.prefix) + r"\.g(\d+)\.(?:s\d+\.extents|index\.part)")
-        for path in self.paths:
-            for name in os.listdir(path):
-                match = pattern.fullmatch(name)
-                if match and int(match.group(1)) not in sealed:
-                    os.unlink(os.path.join(path, name))
+        found = [(path, pattern.fullmatch(name)) for path in self.paths for name in os.listdir(path)]
+        return [os.path.join(path, m.group()) for path, m in found if m and int(m.group(1)) not in sealed]
 
-
-def _listed(content: bytes) -> list[str]:
-    """Return the folders that a lock file lists; none if it is damaged or empty."""
-    try:
-        found = json.loads(content)
-    except ValueError:
-        return []
-    return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+    def _remove_unsealed(self) -> None:
+        """Delete the files of generations without an index, which a killed process was writing."""
+        for path in self._unsealed():
+            os.unlink(path)
 
 
 class GenerationFiles:

@@ -138,9 +138,24 @@ def check(folders: StoreFolders, sealed: SealedIndex, generation: int) -> None:
             raise FormatError(f"'{index}' names {name!r:.200} in path {stripe}", path=index)
         path = folders.data_path(generation, stripe)
         got = os.stat(path).st_size if os.path.exists(path) else -1
+        if got < 0:
+            _refuse_other_order(folders, sealed)
         if got != nbytes:
             problem = "is missing" if got < 0 else f"has {got} bytes"
             raise FormatError(f"'{path}' {problem}, '{index}' says {nbytes}", path=path, expected=nbytes, got=got)
+
+
+def _refuse_other_order(folders: StoreFolders, sealed: SealedIndex) -> None:
+    """Raise FormatError if all files of an index are there, but the paths were in another order."""
+    held = {
+        stripe: next((p for p in folders.paths if os.path.exists(os.path.join(p, name))), None)
+        for stripe, (name, _) in sealed.files.items()
+    }
+    if None not in held.values():
+        others = iter([path for path in folders.paths if path not in held.values()])
+        order = [held[stripe] if stripe in held else next(others, "") for stripe in range(sealed.stripes)]
+        said = ", ".join(f"'{path}'" for path in order)
+        raise FormatError(f"the paths of the store '{folders.prefix}' had another order: {said}", path=order[0])
 
 
 def _headers(

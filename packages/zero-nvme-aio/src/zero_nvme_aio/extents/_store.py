@@ -46,8 +46,10 @@ class ExtentStore:
     that becomes slow gets fewer. `tell` gets a sentence about each such path (default: a warning), which calls it by
     its entry in `names`. What is on a path can only be read there, so a read that fails is an error.
 
-    Raises ExtentError if a folder already holds a store (and `resume` is false), or one that is in use, FormatError if
-    a generation to resume from is damaged, ValueError for arguments out of range.
+    Raises ExtentError if a folder already holds a store (and `resume` is false), or one that is in use, or if a folder
+    that the store had is missing: a drive that is not mounted, or fewer paths than before. Without `resume` that is an
+    error only if there are files that may be of a sealed generation; nothing is removed then. FormatError if a
+    generation to resume from is damaged, ValueError for arguments out of range.
     """
 
     def __init__(
@@ -86,14 +88,14 @@ class ExtentStore:
         self._busy: dict[str, list[tuple[int, int, bool, Request | PathRead]]] = {}
         self._placement: Allocator | None = None
         self._reserved = 0
-        self._folders.take()
+        self._folders.take(resume)
         try:
             self._engines, self._own_engines = _engines_of(engine, len(folders))
         except BaseException:
             self._folders.give_back()
             raise
         try:
-            self._load_sealed(resume)
+            self._load_sealed()
         except BaseException:
             self._release_engines_and_locks()
             raise
@@ -267,6 +269,7 @@ class ExtentStore:
                 return
             self._history.close(remove=remove)
             self._closed = True
+            self._folders.forget_if_empty()
             self._release_engines_and_locks()
 
     def __enter__(self) -> ExtentStore:
@@ -374,23 +377,12 @@ class ExtentStore:
                 still.append((low, high, is_write, request))
         self._busy[name] = still
 
-    def _load_sealed(self, resume: bool) -> None:
-        """Remove the files of generations without an index in these folders, then load the sealed generations.
-
-        The removal comes first, so it also happens when this raises. ExtentError if there are sealed generations and
-        `resume` is false. FormatError if an index is damaged, was written with another number of paths, or names a
-        file that is missing or has another length.
+    def _load_sealed(self) -> None:
+        """Load the sealed generations in the folders. FormatError if an index is damaged, was written with another
+        number of paths, or names a file that is missing or has another length.
         """
-        self._folders.remove_unsealed()
-        found = self._folders.indexes()
-        if found and not resume:
-            raise ExtentError(
-                f"'{self._folders.paths[0]}' already holds a store '{self._folders.prefix}' "
-                f"with {len(found)} generations; "
-                "pass resume=True to continue it, or choose another folder or prefix"
-            )
         generations, keys = {}, {}
-        for index in found:
+        for index in self._folders.indexes():
             sealed = read_index(self._folders.index_path(index))
             files = generations[index] = GenerationFiles(self._engines, self._folders, index)
             _sealing.check(self._folders, sealed, index)

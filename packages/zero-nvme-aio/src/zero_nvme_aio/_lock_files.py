@@ -1,0 +1,136 @@
+"""The lock files of a store, `<prefix>.lock` in each of its folders: they are locked while the store is open, and what
+they say tells whether all folders of the store are there.
+
+Line one is JSON: `{"id": …, "folders": {id: path, …}, "former": [path, …]}`. The id is the folder's own, made once, so
+that a folder is known under another path, and an empty mount point is not taken for the drive.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ._tensors import sync_folder
+from .errors import ExtentError
+
+__all__ = ["FolderRecord", "LockFile", "holds_files", "missing_folders", "read_record"]
+
+_MOST_BYTES = 1 << 20
+
+
+class FolderRecord(NamedTuple):
+    """What a lock file says: the `id` of its folder; the `folders` that the store had, their paths by id; and those
+    that it had before, where files may be left. Empty where nothing is known.
+    """
+
+    id: str = ""
+    folders: Mapping[str, str] = {}
+    former: Sequence[str] = ()
+
+
+class LockFile:
+    """The lock of a store with this `prefix` in one folder, held until `give_back`. ExtentError while another one, here
+    or in another process, has it; OSError if it cannot be made, opened or locked.
+
+    Attributes:
+        folder: the folder.
+        record: what it says.
+    """
+
+    def __init__(self, folder: str, prefix: str) -> None:
+        self.folder = folder
+        path = os.path.join(folder, f"{prefix}.lock")
+        self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._descriptor)
+            raise ExtentError(f"the store '{prefix}' in '{folder}' is in use") from None
+        except OSError as error:
+            os.close(self._descriptor)
+            raise OSError(error.errno, f"the file system has no locks ({error.strerror})", path) from error
+        self.record = _record(os.pread(self._descriptor, _MOST_BYTES, 0))
+
+    def name(self) -> None:
+        """Give the folder an id if it has none, which survives a crash. Raises OSError."""
+        if not self.record.id:
+            self.write(self.record._replace(id=uuid.uuid4().hex))
+
+    def write(self, record: FolderRecord, *, durable: bool = True) -> None:
+        """Replace what the file says; if `durable`, it survives a crash. Raises OSError."""
+        if record == self.record:
+            return
+        content = json.dumps(record._asdict()).encode() + b"\n"
+        os.pwrite(self._descriptor, content, 0)  # its first line counts: whole, whatever is left behind it
+        os.ftruncate(self._descriptor, len(content))
+        self.record = record
+        if durable:
+            os.fsync(self._descriptor)
+            sync_folder(self.folder)
+
+    def give_back(self) -> None:
+        """Release the lock and close the file; the lock is released even if a forked process has a copy of it."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+def read_record(folder: str, prefix: str) -> FolderRecord:
+    """Return what the lock file in a folder says, without locking it; an empty record if there is none."""
+    try:
+        with open(os.path.join(folder, f"{prefix}.lock"), "rb") as file:
+            return _record(file.read(_MOST_BYTES))
+    except OSError:
+        return FolderRecord()
+
+
+def holds_files(folder: str, prefix: str) -> bool:
+    """Return whether a folder has files of a store, or cannot be looked at now."""
+    try:
+        return any(name.startswith(f"{prefix}.g") for name in os.listdir(folder))
+    except OSError:
+        return True
+
+
+def missing_folders(prefix: str, records: Mapping[str, FolderRecord]) -> dict[str, str]:
+    """Return the folders that a store had, by what its lock files say, and that are not among those given, each with
+    the reason, as the end of a sentence. `records`: what the lock files in the folders given say.
+
+    A folder that can be looked at and holds no files is not missing. One whose lock file is lost is known by its path,
+    if it holds files.
+    """
+    here = {record.id for record in records.values() if record.id}
+    listed = {key: path for record in records.values() for key, path in record.folders.items() if key not in here}
+    found = {}
+    for key, path in listed.items():
+        twin = next((folder for folder in records if _same(folder, path)), None)
+        if twin is None:
+            if read_record(path, prefix).id != key or holds_files(path, prefix):
+                found[path] = f"'{path}', which is not among the paths"
+        elif records[twin].id or not holds_files(twin, prefix):
+            found[path] = f"'{path}', and the folder that is at '{twin}' now is not the one; is its drive mounted?"
+    return found
+
+
+def _same(one: str, other: str) -> bool:
+    """Return whether two paths are one folder; False if one of them cannot be looked at."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def _record(content: bytes) -> FolderRecord:
+    """Return what a lock file says; an empty record if it is damaged or empty."""
+    try:
+        found = json.loads(content.partition(b"\n")[0])
+        own, folders, former = found["id"], found["folders"], found["former"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return FolderRecord()
+    texts = [own, former] if not isinstance(former, list) else [own, *former]
+    if not isinstance(folders, dict) or not all(isinstance(text, str) for text in (*texts, *folders.values())):
+        return FolderRecord()
+    return FolderRecord(own, folders, former)
