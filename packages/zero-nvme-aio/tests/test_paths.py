@@ -8,12 +8,19 @@ import os
 import random
 import shutil
 import subprocess
+import threading
+import time
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from conftest import loop_mount, unmount
 
 from zero_nvme_aio import Engine, ExtentStore, errors
+from zero_nvme_aio.extents import _transfer
 from zero_nvme_aio.testing import Delay, Fail, Fault, FaultyEngine, faulty_engine
 
 KIB, MIB = 1024, 1 << 20
@@ -322,3 +329,198 @@ def test_random_writes_reads_and_seals_while_paths_fail_follow_a_plain_array(tmp
                 file.seek(extent.file_offset_bytes)
                 assert file.read(extent.nbytes) == expected[extent.offset_bytes : extent.offset_bytes + extent.nbytes]
     assert sorted("full" in text for text in said) == [False, True]
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_full_path_is_used_again_when_there_is_room(folders: list[Path], small_tmpfs: Path, seal: bool) -> None:
+    data = random_bytes(12 * UNIT, 7)
+    ballast = small_tmpfs / "ballast"
+    ballast.write_bytes(bytes(12 * UNIT))
+    with ExtentStore([folders[0], small_tmpfs], stripe_bytes=UNIT, tell=lambda _: None) as store:
+        store.declare("x", len(data))
+        store.write("x", data).wait()
+        assert store.path_use()[1].state == "full"
+        there = sum(e.nbytes for e in store.extents()["x"] if Path(e.path).parent == small_tmpfs)
+        assert there < 6 * UNIT
+        if seal:
+            store.seal()
+        else:
+            for _ in range(20):
+                store.write("x", data).wait()
+            assert store.path_use()[1].state == "full"
+        ballast.unlink()
+        end = time.monotonic() + 60
+        while sum(e.nbytes for e in store.extents()["x"] if Path(e.path).parent == small_tmpfs) < 5 * UNIT:
+            assert time.monotonic() < end, store.path_use()
+            store.write("x", data).wait()
+            if seal:
+                store.seal()
+        assert store.path_use()[1].state == "in use"
+        assert get(store, "x", len(data)) == data
+
+
+def test_a_slow_path_is_found_beside_a_full_one(folders: list[Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    full = faulty_engine(Fail(on=("write",), error=errno.ENOSPC))
+    engines = [slow_engine(), slow_engine(Delay(seconds=0.03)), full]
+    paths = [*folders, tmp_path / "full"]
+    with ExtentStore(paths, stripe_bytes=MIB, engine=engines, names=["A", "B", "C"], tell=said.append) as store:
+        for _ in range(4):
+            store.write("x", bytes(80 * MIB)).wait()
+        assert [use.state for use in store.path_use()] == ["in use", "slow", "full"]
+    assert len(said) == 2 and "the path B of a store moves" in said[1]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("way", ["wait", "done", "read", "flush", "seal", "overwrite"])
+def test_where_warnings_are_errors_a_write_moves_all_the_same(
+    folders: list[Path], engine: Engine, way: str, error: int
+) -> None:
+    engines = second_is(engine, Fail(on=("write",), error=error))
+    data = random_bytes(8 * UNIT, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = ExtentStore(folders, stripe_bytes=UNIT, engine=engines)
+        request = store.write("x", data)
+        if way == "done":
+            while not request.done():
+                pass
+        with pytest.raises(UserWarning, match="of a store"):
+            if way == "read":
+                get(store, "x", len(data))
+            elif way == "flush":
+                store.flush()
+            elif way == "seal":
+                store.seal()
+                store.close(remove=False)
+            elif way == "overwrite":
+                store.write("x", data[:UNIT])
+                store.write("x", data[:UNIT])
+            else:
+                request.wait()
+        if way == "seal":
+            store = ExtentStore(folders, stripe_bytes=UNIT, resume=True, verify=True)
+        else:
+            assert request.wait() == len(data)
+        assert get(store, "x", len(data)) == data
+        assert {Path(e.path).parent for e in store.extents()["x"]} == {folders[0]}
+        store.close(remove=True)
+
+
+def test_a_wait_that_gives_up_does_not_keep_a_write_from_moving(folders: list[Path]) -> None:
+    late = faulty_engine(Delay(seconds=0.3, limit=1), Fail(on=("write",)), queue_depth=1, threads=1)
+    data = random_bytes(UNIT, 9)
+    with ExtentStore(
+        folders, stripe_bytes=UNIT, engine=[faulty_engine(), late], weights=(1, 1000), tell=lambda _: None
+    ) as store:
+        store.write("first", data)
+        request = store.write("x", data)
+        with pytest.raises(errors.WaitTimeoutError):
+            request.wait(0)
+        assert request.wait() == len(data)
+        assert get(store, "x", len(data)) == data
+        assert [use.state for use in store.path_use()] == ["in use", "failed"]
+
+
+def test_several_threads_that_wait_for_a_failed_write_move_it_once(folders: list[Path], tmp_path: Path) -> None:
+    said: list[str] = []
+    third = faulty_engine(Delay(seconds=0.005))
+    engines = [faulty_engine(), faulty_engine(Fail(on=("write",))), third]
+    data = random_bytes(60 * UNIT, 10)
+    with ExtentStore(
+        [*folders, tmp_path / "third"], stripe_bytes=UNIT, engine=engines, tell=said.append, weights=(1, 20, 20)
+    ) as store:
+        request = store.write("x", data)
+        with ThreadPoolExecutor(8) as pool:
+            waits = [pool.submit(request.wait) for _ in range(8)]
+            assert [wait.result() for wait in waits] == [len(data)] * 8
+        assert get(store, "x", len(data)) == data
+        assert [use.state for use in store.path_use()] == ["in use", "failed", "in use"]
+    assert len(said) == 1
+
+
+def test_a_write_that_moved_can_be_waited_for_after_its_bytes_were_written_again(
+    folders: list[Path], engine: Engine
+) -> None:
+    old, new = random_bytes(8 * UNIT, 11), random_bytes(8 * UNIT, 12)
+    with ExtentStore(
+        folders, stripe_bytes=UNIT, engine=second_is(engine, Fail(on=("write",))), tell=lambda _: None
+    ) as store:
+        first = store.write("x", old)
+        second = store.write("x", new)
+        assert first.wait() == first.wait() == second.wait() == len(new)
+        assert get(store, "x", len(new)) == new
+
+
+def test_a_failed_write_whose_bytes_were_written_again_is_not_written_over_them(folders: list[Path]) -> None:
+    full = [Fail(on=("write",), error=errno.ENOSPC, limit=4)]
+    old, new = random_bytes(4 * UNIT, 13), random_bytes(4 * UNIT, 14)
+    engines = [faulty_engine(*full), faulty_engine(*full)]
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, tell=lambda _: None) as store:
+        first = store.write("x", old)
+        with pytest.raises(errors.NoSpaceError):
+            first.wait()
+        while True:  # until there is room
+            try:
+                store.write("x", new).wait()
+                break
+            except errors.NoSpaceError:
+                pass
+        with pytest.raises(errors.NoSpaceError):
+            first.wait()
+        store.flush()
+        assert get(store, "x", len(new)) == new
+        store.seal()
+    with ExtentStore(folders, stripe_bytes=UNIT, resume=True, verify=True) as store:
+        assert get(store, "x", len(new)) == new
+
+
+@pytest.fixture
+def freezing(tmp_path: Path) -> Iterator[Path]:
+    """A file system that ``fsfreeze`` can stop."""
+    loop_mount("ext4", tmp_path / "freezing-image", tmp_path / "freezing", 32)
+    yield tmp_path / "freezing"
+    subprocess.run(["fsfreeze", "--unfreeze", str(tmp_path / "freezing")], capture_output=True)
+    unmount(tmp_path / "freezing")
+
+
+@pytest.mark.parametrize("as_errors", [False, True])
+def test_a_drive_that_does_not_answer_is_named_while_it_is_waited_for(
+    folders: list[Path], freezing: Path, monkeypatch: pytest.MonkeyPatch, as_errors: bool
+) -> None:
+    monkeypatch.setattr(_transfer, "SILENT_SECONDS", 0.2)
+    said: list[str] = []
+    heard = threading.Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        heard.set()
+        if as_errors:
+            raise UserWarning(text)
+
+    data = random_bytes(8 * UNIT, 15)
+    store = ExtentStore([folders[0], freezing], stripe_bytes=UNIT, names=["A", "drive B"], tell=tell)
+    with store if not as_errors else nullcontext():
+        store.write("x", bytes(len(data))).wait()
+        for _ in range(2):
+            said.clear()
+            heard.clear()
+            if subprocess.run(["fsfreeze", "--freeze", str(freezing)], capture_output=True).returncode != 0:
+                pytest.skip("needs fsfreeze and root")
+            with ThreadPoolExecutor(1) as pool:
+                started = pool.submit(lambda: store.write("x", data).wait())
+                try:
+                    assert heard.wait(60)
+                finally:
+                    subprocess.run(["fsfreeze", "--unfreeze", str(freezing)], check=True)
+                if as_errors:
+                    with pytest.raises(UserWarning, match="drive B"):
+                        started.result()
+                else:
+                    assert started.result() == len(data)
+            first, *again = said
+            assert "the path drive B of a store has not answered for" in first and set(again) <= {first}
+        assert store.path_use()[1].state == "in use"
+        assert get(store, "x", len(data)) == data
+    if as_errors:
+        store.close(remove=True)

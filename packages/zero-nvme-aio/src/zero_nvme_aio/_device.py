@@ -62,9 +62,12 @@ class DeviceRequest(Request):
             raise WaitTimeoutError(f"transfer of '{self._path}' is still under way after {timeout} s", path=self._path)
         return self._future.result()
 
-    def settle(self) -> None:
-        """Block until the request has ended, successfully or not; does not raise its error."""
-        self._future.exception()
+    def settle(self, timeout: float | None = None) -> bool:
+        """Block until the request has ended, successfully or not, for `timeout` seconds at most; return whether it has.
+        Does not raise its error.
+        """
+        futures.wait([self._future], timeout)
+        return self._future.done()
 
     def cancel(self) -> None:
         """Start no further chunk of this request; it ends after the chunks under way.

@@ -83,12 +83,12 @@ class Request:
         """
         return self._native.times()
 
-    def settle(self) -> None:
-        """Block until the request has ended, successfully or not; does not raise its error. ClosedError in a forked
-        child.
+    def settle(self, timeout: float | None = None) -> bool:
+        """Block until the request has ended, successfully or not, for `timeout` seconds at most (None: without end);
+        return whether it has. Does not raise its error. ClosedError in a forked child.
         """
         self._refuse_fork()
-        self._native.wait(-1.0)
+        return self._native.wait(-1.0 if timeout is None else timeout)
 
     def cancel(self) -> None:
         """Start no further block of this request; it ends after the blocks that the kernel already has.

@@ -153,8 +153,9 @@ class _EndedRequest(Request):
         """Return (0, 0): it took no time."""
         return 0, 0
 
-    def settle(self) -> None:
-        """Do nothing: the request has ended."""
+    def settle(self, timeout: float | None = None) -> bool:
+        """Return True: the request has ended."""
+        return True
 
     def cancel(self) -> None:
         """Do nothing: the request has ended."""

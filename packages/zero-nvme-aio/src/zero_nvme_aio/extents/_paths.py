@@ -7,12 +7,14 @@ is: the bytes per second that were measured, or any numbers in the same proporti
 from __future__ import annotations
 
 import errno
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from .._request import Request
+from ..errors import free_bytes
 
 __all__ = ["PathUse", "StorePaths"]
 
@@ -20,6 +22,10 @@ SLOW_SHARE = 0.5
 """A path is slow if, measured against its weight, it is slower than this share of the fastest."""
 WINDOW_BYTES = 32 << 20
 """The bytes that every path has to move before they are compared."""
+LOOK_FOR_ROOM_SECONDS = 1.0
+"""How often a full path is looked at."""
+TRY_AGAIN_SECONDS = 60.0
+"""After which time a full path is tried again in any case: quotas have no room that can be looked at."""
 _WORTH_A_SHIFT = 1.5  # by which factor a weight must be wrong to be replaced
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -48,15 +54,20 @@ class PathUse(NamedTuple):
 
 class _Path:
     """The state of one path. `given`: the weight that the store was made with; `weight`: the present one. `placed`: the
-    bytes whose place is on it. `full`, `failed`, `slow`: it is that now; `told`: what users were told about it.
+    bytes whose place is on it. `full`, `failed`, `slow`: it is that now; `short`: it was full, and bytes that it would
+    have are elsewhere; `told`: what users were told about it; `silent_since_ns`: the begin of the last time in which
+    it did not answer, of which they were told.
     """
 
     def __init__(self, folder: str, name: str, weight: float) -> None:
         self.folder, self.name = folder, name
         self.given = self.weight = weight
         self.placed = self.written = self.read = 0
-        self.full = self.failed = self.slow = False
+        self.full = self.failed = self.slow = self.short = False
         self.told: set[str] = set()
+        self.silent_since_ns = 0
+        self._full_at = self._looked_at = 0.0
+        self._free_bytes = 0  # when it was full
         self._under_way: deque[tuple[Request, int]] = deque()
         self._ended_ns = 0
         self._busy_ns = self._moved = 0  # since the last comparison
@@ -65,6 +76,30 @@ class _Path:
     def started(self, request: Request, nbytes: int) -> None:
         """Follow a transfer until it ends."""
         self._under_way.append((request, nbytes))
+
+    def becomes_full(self) -> None:
+        """Note that it is full, and when, and what the file system says is free."""
+        self.full = self.short = True
+        self._full_at = self._looked_at = time.monotonic()
+        self._free_bytes = free_bytes(self.folder) or 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a path that was full is to be tried again: `nbytes` more are free than when it was full, or
+        that is long ago. Looks at it once a second at most.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < LOOK_FOR_ROOM_SECONDS:
+            return False
+        self._looked_at = now
+        return now - self._full_at > TRY_AGAIN_SECONDS or (free_bytes(self.folder) or 0) >= self._free_bytes + nbytes
+
+    def answered_ns(self) -> int:
+        """Return since when, by the monotonic clock, it has transfers under way and none has ended; 0 if there are
+        none. Needs no lock.
+        """
+        times = [request.times() for request, _ in tuple(self._under_way)]
+        begins = [begin for begin, end in times if not end]
+        return max([min(begins), self._ended_ns, *(end for _, end in times)]) if begins else 0
 
     def look(self) -> int:
         """Count the transfers that ended since the last call; return the bytes since the last comparison. The time in
@@ -99,8 +134,8 @@ class StorePaths:
 
     Every unit of a name keeps its path, also in later generations, until that path fails, or until the weights change:
     transfers are timed, and a path that is slower than half of what its weight says, beside the fastest, gets fewer
-    bytes until it is faster again. `tell` gets one sentence for each path that is full, fails or is slow; by default it
-    is a warning. The caller holds the store's lock.
+    bytes until it is faster again. `tell` gets one sentence, when `say` is called, for each path that is full, fails or
+    is slow; by default it is a warning. The caller holds the store's lock.
     """
 
     def __init__(
@@ -118,6 +153,7 @@ class StorePaths:
             raise ValueError(f"expected a name for each of {len(folders)} paths, got {len(names)}")
         self._paths = [_Path(*path) for path in zip(folders, names, weights, strict=True)]
         self._tell = tell or (lambda text: warnings.warn(text, stacklevel=4))
+        self._unsaid: deque[str] = deque()
         self._stripes: dict[tuple[str, int], int] = {}
         self._shifting = False
 
@@ -168,11 +204,11 @@ class StorePaths:
 
     def refuse(self, stripe: int, error: OSError) -> bool:
         """Stop writing to a path if a failed write's `error` is about its drive, and say so; return whether the write
-        can go to another. A full path is tried again after the next seal.
+        can go to another. A full path is tried again after the next seal, and when there is room.
         """
         path = self._paths[stripe]
         if error.errno in _FULL:
-            path.full = True
+            path.becomes_full()
             what = "is full; what has no place there yet is written to the other paths"
         elif error.errno in _FAILED:
             path.failed = True
@@ -200,11 +236,14 @@ class StorePaths:
             path.started(request, nbytes)
 
     def look(self) -> None:
-        """Count the transfers that have ended. Once each path that is in use has moved enough, compare their rates and
-        change the weights of those that are slow or are no longer.
+        """Count the transfers that have ended, and use full paths again that have room now. Once each path that is in
+        use has moved enough, compare their rates and change the weights of those that are slow or are no longer.
         """
-        usable = [path for path in self._paths if not path.failed]
-        if len(usable) < 2 or min(path.look() for path in usable) < WINDOW_BYTES:
+        self._look_for_room()
+        moved = [(path, path.look()) for path in self._paths if not path.failed]
+        # A full path may have nothing to move, so the others do not wait for it.
+        usable = [path for path, nbytes in moved if nbytes >= WINDOW_BYTES or not path.full]
+        if len(usable) < 2 or min(nbytes for path, nbytes in moved if path in usable) < WINDOW_BYTES:
             return
         rates = {path.name: path.compared() for path in usable}
         best = max(rates[path.name] / path.given for path in usable)
@@ -222,6 +261,45 @@ class StorePaths:
                 )
             if max(weight, path.weight) > _WORTH_A_SHIFT * min(weight, path.weight):
                 path.weight, self._shifting = weight, True
+
+    def _look_for_room(self) -> None:
+        """Use paths that were full as the others again, if they have room for half of what they lack of their share."""
+        for path in self._paths:
+            if path.short and not path.failed:
+                placed, weight = sum(p.placed for p in self._paths), sum(p.weight for p in self._paths if not p.failed)
+                lacks = placed * path.weight / weight - path.placed
+                if path.has_room(max(1, int(lacks) // 2)):
+                    path.full = path.short = False
+                    self._shifting = True
+
+    def tell_if_silent(self, stripe: int, seconds: float) -> None:
+        """Say that a path has not answered for some time, if that is more than `seconds`, once each time. Needs no
+        lock; may be called while the store's is held, and raises nothing that `tell` does with warnings.
+        """
+        path = self._paths[stripe]
+        since_ns = path.answered_ns()
+        silent = (time.monotonic_ns() - since_ns) / 1e9
+        if since_ns and silent >= seconds and path.silent_since_ns != since_ns:
+            path.silent_since_ns = since_ns
+            text = (
+                f"the path {path.name} of a store has not answered for {silent:.0f} s; what is written there and read "
+                "from it is waited for. The kernel's log may say why"
+            )
+            try:
+                self._tell(text)  # now, as the call under way may never end
+            except Warning:
+                self._unsaid.append(text)
+
+    def say(self) -> None:
+        """Pass to `tell` what is new about the paths; the caller does not hold the store's lock. Raises what that does,
+        with which a sentence counts as said.
+        """
+        while self._unsaid:
+            try:
+                text = self._unsaid.popleft()
+            except IndexError:  # another thread says it
+                return
+            self._tell(text)
 
     def use(self) -> tuple[PathUse, ...]:
         """Return what was done with each path so far."""
@@ -255,7 +333,7 @@ class StorePaths:
         )
 
     def _tell_once(self, path: _Path, topic: str, text: str) -> None:
-        """Say something about a path, once for each topic."""
+        """Have something said about a path by the next `say`, once for each topic."""
         if topic not in path.told:
             path.told.add(topic)
-            self._tell(f"the path {path.name} of a store {text}")
+            self._unsaid.append(f"the path {path.name} of a store {text}")

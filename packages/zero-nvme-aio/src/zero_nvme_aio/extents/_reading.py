@@ -50,7 +50,7 @@ class Reading:
             request = self._read_whole(files, covered, items)
         self._paths.started(piece.stripe, request, request.nbytes, write=False)
         several = len(self._paths) > 1
-        self.requests.append(PathRead(request, self._paths.name(piece.stripe)) if several else request)
+        self.requests.append(PathRead(request, self._paths, piece.stripe) if several else request)
         return self.requests[-1]
 
     def _read_whole(self, files: GenerationFiles, covered: Covered, items: list[Any]) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from typing import Any
 
 from .._request import Request
@@ -18,13 +19,18 @@ class StoreRequest:
     awaitable, safe to drop or share.
 
     `nbytes`: the bytes it moves. `checks`: run once all has ended well; a verified read checks its checksums so, and
-    raises ChecksumError in `wait`.
+    raises ChecksumError in `wait`. `say`: called at the end of each wait.
     """
 
     def __init__(
-        self, requests: Sequence[Request | PathRead], nbytes: int, checks: Sequence[Callable[[], None]] = ()
+        self,
+        requests: Sequence[Request | PathRead],
+        nbytes: int,
+        say: Callable[[], None],
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._requests = requests
+        self._say = say
         self._checks = list(checks)
         self._lock = threading.Lock()
         self.nbytes = nbytes
@@ -52,9 +58,7 @@ class StoreRequest:
             except OSError as error:
                 # The other parts still use the caller's memory: they are waited for before the first error is raised.
                 failure = failure or error
-        if failure is not None:
-            raise failure
-        return self._run_checks()
+        return self._end(failure)
 
     def __await__(self) -> Generator[Any, None, int]:
         """Wait without blocking the event loop; the result and the errors are those of `wait`. The checks run in the
@@ -66,15 +70,18 @@ class StoreRequest:
                 yield from request.__await__()
             except OSError as error:
                 failure = failure or error
-        if failure is not None:
-            raise failure
-        return self._run_checks()
+        return self._end(failure)
 
-    def _run_checks(self) -> int:
-        """Run the checks, one thread at a time, and return the bytes moved; ChecksumError if one fails. Every call runs
-        them.
+    def _end(self, failure: OSError | None) -> int:
+        """Say what is to be said, run the checks, one thread at a time, and return the bytes moved. Raise `failure`, or
+        ChecksumError if a check fails. Every call does so.
         """
+        if failure is not None:
+            with suppress(Warning):  # warnings that are errors are less than the failure
+                self._say()
+            raise failure
         with self._lock:
             for check in self._checks:
                 check()
+        self._say()
         return self.nbytes

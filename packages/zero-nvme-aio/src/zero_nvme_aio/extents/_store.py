@@ -124,13 +124,14 @@ class ExtentStore:
         Waits first for requests under way that touch the same bytes. Raises InvalidBufferError, NoSpaceError (from the
         request), ExtentError if a declared size is exceeded, ClosedError.
         """
+        self._paths.say()
         items = _buffers.describe_all(data, False)
         nbytes = sum(map(_buffers.nbytes_of, items))
         with self._lock:
             self._check_open()
             self._check_range(name, offset_bytes, nbytes)
             if nbytes == 0:
-                return StoreRequest([], 0)
+                return StoreRequest([], 0, self._paths.say)
             placement, files = self._open_generation()
             self._wait_for_conflicts(name, offset_bytes, offset_bytes + nbytes, writing=True)
             self._paths.look()
@@ -142,7 +143,7 @@ class ExtentStore:
                 self._busy.setdefault(name, []).append((place.begin, place.end, True, request))
                 requests.append(request)
             self._bytes_written += nbytes
-        return StoreRequest(requests, nbytes)
+        return StoreRequest(requests, nbytes, self._paths.say)
 
     def read(self, name: str, out: Any, offset_bytes: int = 0, *, verify: bool | None = None) -> StoreRequest:
         """Start filling `out` from `offset_bytes` of `name`, each byte from the newest generation that holds it, and
@@ -153,6 +154,7 @@ class ExtentStore:
         ExtentError for bytes that were never written, the write's own error for bytes whose write failed,
         InvalidBufferError, ClosedError.
         """
+        self._paths.say()
         items = _buffers.describe_all(out, True)
         nbytes = sum(map(_buffers.nbytes_of, items))
         with self._lock:
@@ -174,7 +176,7 @@ class ExtentStore:
                 part = _buffers.slice_items(items, covered.begin - offset_bytes, covered.end - offset_bytes)
                 request = reading.start(covered, part)
                 self._busy.setdefault(name, []).append((covered.begin, covered.end, False, request))
-        return StoreRequest(reading.requests, nbytes, reading.checks)
+        return StoreRequest(reading.requests, nbytes, self._paths.say, reading.checks)
 
     def seal(self, *, durable: bool = True) -> Generation:
         """End the open generation and return it: wait for its writes, complete the checksums, make the files read-only,
@@ -189,10 +191,11 @@ class ExtentStore:
         it first if nobody has. Raises the first error of a failed write, and ChecksumError for data to be carried over
         that was changed on disk; the generation then stays open, and the data concerned can be written again.
         """
+        self._paths.say()
         with self._lock:
             self._check_open()
             self._history.make_last_durable()
-            self.flush()
+            self._settle_all()
             placement, files = self._open_generation()
             self._carry(placement, files)
             pieces, sealed = self._end(placement, files)
@@ -223,13 +226,8 @@ class ExtentStore:
         """
         with self._lock:
             self._check_open()
-            for name in list(self._busy):
-                for *_, request in self._busy.pop(name):
-                    request.settle()
-            for covered in self._live.values():
-                for entry in covered:
-                    if entry.piece.request is not None:
-                        entry.piece.request.wait()
+            self._settle_all()
+        self._paths.say()
 
     def carried_bytes(self) -> int:
         """Return the bytes that `seal` would copy now from older generations, which needs as much free space; 0 if
@@ -271,6 +269,7 @@ class ExtentStore:
             self._closed = True
             self._folders.forget_if_empty()
             self._release_engines_and_locks()
+        self._paths.say()
 
     def __enter__(self) -> ExtentStore:
         """Return this store, for `with`."""
@@ -397,6 +396,16 @@ class ExtentStore:
         for engine in self._own_engines:
             engine.close()
         self._folders.give_back()
+
+    def _settle_all(self) -> None:
+        """Wait for all submitted requests; raise the first write that failed and whose bytes were not written again."""
+        for name in list(self._busy):
+            for *_, request in self._busy.pop(name):
+                request.settle()
+        for covered in self._live.values():
+            for entry in covered:
+                if entry.piece.request is not None:
+                    entry.piece.request.wait()
 
     def _check_open(self) -> None:
         """Raise ClosedError after `close`."""

@@ -7,28 +7,36 @@ from collections.abc import Generator
 from typing import Any, Protocol
 
 from .._request import Request
-from ..errors import AioError
+from ..errors import AioError, WaitTimeoutError
+from ._paths import StorePaths
 
 __all__ = ["PathRead", "PathWrite"]
+
+SILENT_SECONDS = 30.0
+"""How long a path may not answer before that is said."""
 
 
 class Move(Protocol):
     """Starts a failed write on another path."""
 
-    def __call__(self, transfer: PathWrite, error: AioError, *, block: bool) -> bool:
-        """Put the request of a new attempt into `transfer`, whose request ended with `error`; return whether it goes
-        on. Without `block`, also return True, having done nothing, while another thread uses the store.
+    def __call__(self, transfer: PathWrite, failed: Request, error: AioError, *, block: bool) -> bool:
+        """Put the request of a new attempt into `transfer`, whose request `failed` with `error`, unless another thread
+        has done that; return whether it goes on. Without `block`, also return True, having done nothing, while another
+        thread uses the store.
         """
 
 
 class PathRead:
-    """A read from one path, as the engine's `Request` under it, whose error says which path that is (`path_name`)."""
+    """A read from one of `paths`, number `stripe`, as the engine's `Request` under it, whose error says which path that
+    is. A path that does not answer while it is waited for is said.
+    """
 
-    __slots__ = ("path_name", "request")
+    __slots__ = ("_paths", "request", "stripe")
 
-    def __init__(self, request: Request, path_name: str) -> None:
+    def __init__(self, request: Request, paths: StorePaths, stripe: int) -> None:
         self.request = request
-        self.path_name = path_name
+        self._paths = paths
+        self.stripe = stripe
 
     @property
     def nbytes(self) -> int:
@@ -46,13 +54,17 @@ class PathRead:
 
     def wait(self, timeout: float | None = None) -> int:
         """Block until it has ended and return the bytes moved. Errors as of `Request.wait`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            request = self.request
             try:
-                moved = self.request.wait(left)
+                moved = request.wait(max(0.0, min(SILENT_SECONDS, deadline - time.monotonic())))
+            except WaitTimeoutError:
+                self._paths.tell_if_silent(self.stripe, SILENT_SECONDS)
+                if time.monotonic() >= deadline:
+                    raise
             except AioError as error:
-                self._go_on_after(error)
+                self._go_on_after(request, error)
             else:
                 self._ended()
                 return moved
@@ -60,35 +72,43 @@ class PathRead:
     def settle(self) -> None:
         """Block until it has ended, successfully or not; do not raise its error."""
         while True:
-            self.request.settle()
-            error = self.request.error()
-            if error is None or not self._goes_on(error, block=True):
+            request = self.request
+            while not request.settle(SILENT_SECONDS):
+                self._paths.tell_if_silent(self.stripe, SILENT_SECONDS)
+            error = request.error()
+            if error is None or not self._goes_on(request, error, block=True):
                 self._ended()
                 return
 
     def __await__(self) -> Generator[Any, None, int]:
         """Wait without blocking the event loop; result and errors as of `wait`."""
         while True:
+            request = self.request
             try:
-                moved = yield from self.request.__await__()
+                moved = yield from request.__await__()
             except AioError as error:
-                self._go_on_after(error)
+                self._go_on_after(request, error)
             else:
                 self._ended()
                 return moved
 
-    def _go_on_after(self, error: AioError) -> None:
-        """Return if the transfer goes on after an error; else raise that, with the path's name in it."""
-        if self.request.error() is None or not self._goes_on(error, block=True):
+    def _go_on_after(self, request: Request, error: AioError) -> None:
+        """Return if the transfer goes on after an error that waiting for its `request` raised; else raise that, with
+        the path's name in it.
+        """
+        if request.error() is not None and self._goes_on(request, error, block=True):
+            return
+        if request.done():
             self._ended()
-            if error.errno is not None and error.path is not None and self.path_name not in error.message:
-                error.message += f"; the path is {self.path_name}"
-            raise error
+        name = self._paths.name(self.stripe)
+        if error.errno is not None and error.path is not None and name not in error.message:
+            error.message += f"; the path is {name}"
+        raise error
 
     def _ended(self) -> None:
         """Called once it has ended for good, with an error or without; do nothing."""
 
-    def _goes_on(self, error: AioError, *, block: bool) -> bool:
+    def _goes_on(self, failed: Request, error: AioError, *, block: bool) -> bool:
         """Return False: what is on a path cannot be read from another."""
         return False
 
@@ -100,18 +120,19 @@ class PathWrite(PathRead):
 
     __slots__ = ("_move",)
 
-    def __init__(self, request: Request, path_name: str, move: Move) -> None:
-        super().__init__(request, path_name)
+    def __init__(self, request: Request, paths: StorePaths, stripe: int, move: Move) -> None:
+        super().__init__(request, paths, stripe)
         self._move: Move | None = move
 
     def done(self) -> bool:
         """Return whether it has ended, successfully or not; never blocks. Starts it again if it failed and can go to
         another path.
         """
-        if not self.request.done():
+        request = self.request
+        if not request.done():
             return False
-        error = self.request.error()
-        if error is not None and self._goes_on(error, block=False):
+        error = request.error()
+        if error is not None and self._goes_on(request, error, block=False):
             return False
         self._ended()
         return True
@@ -120,6 +141,7 @@ class PathWrite(PathRead):
         """Let go of the memory that was written."""
         self._move = None
 
-    def _goes_on(self, error: AioError, *, block: bool) -> bool:
-        """Return whether it was started again."""
-        return self._move is not None and self._move(self, error, block=block)
+    def _goes_on(self, failed: Request, error: AioError, *, block: bool) -> bool:
+        """Return whether it was started again, by this call or another thread's."""
+        move = self._move
+        return failed is not self.request or (move is not None and move(self, failed, error, block=block))

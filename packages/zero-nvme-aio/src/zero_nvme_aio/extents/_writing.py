@@ -35,7 +35,7 @@ class Writing:
         request: Request | PathWrite = self._submit(placement, files, piece, items)
         if isinstance(request, Request) and len(self._paths) > 1:
             again = partial(self._move, placement, files, piece, items)
-            request = PathWrite(request, self._paths.name(piece.stripe), again)
+            request = PathWrite(request, self._paths, piece.stripe, again)
         piece.request = request
         return piece, request
 
@@ -71,23 +71,23 @@ class Writing:
         piece: WrittenRange,
         items: list[Any],
         transfer: PathWrite,
+        failed: Request,
         error: AioError,
         *,
         block: bool,
     ) -> bool:
         """Start the failed write of a range again on another path; a `Move`."""
-        failed = transfer.request
         if not self._lock.acquire(blocking=block):
             return True
         try:
             if transfer.request is not failed:
                 return True
+            files.spoiled.add(piece.stripe)
             if not self._paths.refuse(piece.stripe, error):
                 return False
-            files.spoiled.add(piece.stripe)
             _place_anew(placement, piece)
             transfer.request = self._submit(placement, files, piece, items)
-            transfer.path_name = self._paths.name(piece.stripe)
+            transfer.stripe = piece.stripe
         except (OpenError, TransferError):
             return False
         finally:
