@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,9 +30,10 @@ def measure_paths(folders: Sequence[str | os.PathLike[str]], *, valid_seconds: f
     """Return the bytes per second of reading and writing at once in each folder, for `ExtentStore(weights=…)`.
 
     Missing folders are made. Each is measured with a file of 16 to 64 MiB, or of half the space that is free if that
-    is less, for a second at most unless it is slower, and the result recorded in it, in `path-rate.<host>.json`. A
-    record of this host that is not older than `valid_seconds` is used: processes that start together measure each
-    folder once, one after the other. Raises AioError and OSError for a folder that cannot be used.
+    is less, for a second at most unless it is slower, and the result recorded in it, in `path-rate.<host>.json`, or for
+    a second user `path-rate.<host>.<uid>.json`. A record of this host and user that is not older than `valid_seconds`
+    is used: processes that start together measure each folder once, one after the other. Raises AioError and OSError
+    for a folder that cannot be used.
     """
     return [_recorded(os.path.abspath(folder), valid_seconds) for folder in folders]
 
@@ -40,8 +43,9 @@ def _recorded(folder: str, valid_seconds: float) -> float:
     `valid_seconds`, else measure and record it. Waits for processes that do that now.
     """
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, f"path-rate.{os.uname().nodename}.json")
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open_record(folder)
+    if descriptor is None:
+        return _measure(folder)
     with open(descriptor, "r+") as record:
         fcntl.flock(record, fcntl.LOCK_EX)
         try:
@@ -57,6 +61,27 @@ def _recorded(folder: str, valid_seconds: float) -> float:
             return rate
         finally:
             fcntl.flock(record, fcntl.LOCK_UN)
+
+
+def _open_record(folder: str) -> int | None:
+    """Open this user's record in a folder, made if it is missing, and return the descriptor; None if what is there
+    under its names is not this user's. What other users recorded is not believed. Raises OSError where no file can be
+    made.
+    """
+    host, user = os.uname().nodename, os.geteuid()
+    for name in (f"path-rate.{host}.json", f"path-rate.{host}.{user}.json"):
+        path = os.path.join(folder, name)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR):
+                continue
+            raise
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_uid == user and not found.st_mode & 0o022:
+            return descriptor
+        os.close(descriptor)
+    return None
 
 
 def _read(text: str, device: int, valid_seconds: float) -> float | None:
