@@ -185,6 +185,19 @@ def test_files_in_a_folder_that_is_no_longer_named_are_removed(folders: list[str
         assert torch.equal(other.acquire("c"), torch.ones(5000))
 
 
+def test_a_drive_that_is_full_of_a_killed_stores_files_is_measured_without_them(
+    folders: list[str], tmpfs: Path
+) -> None:
+    paths = [folders[0], str(tmpfs)]
+    leaves_files(paths, seal=False)
+    ballast = tmpfs / "shards.g000001.s1.extents"
+    with ballast.open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(4096))
+    with NvmeStore(paths, device="cpu") as store:
+        assert min(use.share for use in store.path_use()) > 0 and not ballast.exists()
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_files_are_removed_beside_a_drive_that_is_not_mounted_and_later_on_it(folders: list[str], gone: int) -> None:
     leaves_files(folders, seal=True)

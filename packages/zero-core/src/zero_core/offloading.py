@@ -50,7 +50,7 @@ _STATE_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "int8": torch.int8}
 
 class Offloading:
     """Makes the tiers of one engine, as `zero_optimization.offload_*` and `offload` say. The constructor checks or
-    creates their folders, removes swap files of ranks that the job no longer has, and sets the allocator.
+    creates their folders, removes the swap files of an earlier run, and sets the allocator.
 
     ``budget``: returns a memory budget for one of a number of processes on this host. ``sink``: receives transfers.
     Call order: `parameter_store`, `state_tier` before the model is sharded; then `forward` around every forward pass,
@@ -72,7 +72,7 @@ class Offloading:
         sink: Sink | None = None,
     ) -> None:
         check_swap_folders(config)
-        remove_abandoned(config, dist.get_world_size())
+        remove_abandoned(config, rank, dist.get_world_size())
         for paths in folders_in_use(config) if rank == 0 else ():
             if len(paths.folders) > 1:
                 say(swap_paths(paths).described())

@@ -31,22 +31,23 @@ def check_swap_folders(config: Config) -> None:
                 raise UsageError(f"{paths.key}: {problem}")
 
 
-def remove_abandoned(config: Config, world_size: int) -> None:
-    """Remove swap files of ranks >= ``world_size``, which the job had in an earlier run; does nothing but on the first
-    rank of each node. Existing ranks remove their own old files. Files that another job has open stay."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+def remove_abandoned(config: Config, rank: int, world_size: int) -> None:
+    """Remove the swap files that an earlier run left of ``rank``, so that the drives have room when they are measured
+    and before it is said whether the stores fit; and, on the first rank of each node, those of ranks >= ``world_size``,
+    which the job had then. Files that a process has open stay."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
 
-    def is_gone(prefix: str) -> bool:
-        """Return whether ``prefix`` is a store's of a rank that this run does not have."""
+    def is_left(prefix: str) -> bool:
+        """Return whether ``prefix`` is a store's that this rank made, or a rank made that this run does not have."""
         match = _STORE.fullmatch(prefix)
-        return match is not None and int(match["rank"]) >= world_size
+        return match is not None and (int(match["rank"]) == rank or (first and int(match["rank"]) >= world_size))
 
     for names in {tuple(paths.folders) for paths in folders_in_use(config)}:
-        for prefix in remove_stores(names, is_gone):
-            logger.warning(
-                "removed the swap files %s in %s: the job has %d ranks now", prefix, ", ".join(names), world_size
-            )
+        for prefix in remove_stores(names, is_left):
+            if not prefix.endswith(f".rank{rank}"):
+                logger.warning(
+                    "removed the swap files %s in %s: the job has %d ranks now", prefix, ", ".join(names), world_size
+                )
 
 
 def folders_in_use(config: Config) -> Iterator[PathList]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,28 @@ def test_a_smaller_restart_removes_the_swap_files_of_ranks_that_are_gone(tmp_pat
     assert not [name for name in left if ".rank1." in name], left
     assert other.read_text() == "somebody else's"
     assert (tmp_path / "ckpt" / "latest").exists()
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    place = tmp_path / "drive"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(place)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_drive_that_is_full_of_a_killed_runs_swap_files_has_room(drive: Path, world_size: int) -> None:
+    pytest.importorskip("zero_nvme_aio")
+    for rank in range(world_size):
+        (drive / f"optimizer.rank{rank}.lock").touch()
+        (drive / f"optimizer.rank{rank}.g000001.s0.extents").touch()
+    with open(drive / "optimizer.rank0.g000001.s0.extents", "ab", buffering=0) as file:
+        with pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+    assert run_ranks(opened, world_size, "offload_optimizer", 1, str(drive), False) == ["opened"] * world_size

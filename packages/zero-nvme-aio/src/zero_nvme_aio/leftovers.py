@@ -66,7 +66,7 @@ def remove_store(folders: Sequence[str], prefix: str) -> list[str]:
     ExtentError while a process has it open, OSError for a folder or file that cannot be used.
     """
     with ExitStack() as held:
-        for folder in folders:
+        for folder in {os.path.realpath(folder) for folder in folders}:
             held.callback(LockFile(folder, prefix).give_back)
         found = sorted(_stores(folders).get(prefix, []), key=lambda path: not path.endswith(".index"))
         for path in found:

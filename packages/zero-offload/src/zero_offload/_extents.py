@@ -70,13 +70,14 @@ def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: boo
     a ``zero_nvme_aio.Engine`` to share; None for one of its own. Raises OffloadError while another process uses the
     store, and for folders that cannot be used.
     """
-    library, folders, shares = _library(), list(paths.folders), list(paths.shares())
+    library, folders = _library(), list(paths.folders)
     ends = current_ends()
     engine = engine if ends is None else ends.io_engine(engine)
 
-    def opened() -> Any:
-        """Open the store; raises what `zero_nvme_aio.ExtentStore` raises."""
-        return library.ExtentStore(
+    try:
+        _remove_files([folder for folder in folders if os.path.isdir(folder)], prefix)
+        shares = list(paths.shares())  # which measures the folders, so there must be room
+        store = library.ExtentStore(
             folders,
             prefix=prefix,
             checksums=checksums or verify,
@@ -86,13 +87,6 @@ def open_extents(paths: PathShares, *, prefix: str, checksums: bool, verify: boo
             names=paths.names,
             tell=lambda text: warnings.warn(f"{prefix}: {text}", stacklevel=2),
         )
-
-    try:
-        try:
-            store = opened()
-        except library.errors.ExtentError:
-            _remove_files(folders, prefix)
-            store = opened()
     except library.AioError as error:
         raise OffloadError(f"cannot use {', '.join(folders)} as an NVMe tier: {error}") from error
     except OSError as error:
