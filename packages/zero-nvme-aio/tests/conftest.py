@@ -75,6 +75,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     unmount(tmp_path / "small")
 
 
+@pytest.fixture
+def freezing(tmp_path: Path) -> Iterator[Path]:
+    """A file system that ``fsfreeze`` can stop."""
+    loop_mount("ext4", tmp_path / "freezing-image", tmp_path / "freezing", 32)
+    yield tmp_path / "freezing"
+    subprocess.run(["fsfreeze", "--unfreeze", str(tmp_path / "freezing")], capture_output=True)
+    unmount(tmp_path / "freezing")
+
+
 @pytest.fixture(params=["disk", "xfs", "tmpfs"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A folder on each file system in turn."""

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -248,3 +248,62 @@ def test_a_folder_that_may_not_be_entered_is_missing(folders: list[Path]) -> Non
     with pytest.raises(errors.ExtentError, match=re.escape(f"'{folders[0]}', which is not among the paths")):
         ExtentStore(folders[1:], stripe_bytes=UNIT)
     assert files_in(folders[1:]) == before
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A folder at which another one is mounted."""
+    place, drive = tmp_path / "mounted", tmp_path / "drive"
+    place.mkdir()
+    drive.mkdir()
+    if subprocess.run(["mount", "--bind", str(drive), str(place)], capture_output=True).returncode != 0:
+        pytest.skip("mounting needs root")
+    yield place
+    subprocess.run(["umount", str(place)], capture_output=True)
+
+
+def test_nothing_is_written_to_the_mount_point_of_a_drive_that_went(folders: list[Path], mounted: Path) -> None:
+    said: list[str] = []
+    with ExtentStore([mounted, folders[0]], stripe_bytes=UNIT, tell=said.append) as store:
+        store.write("x", CONTENT)
+        store.write("y", CONTENT)
+        generation = store.seal()
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+        store.write("x", CONTENT[::-1])
+        later = store.seal()
+        assert {Path(file).parent for file in later.files} == {folders[0]}
+        for name, content in (("x", CONTENT[::-1]), ("y", CONTENT)):
+            out = bytearray(len(CONTENT))
+            store.read(name, out).wait()
+            assert bytes(out) == content
+        generation.release()
+    assert list(mounted.iterdir()) == []
+    assert len(said) == 1 and f"the path '{mounted}' of a store failed" in said[0] and "unmounted?" in said[0]
+
+
+def test_a_single_path_whose_drive_went_is_an_error(mounted: Path) -> None:
+    with ExtentStore(mounted) as store:
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+        with pytest.raises(errors.MissingPathError, match="was its drive unmounted"):
+            store.write("x", CONTENT)
+    assert list(mounted.iterdir()) == []
+
+
+SECOND_USER = """
+import os, sys
+from zero_nvme_aio import ExtentStore
+os.setgid(65534)
+os.setuid(65534)
+ExtentStore(sys.argv[1])
+"""
+
+
+def test_another_users_store_is_refused_by_name(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("being two users needs root")
+    for parent in tmp_path.parents[:2]:  # which pytest makes, for one user alone
+        parent.chmod(parent.stat().st_mode | 0o055)
+    tmp_path.chmod(0o1777)
+    ExtentStore(tmp_path).close(remove=True)
+    done = subprocess.run([sys.executable, "-c", SECOND_USER, str(tmp_path)], capture_output=True, text=True)
+    assert f"'store' in '{tmp_path}' is another user's store (uid 0); name a folder of your own" in done.stderr

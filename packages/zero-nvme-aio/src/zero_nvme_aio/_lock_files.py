@@ -34,7 +34,7 @@ class FolderRecord(NamedTuple):
 
 class LockFile:
     """The lock of a store with this `prefix` in one folder, held until `give_back`. ExtentError while another one, here
-    or in another process, has it; OSError if it cannot be made, opened or locked.
+    or in another process, has it, and if it is another user's; OSError if it cannot be made, opened or locked.
 
     Attributes:
         folder: the folder.
@@ -44,7 +44,12 @@ class LockFile:
     def __init__(self, folder: str, prefix: str) -> None:
         self.folder = folder
         path = os.path.join(folder, f"{prefix}.lock")
-        self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._was = os.stat(folder)
+        try:
+            self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except PermissionError:
+            _refuse_another_user(path, prefix)
+            raise
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -54,6 +59,10 @@ class LockFile:
             os.close(self._descriptor)
             raise OSError(error.errno, f"the file system has no locks ({error.strerror})", path) from error
         self.record = _record(os.pread(self._descriptor, _MOST_BYTES, 0))
+
+    def is_there(self) -> bool:
+        """Return whether the folder is still the one that was locked; False if its drive was unmounted."""
+        return os.path.exists(self.folder) and os.path.samestat(os.stat(self.folder), self._was)
 
     def name(self) -> None:
         """Give the folder an id if it has none, which survives a crash. Raises OSError."""
@@ -113,6 +122,13 @@ def missing_folders(prefix: str, records: Mapping[str, FolderRecord]) -> dict[st
         elif records[twin].id or not holds_files(twin, prefix):
             found[path] = f"'{path}', and the folder that is at '{twin}' now is not the one; is its drive mounted?"
     return found
+
+
+def _refuse_another_user(path: str, prefix: str) -> None:
+    """Raise ExtentError if the lock file at a path is another user's."""
+    if os.path.exists(path) and (owner := os.stat(path).st_uid) != os.geteuid():
+        folder = os.path.dirname(path)
+        raise ExtentError(f"'{prefix}' in '{folder}' is another user's store (uid {owner}); name a folder of your own")
 
 
 def _same(one: str, other: str) -> bool:

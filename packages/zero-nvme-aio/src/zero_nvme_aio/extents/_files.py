@@ -4,6 +4,7 @@ seals; a stripe is the number of a path, from 0.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence, Set
@@ -14,7 +15,7 @@ from .._engine import Engine
 from .._file import File
 from .._lock_files import FolderRecord, LockFile, holds_files, missing_folders
 from .._request import Request
-from ..errors import ExtentError, TransferError
+from ..errors import ExtentError, MissingPathError, TransferError
 from ._paths import StorePaths
 from ._reflink import shares_blocks
 
@@ -115,6 +116,18 @@ class StoreFolders:
         while self._locks:
             self._locks.pop().give_back()
 
+    def require_there(self, stripe: int, path: str) -> None:
+        """Raise MissingPathError, about a new file at `path`, if the folder of a stripe is not the one that was locked:
+        the file would be on the drive of the mount point.
+        """
+        if os.path.exists(self.paths[stripe]) and not self._locks[stripe].is_there():
+            raise MissingPathError(
+                f"'{self.paths[stripe]}' is not the folder that it was when the store was opened; was its drive "
+                "unmounted?",
+                errno=errno.ENOENT,
+                path=path,
+            )
+
     def shares_blocks(self, stripe: int) -> bool:
         """Return whether the files of a stripe can share blocks, found by a trial on the first call and remembered."""
         if stripe not in self._sharing:
@@ -198,6 +211,8 @@ class GenerationFiles:
         """
         if stripe not in self._files:
             engine = self._engines[stripe]
+            if self._writable:
+                self._folders.require_there(stripe, self.path(stripe))
             file = engine.open(self.path(stripe), "rw" if self._writable else "r")
             if self._writable and self._header_bytes:
                 try:
