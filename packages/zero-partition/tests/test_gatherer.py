@@ -30,11 +30,23 @@ class NothingBefore:
         self.waited.append(-1)
 
 
+class Counted(list[Unit]):
+    """Units, and how often one of them was looked up."""
+
+    looked_up = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looked_up += 1
+        return super().__getitem__(index)
+
+
 class Made:
     """A gatherer over units of 8 elements, and its parts."""
 
-    def __init__(self, rank: MemoryRank, *, prefetch: int = 0, live: int = 1000) -> None:
-        self.units = [rank.unit(index) for index in range(UNITS)]
+    def __init__(
+        self, rank: MemoryRank, *, prefetch: int = 0, live: int = 1000, count: int = UNITS, trainable: bool = True
+    ) -> None:
+        self.units = Counted(rank.unit(index, trainable=trainable) for index in range(count))
         self.gathers = OrderedGathers(self.units, StepNumber())
         self.waits = NothingBefore()
         self.requested: list[int] = []
@@ -114,6 +126,49 @@ def test_prefetch_is_bounded_by_elements_in_flight_and_one_unit_goes_ahead_whate
         made.gatherer.gather(made.units[0])
         assert made.gathers.issued == ahead and made.present() == [0]
         assert made.waits.waited == [0]
+        made.gatherer.end()
+
+    run_threads(check, 1)
+
+
+@pytest.mark.parametrize("trainable", [False, True])
+def test_the_work_of_a_unit_does_not_grow_with_their_number(trainable: bool) -> None:
+    def looked_up(rank: MemoryRank, count: int) -> int:
+        made = Made(rank, live=100_000, count=count, trainable=trainable)
+        made.run("forward", list(range(count)))
+        made.gathers.learn([made.gathers.take_observed()])
+        made.gatherer.begin("backward", like_reversed="forward")
+        made.units.looked_up = 0
+        for unit in reversed(list(made.units)):
+            made.gatherer.gather(unit)
+            made.gatherer.release_before(unit, lambda _: False)
+            if trainable:
+                made.gatherer.release(unit)
+            else:
+                assert made.present() == [index for index in (unit.index, unit.index + 1) if index < count]
+        found = made.units.looked_up
+        made.gatherer.end()
+        return found
+
+    def check(rank: MemoryRank) -> None:
+        few, many = looked_up(rank, 100), looked_up(rank, 400)
+        assert many < 4.2 * few
+
+    run_threads(check, 1)
+
+
+def test_a_frozen_unit_that_is_running_is_released_later() -> None:
+    def check(rank: MemoryRank) -> None:
+        made = Made(rank, trainable=False)
+        made.gatherer.begin("backward")
+        running = {0}
+        for unit in made.units:
+            made.gatherer.gather(unit)
+            made.gatherer.release_before(unit, lambda other: other.index in running)
+            if unit.index == 3:
+                assert made.present() == [0, 2, 3]
+                running.clear()
+        assert made.present() == [3, 4]
         made.gatherer.end()
 
     run_threads(check, 1)

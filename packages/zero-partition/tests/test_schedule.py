@@ -47,7 +47,7 @@ def test_a_schedule_issues_each_unit_once_and_in_order_whatever_is_asked_for(
             assert pending is not None and pending[-1] == unit
             issued += pending
             schedule.advance(len(pending))
-        assert schedule.remaining() == order[len(issued) :]
+        assert schedule.ahead(len(order)) == order[len(issued) :] and schedule.ahead(1) == order[len(issued) :][:1]
     assert issued == order[: len(issued)]
     schedule.restart()
-    assert schedule.remaining() == order
+    assert schedule.ahead(len(order)) == order

@@ -65,6 +65,8 @@ class Gatherer:
         self._max_live_numel = max_live_numel
         self._requested: dict[str, set[int]] = {}
         self._turn = -1
+        self._behind: dict[int, None] = {}
+        self._reached = 0
 
     def begin(
         self,
@@ -83,8 +85,11 @@ class Gatherer:
         """
         self._gathers.begin(key, like_reversed=like_reversed, order=order, restores=restores)
         self._turn = -1 if before is None else self._gathers.first_of(before, after=key)
+        self._behind.clear()
+        self._reached = 0
         kept = self._gathers.kept
-        self._prefetch_shards([index for index in self._gathers.remaining if index != kept])
+        first = self._gathers.ahead(_PREFETCHED_SHARDS + 1)
+        self._prefetch_shards([index for index in first if index != kept][:_PREFETCHED_SHARDS])
 
     def gather(self, unit: Unit) -> None:
         """Gather ``unit``, wait until its parameters are full, and prefetch the next units of the pass.
@@ -109,12 +114,22 @@ class Gatherer:
         if unit.releasable and unit.index not in self._requested.get(self._gathers.key, ()):
             self._release(unit)
 
-    def release_before(self, unit: Unit, may_release: Callable[[Unit], bool]) -> None:
-        """Release the gathered units that stand at least two places before ``unit`` in the pass's order, as `release`
-        does; only those for which ``may_release`` returns True."""
-        for index in self._gathers.order[: max(0, self._gathers.position(unit) - 1)]:
-            if self._units[index].state is UnitState.GATHERED and may_release(self._units[index]):
-                self.release(self._units[index])
+    def release_before(self, unit: Unit, is_running: Callable[[Unit], bool]) -> None:
+        """Release the gathered frozen units of one module that stand at least two places before ``unit`` in the pass's
+        order and are not running, as `release` does: backward may be done with them, and no gradient tells when. Looks
+        at each unit until it is released, then no more in this pass."""
+        end = max(0, self._gathers.position(unit) - 1)
+        for index in self._gathers.order[self._reached : end]:
+            plan = self._units[index].plan
+            if not plan.trainable and len(plan.members) == 1:
+                self._behind[index] = None
+        self._reached = max(self._reached, end)
+        for index in list(self._behind):
+            other = self._units[index]
+            if other.state is UnitState.GATHERED and self._gathers.position(other) < end and not is_running(other):
+                self.release(other)
+            if other.state is UnitState.RELEASED:
+                del self._behind[index]
 
     def end(self, *, joined: bool = False) -> None:
         """End the pass: issue the gathers that this rank did not need, wait for those in flight, and release every unit
@@ -124,7 +139,7 @@ class Gatherer:
         """
         if not self._gathers.active:
             return
-        while self._gathers.remaining:
+        while self._gathers.left:
             self._release(self._gathers.issue_next())
         for unit in self._units:
             self._release(unit)
@@ -185,31 +200,29 @@ class Gatherer:
     def _is_turn(self, unit: Unit) -> bool:
         """Return whether ``unit`` may stay gathered for the next pass: that pass gathers it first (``before`` of
         `begin`), no gather of the running one remains, and ``max_live_numel`` allows a unit of this size."""
-        return unit.index == self._turn and not self._gathers.remaining and unit.layout.numel <= self._max_live_numel
+        return unit.index == self._turn and not self._gathers.left and unit.layout.numel <= self._max_live_numel
 
     def _prefetch(self) -> None:
         """Issue the next gathers of the pass as far as the bounds allow, and prefetch the shards of those after; do
         nothing outside a pass."""
         if not self._gathers.active:
             return
-        remaining = self._gathers.remaining
-        self._prefetch_shards(remaining)
-        for place, index in enumerate(remaining):
-            numel = self._units[index].layout.numel
+        self._prefetch_shards(self._gathers.ahead(_PREFETCHED_SHARDS))
+        while self._gathers.left:
+            numel = self._units[self._gathers.ahead(1)[0]].layout.numel
             first = self._live.coming == 0 and self._prefetch_numel > 0
             fits = self._live.coming + numel <= self._prefetch_numel and self._live.live + numel <= self._max_live_numel
             if not first and not fits:
-                self._prefetch_shards(remaining[place:])
+                self._prefetch_shards(self._gathers.ahead(_PREFETCHED_SHARDS))
                 return
             self._gathers.issue_next()
 
     def _prefetch_shards(self, indices: Sequence[int]) -> None:
         """Ask the tier for the shards of the next units, all at once and before the first one is waited for.
 
-        ``indices``: of the units still to be gathered, in order; only the first `_PREFETCHED_SHARDS` count, without
-        those that an update still writes.
+        ``indices``: of the units that are gathered next, in order, of which those count that no update still writes.
         """
-        units = [self._units[index] for index in indices[:_PREFETCHED_SHARDS]]
+        units = [self._units[index] for index in indices]
         self._residency.prefetch([u.name for u in units if u.states is None or not u.states.is_updating(u.name)])
 
     def _evict(self, needed: Unit) -> None:

@@ -59,9 +59,9 @@ class GatherSchedule:
             return None
         return self.order[self.issued : index + 1]
 
-    def remaining(self) -> list[int]:
-        """Return the indices of the units whose gathers are not issued yet, in order."""
-        return self.order[self.issued :]
+    def ahead(self, count: int) -> list[int]:
+        """Return the indices of the next ``count`` units whose gathers are not issued yet, in order, or of fewer."""
+        return self.order[self.issued : self.issued + count]
 
     def advance(self, count: int) -> None:
         """Count the next ``count`` gathers of the order as issued."""
@@ -120,10 +120,14 @@ class OrderedGathers:
         return 0 if self._schedule is None else self._schedule.issued
 
     @property
-    def remaining(self) -> Sequence[int]:
-        """Return the indices of the units whose gathers the running pass has not issued yet, in order; empty outside a
-        pass."""
-        return () if self._schedule is None else self._schedule.remaining()
+    def left(self) -> int:
+        """Return how many gathers of the running pass's order are not issued yet; 0 outside a pass."""
+        return 0 if self._schedule is None else len(self._schedule.order) - self._schedule.issued
+
+    def ahead(self, count: int) -> Sequence[int]:
+        """Return the indices of the next ``count`` units whose gathers the running pass has not issued yet, in order,
+        or of fewer; empty outside a pass."""
+        return () if self._schedule is None else self._schedule.ahead(count)
 
     def position(self, unit: Unit) -> int:
         """Return the index of ``unit`` in the running pass's order; -1 if the pass does not gather it, or none runs."""
@@ -203,7 +207,7 @@ class OrderedGathers:
         self._fresh.add(unit.index)
 
     def issue_next(self) -> Unit:
-        """Issue the next gather of the running pass and return its unit. Call it only if some are `remaining`."""
+        """Issue the next gather of the running pass and return its unit. Call it only if some are `left`."""
         schedule = cast(GatherSchedule, self._schedule)
         unit = self._units[schedule.order[schedule.issued]]
         schedule.advance(1)

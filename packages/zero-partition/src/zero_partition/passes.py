@@ -288,7 +288,7 @@ class Passes:
                     self._reducer.mark_ran(unit.index)
                 if torch.is_grad_enabled():  # create_graph: the new graph saves views, and nothing brings those back
                     unit.lent = True
-                self._gatherer.release_before(unit, self._idle_in_backward)
+                self._gatherer.release_before(unit, self._calls.is_running)
 
     def gradient_ready(self, unit: int, number: int, hook: GradientHook) -> None:
         """Take the finished gradient of parameter ``number`` of the unit with index ``unit``; begin a backward pass if
@@ -348,11 +348,6 @@ class Passes:
         if not self._liveness.failed:
             cause = "loss.backward() raised on this rank before its gradients were complete"
             self.failed_in(BACKWARD, PartitionError(cause) if failure is None else failure)
-
-    def _idle_in_backward(self, unit: Unit) -> bool:
-        """Return whether ``unit`` is frozen, has one module, and that module is not running: backward may be done with
-        it. No gradient tells when that is the case, so `Gatherer.release_before` goes by the order of gathers."""
-        return not unit.plan.trainable and len(unit.plan.members) == 1 and not self._calls.is_running(unit)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
