@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend "fake")
+import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
