@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zero_offload.swap_paths import PathList
     from zero_settings import Config
 
-_STORE = re.compile(r"(optimizer|parameters|activations|parked)\.rank(?P<rank>\d+)")
+_STORE = re.compile(r"(optimizer|parameters|activations|parked)\.rank(?P<rank>\d+)(-gradients)?")
 
 logger = logging.getLogger("zero_core")
 
@@ -44,7 +44,7 @@ def remove_abandoned(config: Config, rank: int, world_size: int) -> None:
 
     for names in {tuple(paths.folders) for paths in folders_in_use(config)}:
         for prefix in remove_stores(names, is_left):
-            if not prefix.endswith(f".rank{rank}"):
+            if (match := _STORE.fullmatch(prefix)) is not None and int(match["rank"]) != rank:
                 logger.warning(
                     "removed the swap files %s in %s: the job has %d ranks now", prefix, ", ".join(names), world_size
                 )

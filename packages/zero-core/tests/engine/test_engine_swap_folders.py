@@ -137,13 +137,14 @@ def drive(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
+@pytest.mark.parametrize(
+    "left", ["optimizer.rank0", "optimizer.rank0-gradients", "parked.rank7", "parked.rank7-gradients"]
+)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_drive_that_is_full_of_a_killed_runs_swap_files_has_room(drive: Path, world_size: int) -> None:
+def test_a_drive_that_is_full_of_a_killed_runs_swap_files_has_room(drive: Path, world_size: int, left: str) -> None:
     pytest.importorskip("zero_nvme_aio")
-    for rank in range(world_size):
-        (drive / f"optimizer.rank{rank}.lock").touch()
-        (drive / f"optimizer.rank{rank}.g000001.s0.extents").touch()
-    with open(drive / "optimizer.rank0.g000001.s0.extents", "ab", buffering=0) as file:
+    (drive / f"{left}.lock").touch()
+    with open(drive / f"{left}.g000001.s0.extents", "ab", buffering=0) as file:
         with pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(4096))

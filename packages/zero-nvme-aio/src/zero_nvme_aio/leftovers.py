@@ -18,7 +18,7 @@ __all__ = ["Leftover", "find", "remove_store", "report"]
 
 _FILE = re.compile(r"(?P<prefix>.+)\.g(?P<generation>\d+)\.(?P<kind>s\d+\.extents|index|index\.part)")
 # The stores in which a rank of zero-core swaps: each start makes them again, and a checkpoint has links of its own.
-_SWAP = re.compile(r"(?:optimizer|parameters|activations|parked)\.rank\d+")
+_SWAP = re.compile(r"(?:optimizer|parameters|activations|parked)\.rank\d+(?:-gradients)?")
 
 
 @dataclass(frozen=True)
