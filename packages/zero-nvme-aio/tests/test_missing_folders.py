@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -307,3 +308,43 @@ def test_another_users_store_is_refused_by_name(tmp_path: Path) -> None:
     ExtentStore(tmp_path).close(remove=True)
     done = subprocess.run([sys.executable, "-c", SECOND_USER, str(tmp_path)], capture_output=True, text=True)
     assert f"'store' in '{tmp_path}' is another user's store (uid 0); name a folder of your own" in done.stderr
+
+
+SEALS = """
+import sys
+from zero_nvme_aio import ExtentStore
+unit, *folders = sys.argv[1:]
+with ExtentStore(folders, stripe_bytes=int(unit), resume=True) as store:
+    for number in range(1, 256):
+        store.write("x", bytes([number]) * (4 * int(unit)))
+        store.seal(durable=number % 3 > 0)
+        if number % 3:
+            print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+@pytest.mark.parametrize("delay", [0.0, 0.003, 0.011, 0.05])
+def test_killed_at_any_instant_no_sealed_generation_is_lost_by_missing_folders(
+    folders: list[Path], delay: float, gone: int
+) -> None:
+    command = [sys.executable, "-c", SEALS, str(UNIT), *map(str, folders[:2])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    numbers = [int(process.stdout.readline()) for _ in range(3)]
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(delay)
+    process.send_signal(signal.SIGKILL)
+    numbers += [int(line) for line in process.stdout.read().split()]
+    process.stdout.close()
+    process.wait()
+    mount = unmounted(folders[gone])
+    for given in (folders[:2], [folders[1 - gone]], [folders[2], folders[1 - gone]]):
+        for resume in (False, True):
+            with pytest.raises(errors.ExtentError):
+                ExtentStore(given, stripe_bytes=UNIT, resume=resume)
+    mount()
+    with ExtentStore(folders[:2], stripe_bytes=UNIT, resume=True, verify=True) as store:
+        out = bytearray(4 * UNIT)
+        store.read("x", out).wait()
+        assert out == out[:1] * len(out) and out[0] >= max(numbers)
