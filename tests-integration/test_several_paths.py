@@ -6,6 +6,7 @@ import contextlib
 import io
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from offload_runs import facts, start
 from training import Run
 
 from zero_comm import run_ranks
+from zero_nvme_aio.extents import _transfer
 
 CASE = Run("plain", steps=6, dtype="bf16", clip=0.5)
 
@@ -125,6 +127,43 @@ def test_a_run_goes_on_when_a_drive_takes_no_more_writes(folders: list[str], dri
         assert any("offload_param.nvme_path[1]) of a store failed" in text for text in named), said
         assert len(named) == len({text.split(":")[0] for text in named}), named  # once for each store
         assert all("Read-only file system" in text for text in named), named
+
+
+def frozen_at(drive: str, zero: dict[str, Any], step: int) -> tuple[dict[str, bytes], list[str]]:
+    """Train while the file system of ``drive`` does not answer from ``step`` on, until that is said."""
+    seconds, _transfer.SILENT_SECONDS = _transfer.SILENT_SECONDS, 0.2
+    said: list[str] = []
+    heard = threading.Event()
+
+    def hear(message: Warning | str, *_: Any, **__: Any) -> None:
+        said.append(str(message))
+        if "has not answered" in said[-1]:
+            heard.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = hear
+        engine = start(CASE, 3, zero)
+        training.train(engine, CASE, 0, step)
+        subprocess.run(["fsfreeze", "--freeze", drive], check=True)
+        thaw = threading.Thread(target=lambda: (heard.wait(60), subprocess.run(["fsfreeze", "--unfreeze", drive])))
+        thaw.start()
+        training.train(engine, CASE, step, CASE.steps)
+        thaw.join()
+        _transfer.SILENT_SECONDS = seconds
+        result = facts(engine)
+        engine.destroy()
+    return result, said
+
+
+def test_a_run_waits_for_a_drive_that_does_not_answer_and_names_it(folders: list[str], drive: str) -> None:
+    if shutil.which("fsfreeze") is None:
+        pytest.skip("needs fsfreeze")
+    expected = run_ranks(through, 1, on(folders[0]), 3)
+    ((result, said),) = run_ranks(frozen_at, 1, drive, on([folders[0], drive]), 3)
+    assert result == expected[0]
+    assert any(f"the path '{drive}' (zero_optimization.offload_" in text for text in said), said
+    assert all("has not answered for" in text for text in said if drive in text), said
 
 
 def test_a_run_goes_on_when_a_drive_is_full(folders: list[str], small: str) -> None:

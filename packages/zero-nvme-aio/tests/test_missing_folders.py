@@ -139,6 +139,27 @@ def test_another_order_of_the_paths_is_refused_with_the_order(folders: list[Path
     holds_all(folders)
 
 
+@pytest.mark.parametrize("current", [False, True])
+def test_what_is_missing_of_a_generation_that_was_replaced_does_not_matter(folders: list[Path], current: bool) -> None:
+    store = ExtentStore(folders, stripe_bytes=UNIT)
+    store.write("x", bytes(len(CONTENT)))
+    if current:
+        store.write("y", bytes(2 * len(CONTENT)))
+    old = store.seal()
+    store.write("x", CONTENT)
+    store.seal()
+    current = any(extent.path in old.files for found in store.extents().values() for extent in found)
+    store.close(remove=False)
+    os.unlink(old.files[1])  # as if the generation had been removed while the drive with its index was away
+    if current:
+        with pytest.raises(errors.FormatError, match=re.escape(f"'{old.files[1]}' is missing")):
+            ExtentStore(folders, stripe_bytes=UNIT, resume=True)
+    else:
+        holds_all(folders)
+        holds_all(folders)
+        assert not any(map(os.path.exists, old.files))
+
+
 KILLED = """
 import os, signal, sys
 from zero_nvme_aio import ExtentStore

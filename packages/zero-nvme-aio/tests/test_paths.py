@@ -514,3 +514,65 @@ def test_a_drive_that_does_not_answer_is_named_while_it_is_waited_for(
         assert get(store, "x", len(data)) == data
     if as_errors:
         store.close(remove=True)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_sealed_store_goes_on_when_the_drive_with_its_index_takes_no_more_writes(
+    folders: list[Path], small_disk: Path, first: bool
+) -> None:
+    said: list[str] = []
+    paths = [small_disk, folders[0]] if first else [folders[0], small_disk]
+    data = [random_bytes(8 * UNIT, seed) for seed in (16, 17, 18)]
+    store = ExtentStore(paths, stripe_bytes=UNIT, tell=said.append)
+    store.write("x", data[0])
+    store.write("y", data[0])
+    old = store.seal()
+    subprocess.run(["mount", "-o", "remount,abort", str(small_disk)], check=True)
+    for content in data[1:]:
+        store.write("x", content)
+        generation = store.seal()
+        assert {Path(file).parent for file in generation.files} == {folders[0]}
+        old.release()
+        assert get(store, "x", len(content)) == content and get(store, "y", len(data[0])) == data[0]
+    store.close(remove=True)
+    assert len(said) == 1 and "read-only" in said[0].lower()
+    assert not list(folders[0].glob("*.extents"))
+
+
+def test_a_drive_that_takes_no_more_writes_is_no_error_when_an_old_generation_goes(
+    folders: list[Path], small_disk: Path
+) -> None:
+    with ExtentStore([small_disk, folders[0]], stripe_bytes=UNIT, tell=lambda _: None) as store:
+        store.write("x", random_bytes(8 * UNIT, 19))
+        old = store.seal()
+        store.write("x", bytes(8 * UNIT))
+        store.seal()
+        subprocess.run(["mount", "-o", "remount,abort", str(small_disk)], check=True)
+        old.release()
+        assert all(map(os.path.exists, old.files))  # for its index, which could not be removed, is there
+        assert get(store, "x", 8 * UNIT) == bytes(8 * UNIT)
+    with pytest.raises(OSError, match="Read-only"):
+        ExtentStore([small_disk, folders[0]], stripe_bytes=UNIT, resume=True)
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_what_a_full_path_holds_is_sealed_though_nothing_fits_any_more(
+    folders: list[Path], small_disk: Path, seal: bool
+) -> None:
+    data = random_bytes(8 * UNIT, 20)
+    with ExtentStore([small_disk, folders[0]], stripe_bytes=UNIT, tell=lambda _: None) as store:
+        store.write("x", data)
+        store.write("y", data)
+        if seal:
+            store.seal()
+        else:
+            store.flush()
+        with (small_disk / "ballast").open("ab", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        store.write("x", data[::-1])
+        store.carried_bytes()
+        store.seal()
+        assert get(store, "x", len(data)) == data[::-1] and get(store, "y", len(data)) == data
+    with ExtentStore([small_disk, folders[0]], stripe_bytes=UNIT, resume=True, verify=True) as store:
+        assert get(store, "x", len(data)) == data[::-1] and get(store, "y", len(data)) == data

@@ -8,7 +8,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence, Set
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from .._engine import Engine
@@ -129,9 +129,17 @@ class StoreFolders:
             )
 
     def shares_blocks(self, stripe: int) -> bool:
-        """Return whether the files of a stripe can share blocks, found by a trial on the first call and remembered."""
+        """Return whether the files of a stripe can share blocks, found by a trial on the first call and remembered.
+        False while one of several paths takes no writes: what is there stays where it is. Raises the error of the
+        trial on a single path.
+        """
         if stripe not in self._sharing:
-            self._sharing[stripe] = shares_blocks(self.paths[stripe])
+            try:
+                self._sharing[stripe] = shares_blocks(self.paths[stripe])
+            except OSError:
+                if len(self.paths) == 1:
+                    raise
+                return False
         return self._sharing[stripe]
 
     def data_name(self, generation: int, stripe: int) -> str:
@@ -142,10 +150,15 @@ class StoreFolders:
         """Return the path of the file of a stripe of a generation."""
         return os.path.join(self.paths[stripe], self.data_name(generation, stripe))
 
+    def index_places(self, generation: int) -> list[str]:
+        """Return the paths at which a generation's index may lie, one in each folder, in the order in which to try
+        them: it can be written to the first, unless that path turns out to be full or to have failed.
+        """
+        return [os.path.join(self.paths[s], f"{self.prefix}.g{generation:06d}.index") for s in self.state.usable_first]
+
     def index_path(self, generation: int) -> str:
-        """Return the path of a generation's index, which exists once the generation is sealed."""
-        places = [os.path.join(path, f"{self.prefix}.g{generation:06d}.index") for path in self.paths]
-        return next(filter(os.path.exists, places), places[self.state.first_writable])
+        """Return the path of the index of a sealed generation."""
+        return next(filter(os.path.exists, self.index_places(generation)))
 
     def indexes(self) -> list[int]:
         """Return the numbers of the sealed generations in the folders, ascending."""
@@ -280,17 +293,29 @@ class GenerationFiles:
             file.close()
         self._files.clear()
 
-    def remove(self) -> None:
-        """Close and delete the files and the index, but for those that a failed path does not let go; hard links
-        elsewhere keep their content.
+    def remove(self, *, whole_store: bool = False) -> None:
+        """Close and delete the files and the index, but for those that a drive that failed, one of several, does not
+        let go; hard links elsewhere keep their content. If the index stays, so do the files, as the generation still
+        exists, unless the `whole_store` is removed. Raises OSError.
         """
         stripes = self.stripes
         self.close()
         # Without its index a generation does not exist, so the index goes first.
-        index = self._folders.index_path(self.generation)
-        if os.path.exists(index):
-            os.unlink(index)
-        for stripe in stripes:
-            with suppress(OSError) if self._folders.state.has_failed(stripe) else nullcontext():
-                if os.path.exists(self.path(stripe)):
-                    os.unlink(self.path(stripe))
+        gone = [self._delete(path) for path in self._folders.index_places(self.generation)]
+        if all(gone) or whole_store:
+            for stripe in stripes:
+                self._delete(self.path(stripe))
+
+    def _delete(self, path: str) -> bool:
+        """Delete a file if it exists; return whether it is gone, false if its drive, one of several, failed. Raises
+        OSError.
+        """
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if not self._folders.state.is_drives_error(error):
+                raise
+            return False
+        return True

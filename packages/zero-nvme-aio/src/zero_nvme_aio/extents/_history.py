@@ -140,7 +140,7 @@ class History:
         self._removed.wait_for(lambda: not self._removing, _REMOVAL_SECONDS)
         for files in self.files.values():
             if remove or files.generation >= self.open_number:
-                files.remove()
+                files.remove(whole_store=remove)
             else:
                 files.close()
 

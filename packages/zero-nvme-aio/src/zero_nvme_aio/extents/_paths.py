@@ -165,9 +165,9 @@ class StorePaths:
         return self._paths[stripe].name
 
     @property
-    def first_writable(self) -> int:
-        """Return the stripe of the first path that has not failed and is not full; 0 if there is none."""
-        return self._usable()[0]
+    def usable_first(self) -> list[int]:
+        """Return all stripes, those of paths that have failed or are full last."""
+        return sorted(range(len(self._paths)), key=self._full_or_failed)
 
     @property
     def any_usable(self) -> bool:
@@ -177,6 +177,10 @@ class StorePaths:
     def has_failed(self, stripe: int) -> bool:
         """Return whether a path has failed: nothing is written to it any more."""
         return self._paths[stripe].failed
+
+    def is_drives_error(self, error: OSError) -> bool:
+        """Return whether an error says that a drive, one of several, failed or is full."""
+        return len(self._paths) > 1 and error.errno in _FAILED | _FULL
 
     def choose(self, name: str, unit: int, nbytes: int) -> int:
         """Return the stripe for new space of `nbytes` in a unit of a name: the one it had, while it may stay there;

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from .. import _buffers
 from .._engine import Engine
@@ -66,7 +67,19 @@ class GenerationSync:
             self._engines[stripe].sync(file)
         for stripe in self._written:
             sync_folder(os.path.dirname(self._folders.data_path(self.generation, stripe)))
-        write_index(self._folders.index_path(self.generation), self._sealed)
+        *others, last = self._folders.index_places(self.generation)
+        for place in others:
+            try:
+                write_index(place, self._sealed)
+            except OSError as error:
+                if not self._folders.state.is_drives_error(error):
+                    raise
+                for left in (place, f"{place}.part"):
+                    with suppress(OSError):
+                        os.unlink(left)
+            else:
+                return
+        write_index(last, self._sealed)
 
     def close(self) -> None:
         """Close the files by which the generation was written; `run` does nothing afterwards."""

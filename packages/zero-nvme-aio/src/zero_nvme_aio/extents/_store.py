@@ -16,7 +16,7 @@ from .. import _buffers, _header
 from .._engine import Engine
 from .._memory import AlignedBuffer
 from .._request import Request
-from ..errors import ClosedError, ExtentError
+from ..errors import ClosedError, ExtentError, FormatError
 from . import _carrying, _container, _reading, _sealing
 from ._files import GenerationFiles, StoreFolders
 from ._generation import Extent, Generation
@@ -378,16 +378,29 @@ class ExtentStore:
 
     def _load_sealed(self) -> None:
         """Load the sealed generations in the folders. FormatError if an index is damaged, was written with another
-        number of paths, or names a file that is missing or has another length.
+        number of paths, or names a file that is missing or has another length; of a generation of which nothing is
+        current, as after a crash or a drive's absence while it was removed, the index is removed then.
         """
-        generations, keys = {}, {}
-        for index in self._folders.indexes():
-            sealed = read_index(self._folders.index_path(index))
-            files = generations[index] = GenerationFiles(self._engines, self._folders, index)
-            _sealing.check(self._folders, sealed, index)
-            files.open_sealed(sorted(sealed.files))
+        found = [(index, read_index(self._folders.index_path(index))) for index in self._folders.indexes()]
+        for _, sealed in found:
             for piece in sealed.pieces:
                 self._live[piece.name] = overlay(self._live.get(piece.name, []), piece, open_generation=-1)
+        current = {c.piece.generation for covered in self._live.values() for c in covered}
+        generations, keys = {}, {}
+        for index, sealed in sorted(
+            found, key=lambda entry: entry[0] not in current
+        ):  # those that may be refused first
+            files = GenerationFiles(self._engines, self._folders, index)
+            try:
+                _sealing.check(self._folders, sealed, index)
+            except FormatError:
+                if index in current:
+                    raise
+                files.remove()
+                continue
+            files.open_sealed(sorted(sealed.files))
+            generations[index] = files
+            for piece in sealed.pieces:
                 keys[index, piece.name, piece.begin] = sealed.keys[piece.name, piece.begin]
         self._history.adopt(generations, keys)
 
