@@ -100,17 +100,25 @@ def test_activations_are_shared_by_the_weights(folders: list[str]) -> None:
     assert f"offload.activations.nvme_path: 90% of the bytes to '{folders[0]}', 10% of the bytes" in said
 
 
-def aborted_at(drive: str, zero: dict[str, Any], step: int) -> tuple[dict[str, bytes], list[str]]:
-    """Train while the file system of ``drive`` takes no more writes from ``step`` on."""
+def aborted_at(
+    drive: str, zero: dict[str, Any], step: int, saves: str | None = None
+) -> tuple[dict[str, bytes], list[str]]:
+    """Train while the file system of ``drive`` takes no more writes from ``step`` on; save before, and after each step
+    from then on, into the folder ``saves``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine = start(CASE, 3, zero)
         training.train(engine, CASE, 0, step)
+        if saves is not None:
+            engine.save_checkpoint(saves)
         dist.barrier()
         if dist.get_rank() == 0:
             subprocess.run(["mount", "-o", "remount,abort", drive], check=True)
         dist.barrier()
-        training.train(engine, CASE, step, CASE.steps)
+        for number in range(step, CASE.steps):
+            training.train(engine, CASE, number, number + 1)
+            if saves is not None:
+                engine.save_checkpoint(saves)
         result = facts(engine)
         engine.destroy()
     return result, [str(warning.message) for warning in caught]
@@ -164,6 +172,19 @@ def test_a_run_waits_for_a_drive_that_does_not_answer_and_names_it(folders: list
     assert result == expected[0]
     assert any(f"the path '{drive}' (zero_optimization.offload_" in text for text in said), said
     assert all("has not answered for" in text for text in said if drive in text), said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_saves_goes_on_when_a_drive_takes_no_more_writes_and_resumes(
+    folders: list[str], drive: str, tmp_path: Path, world_size: int
+) -> None:
+    expected = run_ranks(through, world_size, on(folders[0]), 3)
+    saves = str(tmp_path / "checkpoint")
+    for (result, _), wanted in zip(
+        run_ranks(aborted_at, world_size, drive, on([drive, folders[0]]), 3, saves), expected, strict=True
+    ):
+        assert result == wanted
+    assert run_ranks(resumed, world_size, on(folders[1]), saves) == expected
 
 
 def test_a_run_goes_on_when_a_drive_is_full(folders: list[str], small: str) -> None:

@@ -394,7 +394,7 @@ class ExtentStore:
             try:
                 _sealing.check(self._folders, sealed, index)
             except FormatError:
-                if index in current:
+                if index in current or sealed.generation != index:
                     raise
                 files.remove()
                 continue
