@@ -369,3 +369,29 @@ def test_killed_at_any_instant_no_sealed_generation_is_lost_by_missing_folders(
         out = bytearray(4 * UNIT)
         store.read("x", out).wait()
         assert out == out[:1] * len(out) and out[0] >= max(numbers)
+
+
+def test_a_store_goes_on_without_a_drive_that_died_when_its_lock_files_are_deleted(folders: list[Path]) -> None:
+    died, paths = folders[0], folders[:2]
+    with ExtentStore(paths, stripe_bytes=UNIT, tell=lambda _: None) as store:
+        shutil.rmtree(died)
+        store.write("x", CONTENT)
+        store.seal()
+    with pytest.raises(
+        errors.ExtentError, match=re.escape(f"to do without what it holds, delete '{folders[1]}/store.lock'")
+    ):
+        ExtentStore(paths, stripe_bytes=UNIT, resume=True)
+    (folders[1] / "store.lock").unlink()
+    holds_all(paths)
+    holds_all(paths)
+
+
+def test_a_lock_file_that_does_not_fit_is_named(tmp_path: Path, small_disk: Path) -> None:
+    with (small_disk / "ballast").open("ab", buffering=0) as file:
+        for nbytes in (1 << 20, 1024, 1):
+            with pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(bytes(nbytes))
+    with pytest.raises(OSError, match=re.escape(f"'{small_disk}/store.lock'")):
+        ExtentStore([tmp_path / "other", small_disk])
+    ExtentStore(tmp_path / "other").close(remove=True)

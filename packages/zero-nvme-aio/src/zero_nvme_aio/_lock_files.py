@@ -43,7 +43,7 @@ class LockFile:
 
     def __init__(self, folder: str, prefix: str) -> None:
         self.folder = folder
-        path = os.path.join(folder, f"{prefix}.lock")
+        self._path = path = os.path.join(folder, f"{prefix}.lock")
         self._was = os.stat(folder)
         try:
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -74,12 +74,15 @@ class LockFile:
         if record == self.record:
             return
         content = json.dumps(record._asdict()).encode() + b"\n"
-        os.pwrite(self._descriptor, content, 0)  # its first line counts: whole, whatever is left behind it
-        os.ftruncate(self._descriptor, len(content))
+        try:
+            os.pwrite(self._descriptor, content, 0)  # its first line counts: whole, whatever is left behind it
+            os.ftruncate(self._descriptor, len(content))
+            if durable:
+                os.fsync(self._descriptor)
+                sync_folder(self.folder)
+        except OSError as error:
+            raise OSError(error.errno, f"cannot write the lock file ({error.strerror})", self._path) from error
         self.record = record
-        if durable:
-            os.fsync(self._descriptor)
-            sync_folder(self.folder)
 
     def give_back(self) -> None:
         """Release the lock and close the file; the lock is released even if a forked process has a copy of it."""
