@@ -576,3 +576,24 @@ def test_what_a_full_path_holds_is_sealed_though_nothing_fits_any_more(
         assert get(store, "x", len(data)) == data[::-1] and get(store, "y", len(data)) == data
     with ExtentStore([small_disk, folders[0]], stripe_bytes=UNIT, resume=True, verify=True) as store:
         assert get(store, "x", len(data)) == data[::-1] and get(store, "y", len(data)) == data
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_what_a_seal_takes_along_goes_elsewhere_if_its_path_has_no_room_for_a_header(
+    folders: list[Path], engine: Engine, error: int
+) -> None:
+    data = {f"{number}": random_bytes(UNIT, number) for number in range(8)}
+    engines = second_is(engine, Fail(on=("write",), first=4, error=error))  # header, two names, the whole header
+    with ExtentStore(folders, stripe_bytes=UNIT, engine=engines, weights=(3, 1), tell=lambda _: None) as store:
+        for name in data:
+            store.declare(name, UNIT)
+        for name, content in data.items():
+            store.write(name, content)
+        store.seal().release()
+        on_second = {n for n, (e,) in store.extents().items() if Path(e.path).parent == folders[1]}
+        assert len(on_second) == 2
+        for name in data.keys() - on_second:
+            store.write(name, data[name])
+        assert [Path(file).parent for file in store.seal().files] == [folders[0]]
+        for name, content in data.items():
+            assert get(store, name, UNIT) == content

@@ -215,8 +215,8 @@ class GenerationFiles:
         return self._folders.data_path(self.generation, stripe)
 
     def stripe_of(self, path: str | None) -> int | None:
-        """Return the stripe whose file has this path; None if there is none."""
-        return next((stripe for stripe in self._files if self.path(stripe) == path), None)
+        """Return the stripe whose file has, or would have, this path; None if there is none."""
+        return next((stripe for stripe in range(len(self._engines)) if self.path(stripe) == path), None)
 
     def file(self, stripe: int) -> File:
         """Return the open file of a stripe; on first use it is created, or opened for reading if the generation is
