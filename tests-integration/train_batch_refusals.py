@@ -1,0 +1,186 @@
+"""Models that `Engine.train_batch` refuses, and micro-batches of such steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from train_batch_runs import Block, Net, arguments, batches, llama
+
+
+class Cut(Net):
+    """Leaves its last block out for short inputs."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks[: 3 if ids.shape[1] > 4 else 2]:
+            hidden = hidden + block(hidden, torch.ones(()))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class Offset(Net):
+    """Uses a parameter of its own between its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.ones(12))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids) + self.offset
+        for block in self.blocks:
+            hidden = hidden + block(hidden, torch.ones(()))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class Kept(Block):
+    """Appends its output to a list that it is given."""
+
+    def forward(self, x: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        kept.append(super().forward(x, torch.ones(())))
+        return kept[-1]
+
+
+class Listed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(ids)
+        kept: list[torch.Tensor] = []
+        for block in self.blocks:
+            hidden = hidden + block(hidden, kept)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class Recomputed(Net):
+    """Checkpoints its blocks from outside."""
+
+    reentrant = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, torch.ones(()), use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class RecomputedByNesting(Recomputed):
+    reentrant = True
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: torch.Tensor
+
+
+class Wrapping(Block):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return Output(super().forward(x, torch.ones(())))
+
+
+class Counting(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        self.calls += 1
+        return Output(super().forward(x, torch.ones(())) * self.calls).hidden
+
+
+class Keeping(Block):
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        found = super().forward(x, torch.ones(()))
+        self.penalty = found.square().mean()
+        return found
+
+
+class Of(Net):
+    """Has blocks of another class. ``kind``: that class."""
+
+    kind: type[Block] = Wrapping
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.kind() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(ids)
+        for block in self.blocks:
+            found = block(hidden)
+            hidden = hidden + (found.hidden if isinstance(found, Output) else found)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class OfCounting(Of):
+    kind = Counting
+
+
+class OfKeeping(Of):
+    kind = Keeping
+
+
+class Differentiating(Net):
+    """Differentiates inside its forward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        found = hidden + self.blocks[0](hidden, torch.ones(()))
+        (slope,) = torch.autograd.grad(found.sum(), hidden, retain_graph=True)
+        return F.cross_entropy(self.head(found + slope).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def equal(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
+    return batches(0)
+
+
+def one_short(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
+    return [ids[:, :4] if n == 1 else ids for n, ids in enumerate(batches(0))]
+
+
+def rank_1_short(_model: nn.Module, rank: int) -> list[torch.Tensor]:
+    return [ids[:, :4] if rank else ids for ids in batches(0)]
+
+
+def two(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
+    return batches(0)[:2]
+
+
+def words(model: nn.Module, _rank: int) -> list[Any]:
+    return [arguments(model, ids) for ids in batches(0)]
+
+
+def out_of_range(_model: nn.Module, _rank: int) -> list[torch.Tensor]:
+    return [ids + (30 if n == 2 else 0) for n, ids in enumerate(batches(0))]
+
+
+def cached() -> nn.Module:
+    model = llama()()
+    model.config.use_cache = True
+    return model
+
+
+REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, int], list[Any]], list[str]]] = [
+    (Net, two, ["UsageError", "gradient_accumulation_steps = 3", "got 2"]),
+    (Cut, one_short, ["PartitionError", "micro-batch 0 runs module 'blocks.2' while micro-batch 1 runs module 'head'"]),
+    (Offset, equal, ["PartitionError", "'offset'", "into a submodule"]),
+    (Listed, equal, ["PartitionError", "module 'blocks.0' changed a list or a dict"]),
+    (
+        Recomputed,
+        equal,
+        ["PartitionError", "module 'blocks.2' is called again in backward", "gradient_checkpointing_d"],
+    ),
+    (RecomputedByNesting, equal, ["PartitionError", "module 'blocks.2' is called again in backward"]),
+    (Of, equal, ["PartitionError", "module 'blocks.0' returned a Output"]),
+    (OfCounting, equal, ["PartitionError", "module 'blocks.0' changed its buffer 'calls'"]),
+    (OfKeeping, equal, ["PartitionError", "module 'blocks.0' has kept a tensor of its forward as 'penalty'"]),
+    (Differentiating, equal, ["PartitionError", "autograd.grad went through module 'blocks.0'"]),
+    (cached, words, ["PartitionError", "cache", "DynamicCache", "use_cache=False"]),
+    (Net, out_of_range, ["IndexError"]),
+]
