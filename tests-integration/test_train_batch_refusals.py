@@ -66,7 +66,7 @@ def goes_on(folder: str) -> dict[str, bytes]:
         engine.train_batch(batches(step))
     found = facts(engine)
     engine.set_gradient_accumulation_boundary(True)
-    with pytest.raises(zero_core.UsageError, match="its boundary not set by hand"):
+    with pytest.raises(zero_core.UsageError, match="its boundary was set by hand"):
         engine.train_batch(batches(1))
     engine.destroy(unshard=False)
     return found

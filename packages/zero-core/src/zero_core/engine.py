@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -119,10 +119,11 @@ class Engine(nn.Module):
         that is no scalar or requires no gradient. Collective when it reduces."""
         return self._parts.training.backward(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
 
-    def train_batch(self, batches: Sequence[Any], loss_fn: LossOf = loss_in) -> torch.Tensor:
-        """Take one optimizer step over ``batches``, this rank's ``gradient_accumulation_steps`` micro-batches; return
-        their mean loss, detached. At stage 3 each unit is read twice per step, not per micro-batch, and runs forward
-        again in backward. ``loss_fn``: of a model's output and its micro-batch. Collective."""
+    def train_batch(self, batches: Iterable[Any], loss_fn: LossOf = loss_in) -> torch.Tensor:
+        """Take one optimizer step over this rank's ``gradient_accumulation_steps`` micro-batches, ``batches`` or the
+        next ones of that iterator; return their mean loss, detached. At stage 3 each unit is read twice per step, not
+        per micro-batch, and runs forward again in backward. ``loss_fn``: of a model's output and its micro-batch.
+        Raises `UsageError` on every rank where one has too few. Collective."""
         return self._parts.training.train_batch(batches, loss_fn)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

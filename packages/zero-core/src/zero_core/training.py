@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import torch
 
 from zero_optim import Scheduler
 from zero_partition import StepResult, naming_dtypes
-from zero_partition.micro_batches import LossOf, call_model
+from zero_partition.micro_batches import LossOf, agreed_micro_batches, call_model
 from zero_precision import cast_floating
 from zero_settings import input_dtype
 
@@ -115,15 +115,13 @@ class Training:
         self._instruments.loss(returned)
         return returned
 
-    def train_batch(self, batches: Sequence[Any], loss_of: LossOf) -> torch.Tensor:
+    def train_batch(self, batches: Iterable[Any], loss_of: LossOf) -> torch.Tensor:
         """Take a step over ``batches``, unit by unit where units are released; return the mean loss. Collective."""
         state, steps = self._state, self._state.sizes.steps
         state.check_trainable("train_batch")
-        if len(batches) != steps or state.counters.accumulated or self._accumulation.overridden:
-            raise UsageError(
-                f"engine.train_batch: expected gradient_accumulation_steps = {steps} micro-batches at the beginning of "
-                f"an accumulation, its boundary not set by hand; got {len(batches)} after {state.counters.accumulated}"
-            )
+        begun = None if self._accumulation.overridden else state.counters.accumulated
+        with self._failures.abort_all_on_failure():
+            given = agreed_micro_batches(batches, steps, begun, state.partition.runtime.agree, UsageError)
         losses: list[torch.Tensor] = []
 
         def run(batch: Any, backpropagate: Callable[[torch.Tensor], None]) -> None:
@@ -139,8 +137,8 @@ class Training:
         if by_unit:
             stores = (self._offloading.forward, self._checkpointing.storing_inputs)
             with self._failures.may_be_caught("train_batch"), self._instruments.during("backward"):
-                state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in batches], stores)
-        for batch in batches:
+                state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in given], stores)
+        for batch in given:
             if not by_unit:
                 loss = loss_of(call_model(self.forward, batch), batch)
                 losses.append(self.backward(loss, retain_graph=False, divide=True))

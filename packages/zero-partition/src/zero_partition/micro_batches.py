@@ -1,14 +1,59 @@
-"""How a model is called with a micro-batch, and where its loss is."""
+"""The micro-batches of a step: taken from what the user gives, given to a model, and where their loss is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
 
 LossOf = Callable[[Any, Any], torch.Tensor]
 """Returns the loss, a scalar, of a model's output and its micro-batch."""
+
+
+def agreed_micro_batches(
+    batches: Iterable[Any],
+    count: int,
+    begun: int | None,
+    agree: Callable[[str, str, Any], list[Any]],
+    error: type[Exception],
+) -> list[Any]:
+    """Return the ``count`` micro-batches of a step: the next ones of an iterator, or all items of another iterable.
+
+    ``begun``: those that were counted since the last step; None where the user counts. ``agree``: exchanges what each
+    rank finds (see `Runtime.agree`). Raises ``error`` on every rank where one rank has none. Collective.
+    """
+    if begun == 0:
+        found, refused = _take(batches, count)
+    else:
+        how = "its boundary was set by hand" if begun is None else f"{begun} micro-batches are counted already"
+        found, refused = [], f"expected the beginning of an accumulation, counted by the engine; {how}"
+    for rank, told in enumerate(agree("train_batch", "micro-batches", refused)):
+        if told is not None:
+            raise error(f"engine.train_batch: rank {rank} {told}")
+    return found
+
+
+def _take(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
+    """Return ``count`` micro-batches of ``batches``, and why they cannot be had; None if they can."""
+    expected = f"expected gradient_accumulation_steps = {count} micro-batches"
+    advice = "Of a loader give iter(loader), the same one in each step"
+    if isinstance(batches, (Mapping, torch.Tensor, str)) or not isinstance(batches, Iterable):
+        return [], f"{expected}, a list of them or an iterator; got one {type(batches).__name__}"
+    is_iterator = isinstance(batches, Iterator)
+    if not is_iterator and (size := length_hint(batches, count)) != count:
+        return [], f"{expected}, got {size}. {advice}"
+    try:
+        found = list(islice(batches, count if is_iterator else count + 1))
+    except Exception as failure:
+        return [], f"{expected}; making one raised {type(failure).__name__}: {failure}"
+    if len(found) > count:
+        return [], f"{expected}, got more. {advice}"
+    if len(found) < count:
+        return [], f"{expected}, got {len(found)} before the iterator ended; they are taken from it. Begin a new one"
+    return found, None
 
 
 def call_model(model: Callable[..., Any], batch: Any) -> Any:
