@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_core.state import TrainingState
 from zero_partition import register_unless_wrapper
+from zero_partition.micro_batches import LossOf, loss_in
 from zero_precision import DynamicLossScale
 from zero_settings import Config
 
@@ -36,6 +37,7 @@ from .offload import ParameterOffload
 from .optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from .parameters import add_names, remove_names
 from .state_files import state_files
+from .whole_steps import WholeSteps
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -138,6 +140,7 @@ class DeepSpeedEngine(nn.Module):
         self.config = config
         self.mpu = mpu
         self.inside_no_sync_ctxt = False
+        self._whole_steps = WholeSteps(core)
         offload = ParameterOffload(core.module, core.partition) if core.zero_optimization_stage() == 3 else None
         self._named_optimizer: DeepSpeedOptimizer | Optimizer | None = offload
         if core.sharded_optimizer is not None:
@@ -178,9 +181,16 @@ class DeepSpeedEngine(nn.Module):
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as `Engine.step`. Raises `StageError` inside `no_sync` and `coalesce_grad_reduction`, where gradients
         are not those of all ranks yet."""
-        if self.inside_no_sync_ctxt:
-            raise StageError("step() inside no_sync() or coalesce_grad_reduction(): leave the block first")
+        self._refuse_in_block("step")
         self.zero_engine.step(*args, **kwargs)
+
+    def train_batch(self, data_iter: Iterable[Any] | None = None, loss_fn: LossOf = loss_in) -> torch.Tensor:
+        """Take one optimizer step as `Engine.train_batch` over the next ``gradient_accumulation_steps`` micro-batches
+        of ``data_iter``, by default of the training data, which begin again at their end. Return their mean loss over
+        all data-parallel ranks, as DeepSpeed's PipelineEngine does. Raises as `step`, and `UsageError` on every rank
+        where one has too few. Collective."""
+        self._refuse_in_block("train_batch")
+        return self._whole_steps.take(data_iter, loss_fn, self.seq_data_parallel_group)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -207,6 +217,11 @@ class DeepSpeedEngine(nn.Module):
             raise UnsupportedError("coalesce_grad_reduction is for stages 1 to 3; at stage 0 use no_sync()")
         with self._without_steps("coalesce_grad_reduction"):
             yield
+
+    def _refuse_in_block(self, call: str) -> None:
+        """Raise `StageError`, naming ``call``, inside a block of `_without_steps`."""
+        if self.inside_no_sync_ctxt:
+            raise StageError(f"{call}() inside no_sync() or coalesce_grad_reduction(): leave the block first")
 
     @contextmanager
     def _without_steps(self, block: str) -> Iterator[None]:
@@ -308,6 +323,7 @@ class DeepSpeedEngine(nn.Module):
             load_module_only,
             custom_load_fn,
         )
+        self._whole_steps.restart_data()
         return path, from_plain(client_state)
 
     save_fp16_model = save_16bit_model
