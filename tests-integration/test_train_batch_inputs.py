@@ -72,11 +72,19 @@ def given(how: str) -> Any:
         "loader": lambda: DataLoader(Samples(), batch_size=2),
         "unsized": lambda: DataLoader(Endless(), batch_size=None),
         "failing": lambda: source,
+        "one buffer": refilled,
         "one dict": lambda: {"ids": batches(0)[0]},
         "one tensor": lambda: torch.stack(batches(0)),
         "none": lambda: None,
     }
     return ways[how]()
+
+
+def refilled() -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches that are one tensor, written anew for each."""
+    buffer = torch.empty(2, 5, dtype=torch.int64)
+    for ids in batches(0):
+        yield {"ids": buffer.copy_(ids)}
 
 
 class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -91,6 +99,7 @@ SAID = {
     "loader": "iter(loader)",
     "unsized": "iter(loader)",
     "failing": "OSError: the file is gone",
+    "one buffer": "micro-batch 0 was written over by the iterator",
     "one dict": "got one dict",
     "one tensor": "got one Tensor",
     "none": "got one NoneType",

@@ -118,6 +118,64 @@ class Of(Net):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
+class Writing(Block):
+    """Writes to what it is given."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return super().forward(x, scale)
+
+
+class Counted(Block):
+    """Writes to an argument without gradients."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, scale.add_(1))
+
+
+class Shifting(nn.Module):
+    """Does not need its input in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x + self.shift
+
+
+class OfWriting(Net):
+    kind: type[Block] = Writing
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.kind() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden, scale=torch.ones(()))
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+class OfCounted(OfWriting):
+    kind = Counted
+
+
+class Overwriting(Net):
+    """Adds to the input of its blocks, which do not keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifting() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed(ids)
+        for block in self.blocks:
+            hidden += block(hidden)
+        return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
 class OfCounting(Of):
     kind = Counting
 
@@ -181,6 +239,13 @@ REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, int], list[Any
     (OfCounting, equal, ["PartitionError", "module 'blocks.0' changed its buffer 'calls'"]),
     (OfKeeping, equal, ["PartitionError", "module 'blocks.0' has kept a tensor of its forward as 'penalty'"]),
     (Differentiating, equal, ["PartitionError", "autograd.grad went through module 'blocks.0'"]),
+    (
+        OfWriting,
+        equal,
+        ["PartitionError", "module 'blocks.0' changed an argument that requires gradients", "x = x * 2"],
+    ),
+    (OfCounted, equal, ["PartitionError", "module 'blocks.0' changed argument ['scale'], a tensor of shape []"]),
+    (Overwriting, equal, ["PartitionError", "module 'blocks.1' was called with has been changed", "hidden + output"]),
     (cached, words, ["PartitionError", "cache", "DynamicCache", "use_cache=False"]),
     (Net, out_of_range, ["IndexError"]),
 ]

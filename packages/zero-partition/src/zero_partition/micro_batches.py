@@ -8,6 +8,7 @@ from operator import length_hint
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 LossOf = Callable[[Any, Any], torch.Tensor]
 """Returns the loss, a scalar, of a model's output and its micro-batch."""
@@ -45,14 +46,20 @@ def _take(batches: Iterable[Any], count: int) -> tuple[list[Any], str | None]:
     is_iterator = isinstance(batches, Iterator)
     if not is_iterator and (size := length_hint(batches, count)) != count:
         return [], f"{expected}, got {size}. {advice}"
+    found, versions = [], []
     try:
-        found = list(islice(batches, count if is_iterator else count + 1))
+        for batch in islice(batches, count if is_iterator else count + 1):
+            found.append(batch)
+            versions += [(len(found) - 1, t, t._version) for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
     except Exception as failure:
         return [], f"{expected}; making one raised {type(failure).__name__}: {failure}"
     if len(found) > count:
         return [], f"{expected}, got more. {advice}"
     if len(found) < count:
         return [], f"{expected}, got {len(found)} before the iterator ended; they are taken from it. Begin a new one"
+    for number, tensor, version in versions:
+        if tensor._version != version:
+            return [], f"{expected}; micro-batch {number} was written over by the iterator. Give copies"
     return found, None
 
 

@@ -17,6 +17,8 @@ from .micro_batch_threads import GeneratorStates, MicroBatchThread
 from .unit import Unit
 
 _LOOP = "use the ordinary loop of engine(batch), engine.backward and engine.step"
+_WROTE_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # as torch says it
+_WROTE_AN_INPUT = "modified by an inplace operation"  # torch, and the tiers of activations
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, enum.Enum)
 
@@ -144,7 +146,7 @@ class Visit:
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
         """Call the module as the micro-batch did, with new leaves of the graph in place of ``tensors``; return these
-        and its output. Raises `PartitionError` if it has changed a list or a dict among its arguments."""
+        and its output. Raises `PartitionError` if it has changed one of its arguments."""
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
         leaves = [inputs[x.number] if isinstance(x, _Input) else x for x in self._leaves]
         args, kwargs = tree_unflatten(leaves, cast(TreeSpec, self._spec))
@@ -152,7 +154,17 @@ class Visit:
             for device, dtype, enabled, cached in self.autocast:
                 stack.enter_context(torch.autocast(device, dtype, enabled, cached))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            output = self.place.call(*args, **kwargs)
+            versions = [t._version for t in tensors]
+            try:
+                output = self.place.call(*args, **kwargs)
+            except RuntimeError as failure:
+                if _WROTE_A_LEAF in str(failure):
+                    raise self._wrote("an argument that requires gradients, or a parameter") from failure
+                raise
+        for number, tensor in enumerate(tensors):
+            if tensor._version != versions[number]:
+                place = next(path for path, leaf in tree_flatten_with_path((args, kwargs))[0] if leaf is inputs[number])
+                raise self._wrote(f"argument {keystr(place[1:])}, a tensor of shape {list(tensor.shape)},")
         after, spec = tree_flatten((args, kwargs))
         if spec != self._spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
             raise PartitionError(
@@ -161,6 +173,13 @@ class Visit:
                 "engine(batch), engine.backward and engine.step."
             )
         return inputs, output
+
+    def _wrote(self, what: str) -> PartitionError:
+        """Return the error for a module that has written to ``what`` in place."""
+        return PartitionError(
+            f"train_batch: module '{self.place.name}' changed {what} in place, and its forward runs twice for each "
+            f"micro-batch, the second time with what it left: write x = x * 2, not x *= 2, in it, or {_LOOP}."
+        )
 
     def _refuse_kept(self, before: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
         """Raise `PartitionError`, naming it, for a buffer that the module's forward has changed since ``before`` (name,
@@ -228,7 +247,17 @@ class _VisitNode(torch.autograd.Function):
                 f"train_batch: autograd.grad went through module '{ctx.visit.place.name}' before the backward pass of "
                 f"the loss: {_LOOP}."
             )
-        return None, None, *ctx.visit.thread.ask(Asked(ctx.visit, ctx.saved_tensors, gradients))
+        try:
+            tensors = ctx.saved_tensors
+        except RuntimeError as failure:
+            if _WROTE_AN_INPUT not in str(failure):
+                raise
+            raise PartitionError(
+                f"train_batch: a tensor that module '{ctx.visit.place.name}' was called with has been changed in place "
+                "since, and the module runs again from it in backward: write hidden = hidden + output, not hidden += "
+                f"output, around it, or {_LOOP}."
+            ) from failure
+        return None, None, *ctx.visit.thread.ask(Asked(ctx.visit, tensors, gradients))
 
 
 def _backpropagate(
