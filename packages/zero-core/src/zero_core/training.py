@@ -136,7 +136,8 @@ class Training:
         by_unit = any(unit.releasable for unit in state.partition.units) and not state.config.virtual_ranks
         if by_unit:
             stores = (self._offloading.forward, self._checkpointing.storing_inputs)
-            with self._failures.may_be_caught("train_batch"), self._instruments.during("backward"):
+            during = self._instruments.during("backward")
+            with self._failures.may_be_caught("train_batch"), during, self._audit.backward(None):
                 state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in given], stores)
         for batch in given:
             if not by_unit:

@@ -17,8 +17,8 @@ class Auditor(Protocol):
     def forward(self) -> AbstractContextManager[None]:
         """Return a context in which the engine runs a forward pass; it may record calls of modules."""
 
-    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context in which the engine runs backward on ``loss``; it may repeat work, and be collective."""
+    def backward(self, loss: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Return a context for the backward pass of ``loss`` (None: of several); may repeat work, and be collective."""
 
     def before_step(self) -> None:
         """In an audited step compare the ranks' gradients, weights and states, before any weight is updated; in others
@@ -41,7 +41,7 @@ class Unaudited:
         """Return a null context."""
         return nullcontext()
 
-    def backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
+    def backward(self, loss: torch.Tensor | None) -> AbstractContextManager[None]:
         """Return a null context."""
         return nullcontext()
 

@@ -61,14 +61,14 @@ class PeriodicAuditor:
         return self._calls.forward()
 
     @contextmanager
-    def backward(self, loss: torch.Tensor) -> Iterator[None]:
+    def backward(self, loss: torch.Tensor | None) -> Iterator[None]:
         """In an audited step repeat the reductions of one unit after the block and, the first time, the gradient of one
-        unit; `before_step` reports what differs. Collective in an audited step; in others it only runs the block."""
+        unit, of ``loss``; `before_step` reports what differs. Collective in an audited step, else nothing is done."""
         if not self._is_due():
             yield
             return
         first, self._seen = not self._seen, True
-        chosen = self._chosen = self._choose(loss) if first else self._chosen
+        chosen = self._chosen = self._choose(loss) if first and loss is not None else self._chosen
         followed = chosen.backward() if first and chosen is not None else nullcontext()
         with self._repeated().backward(self._state.counters.global_steps), followed:
             yield
@@ -177,7 +177,7 @@ class PeriodicAuditor:
         elif self._state.compiled:
             reasons = ["The model is compiled"]
         elif not modules or not self._seen:
-            reasons = ["The step had no engine.backward after a forward pass of the engine"]
+            reasons = ["The step had no engine.backward after a forward pass of the engine, as with train_batch"]
         else:
             reasons = [f"'{module.candidate.unit.name}': {module.why_not()}" for module in modules]
         if self._state.reports:
