@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import simulated_engines as engines
 import torch
-from simulated_accelerator import configure, watch
+from simulated_accelerator import configure, settle, watch
 from simulated_accelerator.ranks import run_simulated
 
 pytestmark = pytest.mark.timeout(600)  # the first one compiles
@@ -75,3 +75,30 @@ def test_weights_and_moments_are_those_of_the_ordinary_loop(ranks: int, dtype: s
         assert ours.races == []
         assert ours.losses == theirs.losses
         assert [name for name, value in theirs.values.items() if not torch.equal(value, ours.values[name])] == []
+
+
+def stops(settings: dict[str, Any]) -> list[str]:
+    """What the host waits for in steps of a model whose units have buffers, once the engine knows it."""
+    import zero_core
+
+    torch.manual_seed(0)
+    model = engines.Model()
+    for block in model.blocks:
+        block.register_buffer("table", torch.arange(4.0))
+    engine = zero_core.initialize(model=model, config=settings)[0]
+    found = []
+    for step in range(12):
+        batches = [engines.batch(MICRO_BATCHES * step + number, "sim") for number in range(MICRO_BATCHES)]
+        settle()
+        with watch() as report:
+            engine.train_batch(batches)
+        if step >= 9:
+            found += [str(stop) for stop in report.stops]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("zero", [{}, ON_HOST], ids=str)
+def test_steps_have_no_stop(zero: dict[str, Any]) -> None:
+    settings = {**engines.config(3, "bf16", **zero), "gradient_accumulation_steps": MICRO_BATCHES}
+    assert run_simulated(stops, 2, settings) == [[], []]

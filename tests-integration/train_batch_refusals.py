@@ -94,6 +94,21 @@ class Counting(Block):
         return Output(super().forward(x, torch.ones(())) * self.calls).hidden
 
 
+class Replacing(Block):
+    """Replaces a buffer, from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.full((), torch.nan))
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        self.calls += 1
+        if self.calls > 1:
+            self.mean = x.detach().mean()
+        return super().forward(x, torch.ones(()))
+
+
 class Keeping(Block):
     def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
         found = super().forward(x, torch.ones(()))
@@ -180,6 +195,10 @@ class OfCounting(Of):
     kind = Counting
 
 
+class OfReplacing(Of):
+    kind = Replacing
+
+
 class OfKeeping(Of):
     kind = Keeping
 
@@ -237,6 +256,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, int], list[Any
     (RecomputedByNesting, equal, ["PartitionError", "module 'blocks.2' is called again in backward"]),
     (Of, equal, ["PartitionError", "module 'blocks.0' returned a Output"]),
     (OfCounting, equal, ["PartitionError", "module 'blocks.0' changed its buffer 'calls'"]),
+    (OfReplacing, equal, ["PartitionError", "module 'blocks.0' changed its buffer 'mean'"]),
     (OfKeeping, equal, ["PartitionError", "module 'blocks.0' has kept a tensor of its forward as 'penalty'"]),
     (Differentiating, equal, ["PartitionError", "autograd.grad went through module 'blocks.0'"]),
     (

@@ -66,6 +66,7 @@ class UnitByUnit:
         self._parts = parts
         self._hooks = hooks
         self._device = device
+        self._known: set[str] = set()
 
     def run(self, bodies: Sequence[Body], around_inputs: Around) -> None:
         """Run ``bodies``, one for each micro-batch, and reduce their gradients. Collective: every rank has as many.
@@ -78,7 +79,7 @@ class UnitByUnit:
         places = self._places()
         threads = [MicroBatchThread(n, partial(body, _backpropagate), self._device) for n, body in enumerate(bodies)]
         with _diverted(places, partial(_visit, around_inputs)), self._passes_paused():
-            _StepByUnit(self._gradients, self._parts, threads).run()
+            _StepByUnit(self._gradients, self._parts, threads, self._known).run()
 
     @contextmanager
     def _passes_paused(self) -> Iterator[None]:
@@ -128,14 +129,22 @@ class UnitByUnit:
 
 
 class _StepByUnit:
-    """One step's micro-batches on their way through the units. ``threads``: theirs, in order."""
+    """One step's micro-batches on their way through the units.
+
+    ``threads``: theirs, in order. ``known``: the names of the modules that were visited before, which grow.
+    """
 
     def __init__(
-        self, gradients: dict[int, UnitGradients], parts: PassParts, threads: Sequence[MicroBatchThread]
+        self,
+        gradients: dict[int, UnitGradients],
+        parts: PassParts,
+        threads: Sequence[MicroBatchThread],
+        known: set[str],
     ) -> None:
         self._gradients = gradients
         self._parts = parts
         self._threads = threads
+        self._known = known
         self._visited: list[Place] = []
         self._turn: list[Unit] = []
         self._left: list[int] = []
@@ -210,7 +219,8 @@ class _StepByUnit:
         """Run the forward that ``thread`` waits for, let it go on, and return the visit."""
         visit: Visit = thread.request.visit
         with thread.generators.in_force():
-            result = visit.forward(thread.request.tensors, checks=thread is self._threads[0])
+            result = visit.forward(thread.request.tensors, is_new=visit.place.name not in self._known)
+        self._known.add(visit.place.name)
         thread.advance(result)
         return visit
 

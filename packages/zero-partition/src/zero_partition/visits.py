@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -15,11 +15,11 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from .errors import PartitionError
 from .micro_batch_threads import GeneratorStates, MicroBatchThread
 from .unit import Unit
+from .visit_buffers import WatchedBuffers, statistics_kept
 
 _LOOP = "use the ordinary loop of engine(batch), engine.backward and engine.step"
 _WROTE_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"  # as torch says it
 _WROTE_AN_INPUT = "modified by an inplace operation"  # torch, and the tiers of activations
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format, enum.Enum)
 
 
@@ -102,15 +102,14 @@ class Visit:
         outputs = iter(made)
         return tree_unflatten([next(outputs) if x is _TENSOR else x for x in self._outputs], self._output_spec)  # type: ignore[arg-type]
 
-    def forward(self, tensors: Sequence[torch.Tensor], *, checks: bool) -> VisitOutputs:
+    def forward(self, tensors: Sequence[torch.Tensor], *, is_new: bool) -> VisitOutputs:
         """Run the module with ``tensors`` as inputs and return its outputs. Keeps its graph until `drop_graph`. Raises
-        `PartitionError` for an output that is neither tensor nor plain data and, with ``checks``, for a module that
-        keeps what a second run finds changed."""
+        `PartitionError` for an output that is neither tensor nor plain data, and for a module that keeps what a second
+        run finds changed. ``is_new``: the module was not visited before; also values of its buffers are compared."""
         self._generators = self.thread.generators.copy()
-        before = [(name, b, b.clone()) for name, b in self.place.module.named_buffers()] if checks else []
+        buffers = WatchedBuffers(self.place.module, by_value=is_new)
         inputs, output = self._run(tensors)
-        if checks:
-            self._refuse_kept(before)
+        self._refuse_kept(buffers)
         leaves, self._output_spec = tree_flatten(output)
         foreign = next((x for x in leaves if not isinstance(x, (torch.Tensor, *_PLAIN))), None)
         if foreign is not None:
@@ -133,12 +132,12 @@ class Visit:
         self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Run the module again, unless its graph is kept, and backpropagate ``gradients`` of its outputs. Return those
-        of ``tensors``, its inputs; parameters get theirs as in any backward pass. Buffers that the module writes are as
-        before."""
+        of ``tensors``, its inputs; parameters get theirs as in any backward pass. Statistics that the module writes are
+        as before."""
         graph, self._graph = self._graph, None
         if graph is not None:
             return _backpropagate(*graph, gradients)
-        with _buffers_kept(self.place.module):
+        with statistics_kept(self.place.module):
             with cast(GeneratorStates, self._generators).copy().in_force():
                 inputs, output = self._run(tensors)
             outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
@@ -181,19 +180,16 @@ class Visit:
             f"micro-batch, the second time with what it left: write x = x * 2, not x *= 2, in it, or {_LOOP}."
         )
 
-    def _refuse_kept(self, before: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
-        """Raise `PartitionError`, naming it, for a buffer that the module's forward has changed since ``before`` (name,
-        buffer, value), unless it is a statistic that training does not read, and for a tensor with a graph that a
-        module has kept as an attribute."""
-        modules = list(self.place.module.modules())
-        statistics = {id(b) for m in modules if isinstance(m, _BATCH_NORMS) and m.training for b in m.buffers()}
-        for name, buffer, value in before:
-            if id(buffer) not in statistics and not torch.equal(buffer, value):
-                raise PartitionError(
-                    f"train_batch: module '{self.place.name}' changed its buffer '{name}', and its forward runs twice "
-                    f"for each micro-batch: {_LOOP}."
-                )
-        for module in modules:
+    def _refuse_kept(self, buffers: WatchedBuffers) -> None:
+        """Raise `PartitionError`, naming it, for a buffer that the module's forward has changed, unless it is a
+        statistic that training does not read, and for a tensor with a graph that a module has kept as an attribute."""
+        changed = buffers.changed()
+        if changed is not None:
+            raise PartitionError(
+                f"train_batch: module '{self.place.name}' changed its buffer '{changed}', and its forward runs twice "
+                f"for each micro-batch: {_LOOP}."
+            )
+        for module in self.place.module.modules():
             for name, kept in vars(module).items():
                 if isinstance(kept, torch.Tensor) and kept.grad_fn is not None:
                     raise PartitionError(
@@ -275,14 +271,3 @@ def _autocast_states() -> list[tuple[str, torch.dtype, bool, bool]]:
     devices = ["cpu", *([accelerator.type] if accelerator is not None else [])]
     cached = torch.is_autocast_cache_enabled()
     return [(d, torch.get_autocast_dtype(d), torch.is_autocast_enabled(d), cached) for d in devices]
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore, after the block, the values of the buffers of ``module``, such as running means: some kernels write them
-    without raising their version."""
-    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    yield
-    with torch.no_grad():
-        for buffer, value in before:
-            buffer.copy_(value)

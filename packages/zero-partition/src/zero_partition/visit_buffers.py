@@ -1,0 +1,60 @@
+"""Buffers of a module whose forward runs twice: which may change, which did, and how they get their values back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_NORMS_OF_ONE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+class WatchedBuffers:
+    """The buffers of ``module`` before a run of its forward, without its `statistics`. ``by_value``: keep their values
+    too, as some kernels write without raising a tensor's version; comparing them waits for the device."""
+
+    def __init__(self, module: nn.Module, *, by_value: bool) -> None:
+        left_out = {id(buffer) for buffer in statistics(module)}
+        watched = [(name, b) for name, b in module.named_buffers() if id(b) not in left_out]
+        self._module = module
+        self._before = [(name, b, _version(b), b.clone() if by_value else None) for name, b in watched]
+
+    def changed(self) -> str | None:
+        """Return the name of a buffer that was written or replaced since; None without one."""
+        now = dict(self._module.named_buffers())
+        for name, buffer, version, value in self._before:
+            if now.get(name) is not buffer or _version(buffer) != version:
+                return name
+            if value is not None and not _is_same(buffer, value):
+                return name
+        return None
+
+
+def statistics(module: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers of ``module`` that training writes and does not read: those of batch and instance
+    normalization."""
+    norms = [m for m in module.modules() if isinstance(m, (*_NORMS, *_NORMS_OF_ONE)) and m.training]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+@contextmanager
+def statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Restore, after the block, the values of the `statistics` of ``module``."""
+    before = [(buffer, buffer.clone()) for buffer in statistics(module)]
+    yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return the version of ``tensor``, which counts writes; 0 for a tensor of inference mode, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype have the same values; NaN is equal to NaN."""
+    return torch.equal(ours, theirs) or bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
