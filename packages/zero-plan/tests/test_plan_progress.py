@@ -24,6 +24,7 @@ COMMANDS = {
     "estimate": ["estimate", *SIZES],
     "fit": ["fit", *SIZES, "--train-batch", "64"],
     "run train.py": ["run", "train.py", "--world-size", "2"],
+    "build torch.nn:Transformer": ["table", "--model", "torch.nn:Transformer", "--stage", "2"],
     "model config.json": "model --hf-config config.json --config ds.json --batch 1x8 --world-size 2".split(),
 }
 

@@ -7,8 +7,10 @@ import importlib.metadata
 import queue
 import secrets
 import shlex
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,12 +76,14 @@ def main(argv: Sequence[str]) -> int:
     if options.swap:
         return leftovers(options.swap, options.remove)
     if options.local or options.hostfile is None:
-        reports = [HostReport("this machine", examination(str(Path.cwd())))]
+        with _progress("this machine", None):
+            reports = [HostReport("this machine", examination(str(Path.cwd())))]
     else:
         hosts = Hostfile.read(options.hostfile).select(include=options.include, exclude=options.exclude)
         transport = Transport(options.launcher, tuple(shlex.split(options.launcher_args)), options.ssh_port)
         transport.check()
-        reports = examine(hosts, transport)
+        with _progress("hosts", len(hosts.hosts)) as advance:
+            reports = examine(hosts, transport, answered=advance)
     problems, remarks = diagnose(reports)
     _print(reports, problems, remarks)
     return 1 if problems else 0
@@ -99,11 +103,34 @@ def leftovers(folders: Sequence[str], remove: bool) -> int:
     return 1 if lines and not remove else 0
 
 
-def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
+@contextmanager
+def _progress(title: str, total: int | None) -> Iterator[Callable[[int], None] | None]:
+    """Show a bar on standard error while the `with` statement runs, with ``title`` and the time so far: of ``total``
+    hosts, or a moving one without a total.
+
+    Yields the function that sets the number of hosts that have answered; None where standard error is no terminal.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    count = () if total is None else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *count, TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda answered: bar.update(task, completed=answered)
+
+
+def examine(
+    hosts: Hostfile, transport: Transport, *, answered: Callable[[int], None] | None = None
+) -> list[HostReport]:
     """Return the reports of all ``hosts``, in their order, with whether each shares this working directory.
 
     The hosts are asked at the same time, and have 90 s to answer; one that does not gets a report with a trouble. A
-    file in this working directory, which is removed at the end, shows whether it is shared.
+    file in this working directory, which is removed at the end, shows whether it is shared. ``answered`` is called
+    with the number of hosts that have a report, after each message.
     """
     inbox: Inbox = queue.SimpleQueue()
     peers = {name: Peer(name, slots) for name, slots in hosts.hosts.items()}
@@ -125,6 +152,8 @@ def examine(hosts: Hostfile, transport: Transport) -> list[HostReport]:
             except queue.Empty:
                 continue
             _take(peers[name], message, transport, mark, reports)
+            if answered is not None:
+                answered(len(reports))
     finally:
         for peer in peers.values():
             peer.close()

@@ -55,13 +55,20 @@ def points(
 
 
 def sweep(
-    folder: str, settings: Sequence[Setting], kinds: Sequence[str], nbytes: int, repeats: int, peers: Peers
+    folder: str,
+    settings: Sequence[Setting],
+    kinds: Sequence[str],
+    nbytes: int,
+    repeats: int,
+    peers: Peers,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[Row]:
     """Measure every setting and peer `repeats` times, interleaved, after one warm-up round; return a row for each, with
     its samples.
 
     A scratch file of `nbytes` is made in `folder` and removed. `kinds`: "read", "write" or "mixed", which peers do not
-    do.
+    do. `progress` is called after each measurement, with 1 and the number of all of them.
     """
     memories: dict[str, Any] = {"aligned": memoryview(AlignedBuffer(nbytes))}
     if any(setting.memory == "plain" for setting in settings):
@@ -82,6 +89,8 @@ def sweep(
                 sample = action()
                 if round_number > 0:
                     row.samples.append(sample)
+                if progress is not None:
+                    progress(1, len(contenders) * (repeats + 1))
     finally:
         os.unlink(path)
     return [row for row, _ in contenders]

@@ -165,8 +165,8 @@ def _run_bench(options: argparse.Namespace) -> None:
     settings = _sweep.points(
         options.backend, options.block, options.depth, options.threads, options.memory, not options.buffered
     )
-    with console.status("measuring"):
-        rows = _sweep.sweep(options.path, settings, options.kind, options.size, options.repeat, peers)
+    with _progress("bench", None, in_bytes=False) as advance:
+        rows = _sweep.sweep(options.path, settings, options.kind, options.size, options.repeat, peers, progress=advance)
     console.print(_sweep.table(rows))
     if not peers.fio and not options.no_fio:
         console.print("fio is not installed, so there is nothing to compare with")
@@ -183,16 +183,24 @@ def _run_tune(options: argparse.Namespace) -> None:
     """
     from ._tuning import cache_path
     from .measure import Sample, Setting
-    from .tune import tune
+    from .tune import MEASUREMENTS, tune
 
-    def report(setting: Setting, read: Sample, write: Sample) -> None:
-        """Print a measured setting and its read and write speed."""
-        shape = f"block {setting.block_bytes >> 10:>5}K  depth {setting.queue_depth:>3}  threads {setting.threads}"
-        print(f"{shape}  read {read.gb_per_s:6.2f} GB/s  write {write.gb_per_s:6.2f} GB/s")
+    with _progress("tune", MEASUREMENTS, in_bytes=False) as advance:
 
-    found = tune(
-        options.path, file_bytes=options.size, budget_seconds=options.seconds, store=not options.dry_run, report=report
-    )
+        def report(setting: Setting, read: Sample, write: Sample) -> None:
+            """Print a measured setting and its read and write speed."""
+            shape = f"block {setting.block_bytes >> 10:>5}K  depth {setting.queue_depth:>3}  threads {setting.threads}"
+            print(f"{shape}  read {read.gb_per_s:6.2f} GB/s  write {write.gb_per_s:6.2f} GB/s")
+            if advance is not None:
+                advance(1)
+
+        found = tune(
+            options.path,
+            file_bytes=options.size,
+            budget_seconds=options.seconds,
+            store=not options.dry_run,
+            report=report,
+        )
     print(
         f"best: {found.backend}, block_bytes={found.block_bytes}, queue_depth={found.queue_depth}, "
         f"threads={found.threads} "
@@ -222,25 +230,42 @@ def _run_copy(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Show a progress bar of `total` bytes on standard error while the `with` statement runs.
+def _progress(title: str, total: int | None, *, in_bytes: bool = True) -> Iterator[Callable[..., None] | None]:
+    """Show a progress bar of `total` bytes or, without `in_bytes`, measurements on standard error while the `with`
+    statement runs; what is printed meanwhile appears above it.
 
-    Yields the function that advances it by a number of bytes; None where standard error is no terminal, and without
-    rich.
+    Yields the function that advances it by a number, and takes the total as a second argument where it was not known;
+    None where standard error is no terminal, and without rich.
     """
     if not sys.stderr.isatty():
         yield None
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TransferSpeedColumn,
+        )
     except ImportError:
         yield None
         return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *amounts)
+    # A bar's console takes the lines over, to standard error; a file or a pipe gets them as they are.
+    shared = sys.stdout.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=shared) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda nbytes: bar.advance(task, nbytes)
+
+        def advance(amount: int, total: int | None = None) -> None:
+            """Move the bar by `amount`; a `total` replaces the bar's."""
+            bar.update(task, advance=amount, total=total)
+
+        yield advance
 
 
 if __name__ == "__main__":

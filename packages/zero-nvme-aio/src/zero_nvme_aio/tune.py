@@ -17,6 +17,11 @@ __all__ = ["tune"]
 
 BLOCKS = (256 << 10, 1 << 20, 4 << 20)
 DEPTHS = {256 << 10: 64, 1 << 20: 32, 4 << 20: 8}
+THREADS = (1, 2)
+FINALISTS = 6
+"""Settings that two further rounds repeat."""
+MEASUREMENTS = len(BLOCKS) * 2 * len(THREADS) + 2 * FINALISTS
+"""Of all rounds, if the time is enough."""
 
 
 def tune(
@@ -77,11 +82,11 @@ def _rounds(results: dict[Setting, list[tuple[Sample, Sample]]]) -> Iterator[lis
         Setting(chosen, block, depth, threads)
         for block in BLOCKS
         for depth in (DEPTHS[block], DEPTHS[block] * 4)
-        for threads in (1, 2)
+        for threads in THREADS
     ]
     yield everything
     for _ in range(2):
-        yield sorted(everything, key=lambda s: -_score(results[s]))[:6]
+        yield sorted(everything, key=lambda s: -_score(results[s]))[:FINALISTS]
 
 
 def _measure_setting(setting: Setting, path: str, memory: AlignedBuffer) -> tuple[Sample, Sample]:

@@ -17,7 +17,7 @@ from ..estimators import Estimate, estimate_zero1, estimate_zero2, estimate_zero
 from ..live import ParameterCount, count_parameters
 from ..quantities import parse_count
 from ..states import published_table
-from .printing import print_table
+from .printing import print_table, progress
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +100,8 @@ def _parameter_counts(arguments: argparse.Namespace) -> tuple[int, int | None]:
         return arguments.params, arguments.largest_layer
     if arguments.largest_layer is not None:
         raise PlanError("--largest-layer goes with --params; with --model it is counted")
-    counted: ParameterCount = count_parameters(_build_model(arguments.model))
+    with progress(f"build {arguments.model}"):
+        counted: ParameterCount = count_parameters(_build_model(arguments.model))
     return counted
 
 
