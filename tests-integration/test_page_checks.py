@@ -64,9 +64,22 @@ def test_variables_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
 ORDERS_VARIABLE = "ZERO_A"
 def f(env, table):
     os.environ["ZERO_SET"] = "1"
+    getenv("ZERO_F"), os.getenv("ZERO_G"), os.environ.pop("ZERO_H", None), modules.os.environ.get("ZERO_I")
     return os.environ.get("ZERO_B"), env["ZERO_C"], "ZERO_D" not in environ, table.get("ZERO_E")
 """
-    assert set(check.variables_read(ast.parse(source))) == {"ZERO_A", "ZERO_B", "ZERO_C", "ZERO_D"}
+    assert set(check.variables_read(ast.parse(source))) == {f"ZERO_{letter}" for letter in "ABCDFGHI"}
+
+
+def test_a_page_that_names_a_variable_which_no_source_reads_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = tool("check_reference", monkeypatch)
+    assert not list(check.variable_complaints())
+    page = tmp_path / "page.md"
+    page.write_text("`ZERO_LOG=error` is read, `ZERO_GONE=1` is not")
+    monkeypatch.setattr(check, "pages", lambda: [page])
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    assert [line.split(",")[0] for line in check.variable_complaints()] == ["page.md names ZERO_GONE"]
 
 
 def test_rows_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
 """The pages name what there is: attributes of the engine, names of the packages' modules, keys of the configuration,
-source files, options of the commands."""
+source files, subcommands and options of the commands."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import inspect
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pages import blocks
 
 from zero_core import Engine
 from zero_settings import REMOVED_KEYS, known_keys
@@ -26,6 +29,9 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 SOURCES = ("packages", "tests-integration", "tools", "docs/examples")
 OTHER_SOURCES = {"train.py", "ds_to_universal.py", "noxfile.py"}
 """A reader's script, DeepSpeed's, and the root's."""
+SPAN = re.compile(r"`(zero-[a-z-]+) ([a-z][\w-]*)")
+LINE = re.compile(r"^ *(zero-[a-z-]+) ([a-z][\w-]*)", re.MULTILINE)
+"""A command and its first word, between backticks and on a line of a block."""
 CALL = re.compile(r"(?<![\w/.-])(zero-(?:ckpt|core|launch|nvme-aio|plan|report)) ([^`|>\n]*)")
 NO_KEYS = {"optimizer", "scheduler"}
 """Sections whose names are also those of objects with attributes."""
@@ -87,6 +93,16 @@ def options_of() -> dict[str, set[str]]:
     return found
 
 
+@functools.cache
+def subcommands_of() -> dict[str, set[str]]:
+    """Return the subcommands of each command that begins with one, by the same page."""
+    page = (ROOT / "docs" / "reference" / "command-lines.md").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    for command, name in re.findall(r"^### `([\w-]+) ([\w-]+)`$", page, re.MULTILINE):
+        found.setdefault(command, set()).add(name)
+    return found
+
+
 def unknown_options(text: str) -> Iterator[str]:
     """Yield the options with which a page calls a command that has no such option; a script's own are not looked at."""
     for command, words in CALL.findall(text.replace("\\\n", " ")):
@@ -98,11 +114,39 @@ def unknown_options(text: str) -> Iterator[str]:
                 yield f"{command} {option[0]}"
 
 
+def unknown_subcommands(text: str) -> Iterator[str]:
+    """Yield the subcommands that a page calls, in a block of commands or between backticks, and there are not."""
+    called = [*SPAN.findall(FENCE.sub("", text))]
+    called += [pair for block in blocks(text) if block.language == "sh" for pair in LINE.findall(block.body)]
+    for command, name in called:
+        if name not in subcommands_of().get(command, {name}):
+            yield f"{command} {name}"
+
+
+def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted path of every key of a configuration."""
+    for name, value in section.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from paths(value, f"{prefix}{name}.")
+
+
+def unknown_keys(text: str) -> Iterator[str]:
+    """Yield the keys that a page's JSON examples of a configuration have and there are not."""
+    for block in blocks(text):
+        if block.language == "json":
+            found = json.loads(block.body)
+            if isinstance(found, dict) and set(found) & set(known_keys("")):
+                yield from (path for path in paths(found) if not is_key(path))
+
+
 def unknown(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8")
     own = set(re.findall(r"[\w-]+\.\w+", " ".join(FENCE.findall(text))))
     yield from sorted(set(SOURCE.findall(FENCE.sub("", text))) - source_names() - OTHER_SOURCES - own)
+    yield from unknown_subcommands(text)
     yield from unknown_options(text)
+    yield from unknown_keys(text)
     if page.parent.name not in OTHER_ENGINE:
         names = {name for name in OF_ENGINE.findall(text) if name not in engine_names() | {"py"}}
         yield from sorted(f"engine.{name}" for name in names)
@@ -127,6 +171,10 @@ def test_what_does_not_exist_is_found(tmp_path: Path) -> None:
     assert list(unknown(page)) == ["gone.py", "zero-launch --gone"]
     page.write_text("`zero-ckpt inspect --gone`, `zero-core verify train.py --steps 3 -- --mine`")
     assert list(unknown(page)) == ["zero-ckpt --gone"]
+    page.write_text("`zero-ckpt gone DIR`, `zero-launch mine.py`\n\n```sh\nzero-plan gone\nzero-plan fit\n```\n")
+    assert list(unknown(page)) == ["zero-ckpt gone", "zero-plan gone"]
+    page.write_text('```json\n{"fp16": {"enabled": true, "gone": 1}, "gone": {"stage": 1}}\n```\n')
+    assert list(unknown(page)) == ["fp16.gone", "gone", "gone.stage"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,8 +1,9 @@
 """Compare two pages of docs/reference with the sources, in both directions. Run by `nox -s docs`.
 
-* environment-variables.md: the variables that Python or C++ sources read, found as constants in `environ.get("X")`,
-  `environ["X"]` and `"X" in environ`, as values of constants named `…_VARIABLE`, and in `getenv("X")`. A variable in
-  a table of the page that is not read so has to be a string of some source at least: of a tuple that is looped over.
+* environment-variables.md: the variables that Python, C++ or CMake sources read. They are found as constants in
+  `environ.get("X")`, `environ.pop("X")`, `environ["X"]`, `"X" in environ`, `getenv("X")` and `$ENV{X}`, and as values
+  of constants named `…_VARIABLE`. A variable in a table of the page that is not read so has to be a string of some
+  source at least: of a tuple that is looped over. So does a variable `ZERO_…` on any other page.
 * errors.md: the exception classes of each package, under a heading with the package's name.
 
 Standard library only; the command lines are compared by tools/command_page.py, which needs the packages.
@@ -19,8 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
-MAPPINGS = {"env", "environ", "os.environ"}
-READS = re.compile(r"environ|\benv\b|_VARIABLE")
+MAPPINGS = re.compile(r"env|environ|.*\.environ")
+READS = re.compile(r"environ|\benv\b|_VARIABLE|getenv")
+NATIVE_READS = re.compile(r'(?:getenv\("|\$ENV{)(\w+)')
+OURS = re.compile(r"\bZERO_[A-Z0-9_]+\b")
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Za-z0-9]+)*")
 CLASS = re.compile(r"^class ([A-Za-z]\w*Error)\(", re.MULTILINE)
 CELL = re.compile(r"^\| (.+?) \|", re.MULTILINE)
@@ -35,20 +38,29 @@ def sources() -> dict[Path, str]:
     return {file: file.read_text(encoding="utf-8") for file in sorted(files) if file != own}
 
 
+def pages() -> list[Path]:
+    """Return the pages of the site and the front page."""
+    return [ROOT / "README.md", *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/README.md")])]
+
+
 def constant(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value):
         yield node.value
 
 
 def is_environment(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) in MAPPINGS
+    return isinstance(node, ast.Name | ast.Attribute) and MAPPINGS.fullmatch(ast.unparse(node)) is not None
 
 
 def variables_read(tree: ast.AST) -> Iterator[str]:
     """Yield the environment variables that a module reads."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute):
-            if node.func.attr == "get" and is_environment(node.func.value):
+        if isinstance(node, ast.Call) and node.args:
+            if ast.unparse(node.func) in {"getenv", "os.getenv"} or (
+                isinstance(node.func, ast.Attribute)
+                and node.func.attr in {"get", "pop"}
+                and is_environment(node.func.value)
+            ):
                 yield from constant(node.args[0])
         elif isinstance(node, ast.Subscript):
             if isinstance(node.ctx, ast.Load) and is_environment(node.value):
@@ -66,8 +78,8 @@ def variables_in_sources() -> dict[str, str]:
     for path, text in sources().items():
         for name in variables_read(ast.parse(text)) if READS.search(text) else ():
             found.setdefault(name, str(path.relative_to(ROOT)))
-    for path in sorted(ROOT.glob("packages/*/csrc/**/*.cpp")):
-        for name in re.findall(r'getenv\("(\w+)"\)', path.read_text(encoding="utf-8")):
+    for path in sorted([*ROOT.glob("packages/*/csrc/**/*.cpp"), *ROOT.glob("packages/*/CMakeLists.txt")]):
+        for name in NATIVE_READS.findall(path.read_text(encoding="utf-8")):
             found.setdefault(name, str(path.relative_to(ROOT)))
     return found
 
@@ -83,6 +95,10 @@ def variable_complaints() -> Iterator[str]:
     for name in sorted(set(filter(VARIABLE.fullmatch, NAME.findall(rows))) - set(read)):
         if not any(f'"{name}"' in source for source in sources().values()):
             yield f"docs/reference/{page.name} lists {name}, which no source reads"
+    for other in pages():
+        for name in sorted(set(OURS.findall(other.read_text(encoding="utf-8"))) - set(read)):
+            if not any(f'"{name}"' in source for source in sources().values()):
+                yield f"{other.relative_to(ROOT)} names {name}, which no source reads"
 
 
 @cache
