@@ -78,6 +78,7 @@ class GradientArrivals:
 
         With the last one that the unit is expected to get in a pass that reduces, the unit may be reduced and is
         released. If ``.grad`` was None, does nothing more.
+
         Raises `PartitionError` if a hook of the user's changed it after an earlier pass of the step, and, ending the
         engine, for ``create_graph=True``.
         """

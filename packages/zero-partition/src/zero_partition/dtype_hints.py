@@ -20,7 +20,7 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @contextmanager
 def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """A context for a forward pass of ``model``, in which errors of torch about dtypes are made to name the module.
+    """Make errors of torch about dtypes, in a forward pass of ``model`` inside the block, name the module.
 
     An error in a module whose parameters have another floating dtype than ``inputs``, nested containers of tensors, or
     than a buffer of the model, becomes a `PartitionError` that names the module, both dtypes and the key of the
@@ -45,14 +45,15 @@ def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def _by_inputs(given: torch.dtype | None, own: torch.dtype) -> str:
-    """Return what is wrong with inputs of dtype ``given`` for parameters of dtype ``own``, and what to do."""
+    """Return, as an error's text, that inputs of dtype ``given`` do not fit parameters of dtype ``own``, and what to
+    do."""
     key = f"Set {_NAMES[own]}.auto_cast to true in the configuration, or cast" if own in _NAMES else "Cast"
     return f"the model was given {given} inputs. {key} them in the script: x.to({own})."
 
 
 def _by_buffer(model: nn.Module, own: torch.dtype) -> str:
-    """Return which buffer of ``model`` has a wider dtype than half-precision parameters, ``own``, so that computing
-    with it gives that dtype, and what to do; "" if there is none."""
+    """Return, as an error's text, which buffer of ``model`` has a wider dtype than half-precision parameters, ``own``,
+    so that computing with it gives that dtype, and what to do; "" if there is none."""
     wider = (
         (name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > own.itemsize
     )

@@ -125,14 +125,16 @@ class FullWeights:
                 yield name, copy
 
     def _checked(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
-        """Return the buckets of a new pass, which begins when the first is asked for."""
+        """Return the buckets of a new pass, which begins when the first is asked for. Raises `PartitionError` at once
+        for a bound below 1, and what ``check`` raises."""
         self._check()
         if bucket_bytes < 1:
             raise PartitionError(f"full weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         return self._pass(bucket_bytes)
 
     def _pass(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
-        """Yield the buckets of one pass; see [Note: a rank that stops]."""
+        """Yield the buckets of one pass over all weights, and meet the other ranks after each (see [Note: a rank that
+        stops]). Collective."""
         runtime = self._partition.runtime
         runtime.reopen("iter_full_weights")
         if runtime.gathers.active:
@@ -335,10 +337,10 @@ class _Gathers:
 
 
 def _digest(described: Any) -> str:
-    """Return a digest of plain data."""
+    """Return a digest of plain data, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
 def _after(bucket: WeightBucket) -> str:
-    """Return the name of the meeting after ``bucket``."""
+    """Return the name under which the ranks meet after ``bucket``: "bucket 1 of 3"."""
     return f"bucket {bucket.number + 1} of {bucket.count}"

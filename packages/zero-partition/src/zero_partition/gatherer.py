@@ -189,15 +189,15 @@ class Gatherer:
     @outside_transforms
     def _release(self, unit: Unit) -> None:
         """Release ``unit`` unless it is pinned; a gather of it in flight is waited for first. The unit that the next
-        pass gathers first is kept gathered instead, where `_is_turn` allows."""
+        pass gathers first is kept gathered instead, where `_may_keep` allows."""
         if not unit.pinned:
             self._wait(unit)
-            if self._is_turn(unit):
+            if self._may_keep(unit):
                 self._gathers.keep(unit)
             else:
                 unit.release()
 
-    def _is_turn(self, unit: Unit) -> bool:
+    def _may_keep(self, unit: Unit) -> bool:
         """Return whether ``unit`` may stay gathered for the next pass: that pass gathers it first (``before`` of
         `begin`), no gather of the running one remains, and ``max_live_numel`` allows a unit of this size."""
         return unit.index == self._turn and not self._gathers.left and unit.layout.numel <= self._max_live_numel

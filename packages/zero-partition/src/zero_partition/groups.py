@@ -50,8 +50,8 @@ class AddParamGroup:
             del optimizer.__dict__["add_param_group"]
 
     def _describe(self, parameter: Any) -> str:
-        """Return words for an entry of a param group, a parameter or (name, parameter): its name, or its shape if it is
-        not the model's."""
+        """Return a description, for errors, of an entry of a param group, a parameter or (name, parameter): its name,
+        or its shape if it is not the model's."""
         if isinstance(parameter, tuple):
             parameter = parameter[-1]
         partition = self._partition()
@@ -81,8 +81,8 @@ def _holds(group: Mapping[str, Any], expected: Sequence[ListedParameter]) -> boo
 
 
 def _change(groups: Sequence[Mapping[str, Any]], expected: Sequence[Sequence[ListedParameter]]) -> str:
-    """Return words for the first difference between param groups and what they are ``expected`` to hold (by group, its
-    parameters); there has to be one."""
+    """Return, in words for an error, the first difference between param groups and what they are ``expected`` to hold
+    (by group, its parameters); there has to be one."""
     homes = {id(p.tensor): (number, p.name) for number, listed in enumerate(expected) for p in listed}
     seen: dict[int, int] = {}
     for number, group in enumerate(groups):

@@ -43,7 +43,7 @@ class Hints:
             )
 
     def hollow(self, name: str) -> None:
-        """Warn that the entry ``name`` of a state dict has no values, for its parameter is released."""
+        """Warn that the entry ``name`` of a state dict has no values, as its parameter is released."""
         self._warn(
             "state dict",
             f"state_dict(): '{name}' is sharded and not gathered, so its entry is a meta tensor, and a file of this "

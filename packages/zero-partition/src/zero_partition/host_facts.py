@@ -65,8 +65,8 @@ def untouched(
 
 
 def exchange_classes(tensors: Sequence[torch.Tensor], other: Callable[[type], type]) -> None:
-    """Set each tensor's class to what ``other`` returns for its present class, in place; tensors may have different
-    classes."""
+    """Set each tensor's class to the one that ``other`` returns for its present class, in place; tensors may have
+    different classes."""
     kinds = set(map(type, tensors))
     for kind in kinds:
         exchanged = other(kind)

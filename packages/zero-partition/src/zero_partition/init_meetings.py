@@ -65,7 +65,7 @@ class InitMeetings:
 
 
 def _describe(records: Sequence[ShardedParameter]) -> str:
-    """Return words for ``records`` in messages: the first one's name and the number of the others."""
+    """Return a description of ``records`` for messages: the first one's name and the number of the others."""
     return f"{records[0].name} and {len(records) - 1} more" if records else "of Init"
 
 

@@ -333,8 +333,8 @@ class Init:
 
 
 def _facts(records: list[ShardedParameter]) -> list[_Facts]:
-    """Return what ranks compare of full parameters, for each (dtype and shape, digest of the values, whether other code
-    holds its memory)."""
+    """Return what ranks compare of the full parameters of ``records``: for each (dtype and shape, digest of the values,
+    whether other code holds its memory)."""
     held = shared_with_others(records)
     return [(record.kind, record.digest(), other) for record, other in zip(records, held, strict=True)]
 

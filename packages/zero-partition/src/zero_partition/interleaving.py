@@ -76,14 +76,14 @@ class Interleaving:
             if self._gathers.position(unit) >= self._issued_by_all:
                 self._exchange(self._gathers.position(unit))
         elif self._active:
-            self._start_within(self._gathers.position(unit))
+            self._start_before(self._gathers.position(unit))
 
     def before_unscheduled_gather(self) -> None:
         """Start every remaining reduction of the pass: other ranks join a gather outside the order only once they have
         finished the pass or request one themselves. Does nothing in lock step, where it is not needed, or outside a
         pass."""
         if self._active and not self._lock_step:
-            self._start_within(None)
+            self._start_before(None)
 
     def start_next(self) -> None:
         """Start the next reduction of the pass with the gradients that are there, and wait for the oldest ones while
@@ -123,9 +123,9 @@ class Interleaving:
             self._finish_oldest()
 
     def _make_room(self) -> None:
-        """Advance all reductions but the newest to their last hop (see [Note: waits]), and finish the oldest while more
-        are in flight than `OrderedReductions.over_limit` allows. Before it waits for one, issues the gathers that
-        others may wait for."""
+        """Finish the oldest reductions while more are in flight than `OrderedReductions.over_limit` allows, after
+        starting the last hop of all but the newest (see [Note: waits]). Before it waits for one, issues the gathers
+        that others may wait for."""
         for one in self._reductions.older_in_hops():
             self._before_reduction(one.number, one.gathers_first)
             one.work.advance()
@@ -154,9 +154,10 @@ class Interleaving:
         elif self._active:
             self._gathers.issue_until(gathers_first)
 
-    def _start_within(self, position: int | None) -> None:
+    def _start_before(self, position: int | None) -> None:
         """Start the reductions that come before a wait for the gather at ``position`` of the order (None: all of the
-        pass), and advance them to their last hop (see [Note: waits]), which waits for the hops before."""
+        pass), and of those that take several collectives (see [Note: waits]) also the last, which waits for the
+        others."""
         while self._reductions.must_start_before(position):
             self.start_next()
         self._reductions.advance_before(position)

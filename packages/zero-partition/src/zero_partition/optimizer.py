@@ -216,7 +216,7 @@ class ShardedOptimizer:
                 """Run the optimizer's step with its hooks, and ``begin``, if given, before its arithmetic; keep a
                 post-hook's exception in ``raised``. Collective where some rank has pre-hooks."""
 
-                def written() -> None:
+                def begin_writing() -> None:
                     """Begin the part of the step that writes weights: meet the other ranks if any has pre-hooks
                     (collective), so that all have run, mark the writing, and call ``begin``."""
                     if agreed.hooked:
@@ -225,7 +225,7 @@ class ShardedOptimizer:
                     if begin is not None:
                         begin()
 
-                raised.append(self._step_inner(written, agreed.touched))
+                raised.append(self._step_inner(begin_writing, agreed.touched))
 
             deferred = agreed.on_device if agreed.square is None else None
             with self._tensors.unguarded(), self._guard.skipping(deferred):

@@ -142,7 +142,7 @@ class OptimizerTensors:
 
     @contextlib.contextmanager
     def unguarded(self) -> Iterator[None]:
-        """A context in which tensors that hold values, and states, are plain, for the engine's own work; after it all
+        """Make tensors that hold values, and states, plain inside the block, for the engine's own work; after it all
         are guarded as between steps."""
         self._unguard()
         try:

@@ -123,7 +123,7 @@ class OrderedReductions:
         return position is None or self._gathers_first[self._queue[0]] <= position
 
     def start_next(self) -> None:
-        """Start the reduction of `next_unit` with the gradients that have arrived; nothing if there is none."""
+        """Start the reduction of `next_unit` with the gradients that have arrived; do nothing if there is none."""
         if self._queue:
             self.start(self._queue.popleft())
 
@@ -143,20 +143,20 @@ class OrderedReductions:
         return [index for index in self._order if index in chosen]
 
     def older_in_hops(self) -> Iterator[StartedReduction]:
-        """Yield the reductions in flight whose last hop of several has not started, oldest first, except the newest
-        reduction."""
+        """Yield, oldest first, the reductions in flight that take several hops (collectives inside nodes, then between
+        them) of which the last has not started; the newest reduction is left out."""
         yield from [one for one in list(self._travelling)[:-1] if one.work.has_hops]
 
     def advance_before(self, position: int | None) -> None:
-        """Advance to their last hop the reductions that every rank starts before it waits for the gather at
-        ``position`` (see `must_start_before`). Blocks until their earlier hops are complete."""
+        """Start the last hop (collective of several) of the reductions that every rank starts before it waits for the
+        gather at ``position`` (see `must_start_before`). Blocks until their earlier hops are complete."""
         for one in self._travelling:
             if position is None or one.gathers_first <= position:
                 one.work.advance()
 
     def advance_first(self, count: int) -> None:
-        """Advance those in flight of the pass's first ``count`` reductions, which every rank has started, to their last
-        hop. Blocks until their earlier hops are complete."""
+        """Start the last hop (collective of several) of those of the pass's first ``count`` reductions that are in
+        flight; every rank has started them. Blocks until their earlier hops are complete."""
         for one in self._travelling:
             if one.number < count:
                 one.work.advance()

@@ -124,7 +124,7 @@ class Partition:
             for parameter in unit.parameters:
                 own(parameter, self)
                 watch_data(parameter)
-        self.runtime.edits.owned()
+        self.runtime.edits.watch_for_swaps()
         self.added = AddedParameters(model)
         self.runtime.on_close(self.added.close)
         self._model = weakref.ref(model)
@@ -230,8 +230,8 @@ class Partition:
 
     @contextmanager
     def unsharded(self, parameter: nn.Parameter) -> Iterator[None]:
-        """A context, outside passes, in which ``parameter``, of this partition, is gathered for reading, after updates
-        that still run. Collective: every rank opens it at the same point, or `DesyncError` is raised."""
+        """Gather ``parameter``, one of this partition, for reading inside the block, once updates that still run have
+        finished. Only outside passes. Collective: every rank enters at the same point, or `DesyncError` is raised."""
         unit, _ = self._by_parameter[id(parameter)]
         self.runtime.agree("gathered", str(unit.index), None)
         self.finish_updates()
@@ -361,8 +361,8 @@ class Partition:
         return self.options.stage >= 3 and not plan.persistent and elsewhere
 
     def _route(self, plan: UnitPlan, layout: UnitLayout, *, releasable: bool) -> Route:
-        """Return how a unit is gathered; only releasable units get a codec and, where there is a group for them,
-        secondary shards."""
+        """Return the `Route` that gathers a unit; only releasable units get a codec and, where there is a group for
+        them, secondary shards."""
         group, near = self.groups.gather, self.groups.secondary
         if not releasable:
             return Route(group)

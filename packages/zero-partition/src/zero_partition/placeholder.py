@@ -59,8 +59,8 @@ class Placeholders:
         other writes later. None: they are always read.
         """
         if not self.installed():
-            raise self._replaced()
-        if known_versions is None or self._nans.device.type == "cpu" or not self._have(known_versions):
+            raise self._replaced_error()
+        if known_versions is None or self._nans.device.type == "cpu" or not self._have_versions(known_versions):
             self.verify_values()
 
     def verify_values(self) -> None:
@@ -74,13 +74,13 @@ class Placeholders:
                 "Change it inside `gathered([...], modifier_rank=0)`."
             )
 
-    def _have(self, known_versions: Sequence[int]) -> bool:
+    def _have_versions(self, known_versions: Sequence[int]) -> bool:
         """Return whether the parameters' version counters are ``known_versions``; True for inference tensors, which
         have none."""
         with torch._C.DisableTorchFunctionSubclass():
             return self._parameters[0].is_inference() or versions(self._parameters) == known_versions
 
-    def _replaced(self) -> ReleasedParameterError:
+    def _replaced_error(self) -> ReleasedParameterError:
         """Return the error for the first parameter that is not its placeholder; there has to be one."""
         with torch._C.DisableTorchFunctionSubclass():
             pairs = enumerate(zip(self._parameters, self._views, strict=True))

@@ -111,7 +111,7 @@ class Route:
 
     def arrived(self, flat: torch.Tensor) -> None:
         """Keep this rank's secondary shard of ``flat``, which a gather has filled. Do nothing without secondary shards,
-        after a gather of them, and after an exact gather where passes use a codec, whose secondary shards are
+        after a gather from them, and after an exact gather where passes use a codec, whose secondary shards are
         rounded."""
         if self.secondary is not None and self._fills_secondary:
             self.secondary.keep(flat)

@@ -215,8 +215,7 @@ class Runtime:
 
     @contextmanager
     def synced(self) -> Iterator[None]:
-        """A context in which ranks may call forward a different number of times, without backward. Every rank enters
-        it.
+        """Let ranks call forward a different number of times inside the block, without backward. Every rank enters it.
 
         A rank that leaves it joins the gathers of the others, and blocks, until all have left; after an exception, or
         where nothing is sharded, it does not. Raises `PartitionError` if one is open already.
@@ -272,7 +271,7 @@ class Runtime:
         self.held_gradients.discard(parameters, set_to_none=set_to_none)
 
     def on_close(self, remove: Callable[[], object]) -> None:
-        """Have `close` call ``remove``, after what was given before."""
+        """Have `close` call ``remove``, after the functions that were given before."""
         self._closing.append(remove)
 
     # -- the other ranks ---------------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ class StateTier(Protocol):
         parts that follow each other, valid until the next gradient of the shard."""
 
     def join_gradients(self) -> None:
-        """Make the work that is queued from now on wait for gradients on their way to the tier; the host does not."""
+        """Have device work that is queued from now on wait for gradients that are on their way to the tier. The host
+        does not wait."""
 
     def has_gradient(self, shard: str, /) -> bool:
         """Return whether the shard has got a gradient since `clear_gradients`."""
@@ -101,8 +102,8 @@ class StateTier(Protocol):
         """
 
     def numbers(self, fragment: str, /) -> Mapping[str, torch.Tensor]:
-        """Return what an optimizer without a kernel keeps of a fragment beside its moments and ``step``: 0-D tensors by
-        name, some values before the fragment's first step."""
+        """Return the numbers that an optimizer without a kernel keeps of a fragment besides its moments and ``step``:
+        0-D tensors by name. Before the fragment's first step their values mean nothing, only their names do."""
 
     def states(
         self, fragments: Collection[str] | None = None, /, *, stale_masters: bool = False, decoded: bool = False

@@ -293,5 +293,5 @@ class TierState(MutableMapping[str, Any]):
 
 
 def _described(value: object) -> str:
-    """Return words for a value that a tier cannot keep: a tensor by its shape."""
+    """Return a description, for errors, of a value that a tier cannot keep: of a tensor its shape, else its repr."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -64,7 +64,7 @@ class TierWindow:
         """Return whether ``value`` is this window's full tensor, and no part of it."""
         return isinstance(value, TierValue) and value.window is self and plain_value(value).is_set_to(self.values)
 
-    def has(self, tensor: torch.Tensor) -> bool:
+    def shares_memory(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` shares this window's memory."""
         return tensor.untyped_storage().data_ptr() == self.values.untyped_storage().data_ptr()
 
@@ -121,7 +121,7 @@ def _call(
         if isinstance(tensor, TierValue):
             return tensor
         with torch._C.DisableTorchFunctionSubclass():
-            window = next((window for window in windows if window.has(tensor)), None)
+            window = next((window for window in windows if window.shares_memory(tensor)), None)
             if window is not None:
                 return window.show(tensor, is_guarded=any(value.is_guarded for value in values))
             return guarded_result(tensor, (), found, is_view=False) if split else tensor

@@ -215,7 +215,7 @@ class Unit:
 
     def forget_copies(self) -> None:
         """Drop what earlier gathers have left besides the shards, as the weights have changed: secondary shards, and a
-        kept flat buffer. Of a releasable unit every rank does so at the same point."""
+        kept flat buffer. For a releasable unit every rank calls it at the same point."""
         self.route.weights_changed()
         self.drop_kept()
 

@@ -197,8 +197,8 @@ class UnitEdits:
 
     @without_torch_function
     def renew_checksum(self, before: Checksums, number: int, views: Sequence[torch.Tensor]) -> None:
-        """Compare with ``before`` again, but for parameter ``number``, with its present value in ``views``: writes to
-        the others since ``before`` are still found."""
+        """Have `find_changed` compare with the checksums ``before``, except for parameter ``number``, whose checksum is
+        taken again from ``views``: the engine has written it, and user code may have written the others since."""
         now, self._compared = checksums(views), None
         kept: Any = before.clone() if isinstance(before, torch.Tensor) else list(before)
         kept[number] = now[number]

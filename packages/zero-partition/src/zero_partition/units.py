@@ -162,8 +162,8 @@ def _walk(
     """Yield groups in module order: the own parameters of ``module``, called ``name``, first, then its children.
 
     A child is one group if ``is_leaf`` (by name and module), or if ``module`` is a ModuleList, Sequential or
-    ModuleDict, the child is none, and it fits ``limits``. Others are divided in turn; those without parameters are left
-    out.
+    ModuleDict, the child is not one itself, and it fits ``limits``. Others are divided in turn; those without
+    parameters are left out.
     """
     own = {_join(name, key): p for key, p in module._parameters.items() if p is not None}
     if own:

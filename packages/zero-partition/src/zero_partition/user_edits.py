@@ -67,9 +67,9 @@ class UserEdits:
         self._steps = 0
         self._record_before_step()
 
-    def owned(self) -> None:
-        """Start refusing swapped parameters (`torch.utils.swap_tensors`): remember each one's reference to its owner,
-        which a swap moves to another parameter. Called when every parameter has an owner."""
+    def watch_for_swaps(self) -> None:
+        """Refuse swapped parameters (`torch.utils.swap_tensors`) from now on: remember each one's reference to its
+        partition, which a swap moves to another parameter. Called once every parameter has such a reference."""
         self._references = owner_references(self._all)
 
     def forward_begins(self, key: str) -> None:
@@ -248,7 +248,7 @@ class UserEdits:
         self._versions = [version for unit in self._staying for version in unit.edits.versions]
 
     def _look(self, kind: str) -> None:
-        """Find edits in all units and keep them there (`UnitEdits.pending`, `refused`).
+        """Look for edits of user code in all units, and keep them there (`UnitEdits.pending`, `refused`).
 
         ``kind``: of the message that is about to be sent; "forward" leaves out units that stay gathered, "close" the
         search for swapped parameters. Without an edit this is one loop in C over the parameters.

@@ -308,7 +308,8 @@ class UserGradients:
         self._note_left()
 
     def _numbers(self, parameters: Iterable[nn.Parameter] | None) -> Mapping[int, Sequence[int]]:
-        """Return, by unit index, the numbers of ``parameters`` (None: of all) there; units without any are left out."""
+        """Return, by unit index, which parameters of the unit are among ``parameters`` (None: all), by their positions
+        there; units without any are left out."""
         if parameters is None:
             return {index: range(len(g.unit.parameters)) for index, g in self._gradients.items()}
         chosen = {id(p) for p in parameters}

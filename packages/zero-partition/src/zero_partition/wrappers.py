@@ -29,12 +29,13 @@ class Trains(Protocol):
 
 def refuse_wrappers(partition: Trains) -> Callable[[], object]:
     """Raise `PartitionError` from now on where a DistributedDataParallel, DataParallel or FullyShardedDataParallel is
-    made around a module with parameters of ``partition``, as long as that exists; return the call that ends it. The
-    hook stays until that call: garbage is collected anywhere, also while torch iterates over its hooks."""
+    made around a module with parameters of ``partition``, as long as that exists; return the function that ends the
+    check. Its hook stays until that call: garbage is collected anywhere, also while torch iterates over its hooks."""
     reference = weakref.ref(partition)
 
     def registered(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
-        """Refuse ``child`` of the partition in a wrapper ``parent``: torch's hook on registrations of modules."""
+        """Raise `PartitionError` if ``parent`` is a data-parallel wrapper of torch's and ``child`` has parameters of
+        the partition: torch's hook on registrations of modules."""
         if (
             child is not None
             and any(_is_from_wrappers(cls.__module__) for cls in type(parent).__mro__)
@@ -58,12 +59,12 @@ def register_unless_wrapper(
 
 
 def _is_from_wrappers(module: str) -> bool:
-    """Return whether ``module``, a module's name, is one of `WRAPPERS`."""
+    """Return whether the Python module named ``module`` lies in one of `WRAPPERS`, torch's data-parallel packages."""
     return f"{module}.".startswith(WRAPPERS)
 
 
 def _refuse(wrapper: str) -> NoReturn:
-    """Raise `PartitionError` for ``wrapper``, a class or function of torch."""
+    """Raise `PartitionError` that names ``wrapper``, a class or function of torch put around a model or an engine."""
     raise PartitionError(
         f"{wrapper} around an engine or the model that it trains: the engine shards or replicates the parameters and "
         "averages the gradients itself. Use the engine as it is; after engine.destroy() the model can be wrapped"
