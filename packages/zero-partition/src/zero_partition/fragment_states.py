@@ -48,37 +48,43 @@ class FragmentStates(_Entries):
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Like ``dict.__setitem__``. Raises `PartitionError` for a parameter of the model."""
+        """Set the state of a fragment, the value at its tensor ``key``. Raises `PartitionError` for a parameter of the
+        model."""
         self._check(key)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        """Like ``dict.__delitem__``. Raises `PartitionError` for a parameter of the model."""
+        """Remove the state of a fragment; KeyError if it has none. Raises `PartitionError` for a parameter of the
+        model."""
         self._check(key)
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        """Like ``dict.__contains__``. Raises `PartitionError` for a parameter of the model."""
+        """Return whether a fragment has a state. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.get`. Raises `PartitionError` for a parameter of the model."""
+        """Return the state of a fragment, ``default`` if it has none. Raises `PartitionError` for a parameter of the
+        model."""
         self._check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Like `dict.pop`. Raises `PartitionError` for a parameter of the model."""
+        """Remove and return the state of a fragment; if it has none, return ``default`` or raise KeyError. Raises
+        `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.setdefault`. Raises `PartitionError` for a parameter of the model."""
+        """Return the state of a fragment, which becomes ``default`` if it has none. Raises `PartitionError` for a
+        parameter of the model."""
         self._check(key)
         return super().setdefault(key, default)
 
     def update(self, *entries: Any, **named: Any) -> None:
-        """Like `dict.update`. Raises `PartitionError` for a parameter of the model."""
+        """Add or replace the states in the given mappings. Raises `PartitionError`, changing nothing, if a key is a
+        parameter of the model."""
         given = dict(*entries, **named)
         for key in given:
             self._check(key)
@@ -111,73 +117,77 @@ class WatchedFragmentStates(FragmentStates):
     """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
 
     def __contains__(self, key: object) -> bool:
-        """Like ``dict.__contains__``. Raises `PartitionError` for a parameter of the model."""
+        """Report the read, and return whether a fragment has a state. Raises `PartitionError` for a parameter of the
+        model."""
         self._note_read()
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the fragment tensors that have a state."""
+        """Report the read, and iterate over the fragment tensors that have a state."""
         self._note_read()
         return super().__iter__()
 
     def __len__(self) -> int:
-        """Return the number of fragments that have a state."""
+        """Report the read, and return the number of fragments that have a state."""
         self._note_read()
         return super().__len__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return what pickle and deepcopy write: a plain ``defaultdict`` of the same entries."""
+        """Report the read, and return what pickle and deepcopy write: a plain ``defaultdict`` of the same entries."""
         self._note_read()
         return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the state of a fragment, adding an empty one if it has none. Raises `PartitionError` for a parameter
-        of the model."""
+        """Report the read, and return the state of a fragment, adding an empty one if it has none. Raises
+        `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.get`. Raises `PartitionError` for a parameter of the model."""
+        """Report the read, and do what `FragmentStates.get` does. Raises `PartitionError` for a parameter of the
+        model."""
         self._note_read()
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Like `dict.pop`. Raises `PartitionError` for a parameter of the model."""
+        """Report the read, and do what `FragmentStates.pop` does. Raises `PartitionError` for a parameter of the
+        model."""
         self._note_read()
         return super().pop(key, *default)
 
     def popitem(self) -> Any:
-        """Like `dict.popitem`."""
+        """Report the read, and remove and return the last (fragment tensor, state)."""
         self._note_read()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Like `dict.setdefault`. Raises `PartitionError` for a parameter of the model."""
+        """Report the read, and do what `FragmentStates.setdefault` does. Raises `PartitionError` for a parameter of the
+        model."""
         self._note_read()
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        """Like `dict.keys`."""
+        """Report the read, and return the fragment tensors that have a state."""
         self._note_read()
         return super().keys()
 
     def values(self) -> Any:
-        """Like `dict.values`."""
+        """Report the read, and return the states."""
         self._note_read()
         return super().values()
 
     def items(self) -> Any:
-        """Like `dict.items`."""
+        """Report the read, and return the pairs of a fragment tensor and its state."""
         self._note_read()
         return super().items()
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """Return a plain ``defaultdict`` of the same entries, whose states are not copied."""
+        """Report the read, and return a plain ``defaultdict`` of the same entries, whose states are not copied."""
         self._note_read()
         return super().copy()
 
     def _note_read(self) -> None:
-        """Call the function given to `watch`, if it was not called yet."""
+        """Report a read: call the function given to `watch`, if it was not called yet."""
         if self._read is not None:
             read, self._read = self._read, None
             read()

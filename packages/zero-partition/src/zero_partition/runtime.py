@@ -196,7 +196,8 @@ class Runtime:
         self.passes.end_backward()
 
     def compile(self, model: nn.Module, **options: Any) -> list[str]:
-        """torch.compile ``model`` region by region (see `CompiledRegions`) with ``options``; return the regions' names.
+        """Compile ``model`` by torch.compile with ``options``, region by region (see `CompiledRegions`); return the
+        names of the regions.
 
         A second call replaces the first.
         """

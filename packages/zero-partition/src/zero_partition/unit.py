@@ -225,8 +225,8 @@ class Unit:
             self._free_flat()
 
     def release_keeping_views(self) -> None:
-        """Like `release`, but leave the present storage, with its values, to the views that the user or autograd holds;
-        the unit gets a new flat buffer."""
+        """Release the unit as `release` does, but leave the present storage, with its values, to the views that the
+        user or autograd holds; the unit gets a new flat buffer."""
         self.lent = self.state is not UnitState.RELEASED
         self.release()
 
