@@ -137,17 +137,17 @@ class NativeBlockQuantizer:
 
 
 def slice_sum() -> SliceSum:
-    """Return the local sum that reduce-scatters use."""
+    """Return the function by which reduce-scatters add up the ranks' slices on this rank."""
     return NativeSliceSum()
 
 
 def norm() -> NormSquared:
-    """Return the sum of squares for the global gradient norm."""
+    """Return the function that sums the squares of a tensor for the global gradient norm."""
     return NativeNormSquared()
 
 
 def squares() -> GridSquares:
-    """Return the sums of squares of blocks, for a norm that does not depend on the number of ranks."""
+    """Return the function that sums squares by block, for a norm that does not depend on the number of ranks."""
     return NativeGridSquares()
 
 

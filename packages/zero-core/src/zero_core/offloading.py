@@ -304,7 +304,7 @@ class Offloading:
 
 
 def state_block(config: Config) -> int:
-    """Return the elements of a parameter that its states on a tier keep together: 256 for 8-bit states, else 1."""
+    """Return the number of elements that states on a tier keep together in a block: 256 for 8-bit states, else 1."""
     return _BLOCK if config.offload.state_dtype == "int8" else 1
 
 

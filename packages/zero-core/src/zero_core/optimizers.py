@@ -113,7 +113,7 @@ def _adagrad(parameters: Any, arguments: dict[str, Any], *, on_cpu: bool) -> Opt
 
 
 def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> Optimizer:
-    """Return LAMB or the 1-bit optimizer ``name``; removes keys from ``arguments``. Raises `UsageError` for others."""
+    """Return LAMB or the 1-bit optimizer ``name``. Removes keys from ``arguments``; `UsageError` for what it lacks."""
     for key in ("eps_inside_sqrt", "amsgrad"):
         if arguments.pop(key):
             raise UsageError(f"optimizer.params.{key}: not available for {name}; set it to false")
@@ -125,7 +125,7 @@ def _without_variants(name: str, parameters: Any, arguments: dict[str, Any]) -> 
 
 
 def _state_dtype(half_states: bool) -> dict[str, Any]:
-    """Return the argument of the CPU optimizers for moments in bfloat16, if ``half_states``; else none."""
+    """Return, by name, the CPU optimizers' argument for moments in bfloat16 if ``half_states``; else an empty dict."""
     return {"state_dtype": "bfloat16"} if half_states else {}
 
 

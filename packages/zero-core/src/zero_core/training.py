@@ -28,13 +28,16 @@ from .state import TrainingState
 
 
 class Observer(Protocol):
-    """Receives the losses and steps of one engine, on every rank. Call order per micro-batch: `loss`, before backward;
-    at the accumulation boundary also `before_step`, once all gradients are averaged, and `after_step`, once the weights
-    are published. Each call may communicate."""
+    """Receives the losses and steps of one engine, on every rank. Each call may communicate."""
 
-    def loss(self, loss: torch.Tensor) -> None: ...
-    def before_step(self) -> None: ...
-    def after_step(self, result: StepResult) -> None: ...
+    def loss(self, loss: torch.Tensor) -> None:
+        """Take note of the ``loss`` of a micro-batch, before its backward pass."""
+
+    def before_step(self) -> None:
+        """Take note that a step begins, at an accumulation boundary: all gradients are averaged."""
+
+    def after_step(self, result: StepResult) -> None:
+        """Take note of the ``result`` of a step, once the weights are published."""
 
 
 class Unobserved:

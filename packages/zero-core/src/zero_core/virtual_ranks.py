@@ -35,13 +35,13 @@ class MicroBatches(Protocol):
         """Return a context in which the engine runs a forward pass; it may seed generators and check side effects."""
 
     def check_backward(self, step: int, micro: int) -> None:
-        """Called before a backward pass: refuse one that does not belong to exactly one micro-batch."""
+        """Refuse a backward pass, which is about to run, that does not belong to exactly one micro-batch."""
 
     def check_step(self, micro: int, *, boundary: bool) -> None:
-        """Called by `Engine.step`: refuse a ``boundary`` before, or none after, the last micro-batch of a step."""
+        """Refuse, for `Engine.step`, a ``boundary`` before, or none after, the last micro-batch of a step."""
 
     def check_between_steps(self, call: str, micro: int) -> None:
-        """Called by ``engine.call``, which needs complete gradients or none: refuse it in the middle of a step."""
+        """Refuse ``engine.call``, which needs complete gradients or none, in the middle of a step."""
 
     def refuse_plain_backward(self) -> str | None:
         """Return why ``loss.backward()``, without the engine, is refused; None if it is allowed."""

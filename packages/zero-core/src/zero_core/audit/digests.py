@@ -14,7 +14,7 @@ _CHUNK = 1 << 24  # elements that come from an accelerator at once
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Return a 64-bit digest of a tensor's bytes, in hexadecimal; no guard on user code's reads acts. May block."""
+    """Return a 64-bit digest of a tensor's bytes, in hexadecimal; skips what its class checks. Waits for its device."""
     state = xxhash.xxh3_64()
     with torch._C.DisableTorchFunctionSubclass():
         flat = tensor.detach().contiguous().view(-1)

@@ -291,11 +291,11 @@ class ModuleRecorder:
         return self.obstacle or "not tried this time"
 
     def refuse(self, obstacle: str) -> None:
-        """Drop the call, and keep the reason as `obstacle`."""
+        """Drop the recorded call, as it cannot be repeated, and keep the reason as `obstacle`."""
         self.call, self.obstacle = None, obstacle
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """The forward pre-hook: keep the first call if it is wanted, or refuse it, or a second one, with the reason.
+        """Keep the first call if it is wanted, or refuse it, or a second one, with the reason; the forward pre-hook.
         Calls while gradients are disabled or torch.compile traces do not count."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -328,7 +328,7 @@ class ModuleRecorder:
             )
 
     def _after(self, module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-        """The forward hook: add the nodes of the output to the kept call, or refuse the call with the reason."""
+        """Add the output's autograd nodes to the kept call, or refuse it with the reason; the forward hook."""
         if torch.compiler.is_compiling() or self.call is None or self._calls != 1 or not torch.is_grad_enabled():
             return
         for place, leaf in enumerate(tree_leaves(output)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import takewhile
 
 import torch
 from torch.autograd.graph import Node
@@ -40,7 +41,7 @@ class RepeatedReductions:
         sent: list[torch.Tensor] = []
 
         def keep(flat: torch.Tensor, _present: Sequence[bool]) -> None:
-            """The gradients' watch, called before a reduction: copy the buffer."""
+            """Keep a copy of the gradient buffer ``flat``; the gradients' watch, called before each reduction."""
             sent.append(flat.clone())
 
         gradients.watches.append(keep)
@@ -102,11 +103,9 @@ def auditable_units(state: TrainingState) -> list[AuditedUnit]:
 
 
 def _common_ancestor(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that contains all ``names``, which are sorted; "" for the model."""
-    first, last = names[0].split("."), names[-1].split(".")
-    shared = [a for a, b in zip(first, last, strict=False) if a == b]
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(shared))
-    return ".".join(first[:same])
+    """Return the name of the innermost module that contains all ``names`` (at least one); "" for the model."""
+    split = zip(*(name.split(".") for name in names), strict=False)
+    return ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, split))
 
 
 def repeatable(recorder: CallRecorder, loss: torch.Tensor, state: TrainingState) -> dict[int, Recomputation]:

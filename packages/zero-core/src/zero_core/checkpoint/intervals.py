@@ -245,7 +245,7 @@ class StateIntervals:
                 yield from self._stager.intervals(name, "param", parameter.contiguous())
 
     def _fragment(self, fragment: Fragment, kind: str, piece: torch.Tensor, *, stays: bool) -> Iterator[Interval]:
-        """Return the intervals of the fragment's elements ``piece``; ``stays``: unwritten until copied."""
+        """Return the intervals of a fragment with the elements ``piece``; ``stays``: not written until copied."""
         entry = fragment.entry
         return self._stager.intervals(
             entry.name, kind, piece, shape=entry.shape, offset=fragment.param_offset, stays=stays

@@ -36,7 +36,7 @@ class BatchedRead:
             self.run()
 
     def add_weights(self, name: str, offset: int, out: torch.Tensor) -> None:
-        """`add` a parameter's elements: from the weight or master of ``out``'s dtype, else from the wider one."""
+        """Request a parameter's elements by `add`: of its weight or master, the one of ``out``'s dtype or the wider."""
         tensors = self.checkpoint.tensors
         dtypes = {k: torch_dtype(tensors[name, k].dtype) for k in ("param", "master") if (name, k) in tensors}
         exact = [kind for kind, dtype in dtypes.items() if dtype == out.dtype]

@@ -96,7 +96,7 @@ class Saver:
         self, root: Path, tag: str, client_state: Mapping[str, Any], *, save_latest: bool, exclude_frozen: bool
     ) -> None:
         """Write ``root/tag``. ``save_latest``: name it in the file ``latest``. Collective. Raises `UsageError` on every
-        rank inside an accumulation, and for models and states that no checkpoint can hold; else as the class says."""
+        rank inside an accumulation and for what no checkpoint can hold, `CheckpointError` for a save that failed."""
         client = self._dialect.client_state(client_state)
         state, parts = self._state, self._state.partition
         named = named_parameters(state.module)

@@ -17,9 +17,7 @@ class TierFiles:
     """The files of this rank's optimizer states and parameter shards, for a checkpoint below ``root`` to link to.
     ``durable``: sealing syncs the files, else `make_durable` does. Call order: `flush_weights` while the checkpoint's
     intervals are listed, so that its errors reach every rank; `seal_weights` and `seal_states` then or later, on any
-    thread, before weights and states are written; `make_durable` on any thread. `seal_weights` and `seal_states` return
-    None if there are no such files or they are on another file system than ``root``. They raise `BudgetError` if the
-    disk has no room for new files: sealed files are never written again."""
+    thread, before weights and states are written; `make_durable` on any thread."""
 
     def __init__(self, state: TrainingState, tiers: Offloading, root: Path, *, durable: bool = True) -> None:
         self._tiers, self._root, self._durable = tiers, root, durable
@@ -37,7 +35,8 @@ class TierFiles:
         return store.filed
 
     def seal_weights(self) -> Sealed | None:
-        """Seal and return the files of parameter shards; see the class for None and errors."""
+        """Seal and return the files of parameter shards; None if there are none on the file system of ``root``. Raises
+        `BudgetError` if the disk has no room for new files: sealed ones are never written again."""
         store = self._store()
         if store is None:
             return None
@@ -45,7 +44,8 @@ class TierFiles:
         return self._remembered(store.seal(durable=self._durable, flush=False))
 
     def seal_states(self) -> Sealed | None:
-        """Seal and return the files of optimizer states; see the class for None and errors."""
+        """Seal and return the files of optimizer states; None if there are none on the file system of ``root``. Raises
+        `BudgetError` if the disk has no room for new files: sealed ones are never written again."""
         update = self._update()
         if update is None:
             return None

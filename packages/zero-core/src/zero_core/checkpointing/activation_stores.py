@@ -16,11 +16,14 @@ Kept = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 
 
 class ActivationStore(Protocol):
-    """Stores inputs of segments: `keep` returns the tensor to store, and a function from it to the input. ``position``:
-    the number of the input in its segment, from 1. `reset` frees buffers that no stored tensor uses."""
+    """Stores inputs of segments."""
 
-    def keep(self, tensor: torch.Tensor, position: int) -> Kept: ...
-    def reset(self) -> None: ...
+    def keep(self, tensor: torch.Tensor, position: int) -> Kept:
+        """Return the tensor to store of an input, and a function from that to the input. ``position``: the input's
+        number in its segment, from 1."""
+
+    def reset(self) -> None:
+        """Free buffers that no stored tensor uses."""
 
 
 class PlainStore:
@@ -42,8 +45,8 @@ class PartitionedStore:
         self._inner = inner
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Keep this rank's shard, padded to equal sizes, in ``inner``; restoring it is collective. An input with fewer
-        elements than ranks is kept in full."""
+        """Store this rank's shard, padded to equal sizes, in ``inner``; return what that stores, and the collective
+        function that restores the input. An input with fewer elements than ranks is stored in full."""
         ranks, rank = self._group.world_size, self._group.rank
         if ranks == 1 or tensor.numel() < ranks:
             return self._inner.keep(tensor, position)
@@ -80,7 +83,7 @@ class ContiguousStore:
         self._buffers: dict[tuple[int, int, torch.dtype, torch.device], _Slots] = {}
 
     def keep(self, tensor: torch.Tensor, position: int) -> Kept:
-        """Copy ``tensor`` to a free slot of its position, size, dtype and device. Raises `UsageError` without one."""
+        """Return a copy of ``tensor`` in a free slot, and the identity. Raises `UsageError` if no slot is free."""
         key = (position, tensor.numel(), tensor.dtype, tensor.device)
         if key not in self._buffers:
             self._buffers[key] = _Slots(tensor, self._number)

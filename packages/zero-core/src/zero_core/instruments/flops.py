@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,19 +102,16 @@ class FlopsProfile:
         handles = []
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
-            """The forward pre-hook: push the time at which the call begins."""
+            """Push the time at which the call begins: the forward pre-hook."""
             open_calls.append(self._now())
 
-        def leave(name: str) -> Any:
-            def record(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-                """The forward hook of module ``name``: add the seconds of the call that ends."""
-                seconds[name] = seconds.get(name, 0.0) + self._now() - open_calls.pop()
-
-            return record
+        def leave(name: str, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+            """Add the seconds of the call that ends to those of the module ``name``: its forward hook."""
+            seconds[name] = seconds.get(name, 0.0) + self._now() - open_calls.pop()
 
         for name, module in self._module.named_modules():
             handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave(name)))
+            handles.append(module.register_forward_hook(partial(leave, name)))
         try:
             yield
         finally:
@@ -154,7 +152,8 @@ class FlopsProfile:
     def _rows(self) -> Iterator[tuple[int, str, int]]:
         """Yield (depth, name, operations in forward) of every module, parents first."""
         root = type(self._module).__name__
-        counted = {name: self._modules.flops.get(f"{root}.{name}" if name else root) for name, _ in self._named()}
+        named = list(self._module.named_modules())
+        counted = {name: self._modules.flops.get(f"{root}.{name}" if name else root) for name, _ in named}
 
         def flops(name: str, module: nn.Module) -> int:
             """Return the operations counted; of a container that is never called, its children's."""
@@ -162,12 +161,8 @@ class FlopsProfile:
             children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
             return found if found is not None else sum(flops(key, child) for key, child in children if key in counted)
 
-        for name, module in self._named():
+        for name, module in named:
             yield (name.count(".") + 1 if name else 0), name, flops(name, module)
-
-    def _named(self) -> list[tuple[str, nn.Module]]:
-        """Return (name, module) of every module, parents first."""
-        return list(self._module.named_modules())
 
     def _cell(self, row: tuple[int, str, int]) -> str:
         """Return a row of `_rows` as text: name and operations."""

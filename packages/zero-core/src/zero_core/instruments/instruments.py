@@ -126,7 +126,7 @@ class ProgressLines(NoInstruments):
         self._since = time.perf_counter()
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss for the line."""
+        """Keep a micro-batch's loss for the next progress line."""
         self._losses.append(loss)
 
     def after_step(self) -> None:
@@ -189,7 +189,7 @@ class PrintingInstruments:
         self._micro_batches += part == "forward"
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss for the monitor and the progress line."""
+        """Keep a micro-batch's loss for the monitor and the progress line."""
         self._progress.loss(loss)
         if self._monitor.enabled:
             self._losses.append(loss)

@@ -43,7 +43,8 @@ class OnDisk(Protocol):
     """A store that keeps parameter shards in files."""
 
     @property
-    def stored_bytes(self) -> int: ...
+    def stored_bytes(self) -> int:
+        """Return the bytes of the files."""
 
 
 def memory_rows(partition: Partition, sharded: ShardedOptimizer | None) -> list[MemoryRow]:
@@ -73,8 +74,7 @@ def memory_table(rows: Iterable[MemoryRow]) -> str:
         for key in ((unit, tier), ("all units", tier)):
             line = cells.setdefault(key, {})
             line[kind] = line.get(kind, 0) + nbytes
-    whole = {key: cells.pop(key) for key in list(cells) if key[0] == "all units"}
-    cells.update(whole)
+    cells |= {key: cells.pop(key) for key in list(cells) if key[0] == "all units"}  # as the last lines
     return table(
         ("MiB by unit", "tier", *MEMORY_KINDS),
         [

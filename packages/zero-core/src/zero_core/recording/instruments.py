@@ -67,7 +67,7 @@ class RecordingInstruments:
         return self._inner.during(part) if kind is None else self._timed(part, kind)
 
     def loss(self, loss: torch.Tensor) -> None:
-        """Keep a loss for the step's row."""
+        """Keep a micro-batch's loss for the step's row in the record."""
         self._inner.loss(loss)
         self._losses.append(loss)
 

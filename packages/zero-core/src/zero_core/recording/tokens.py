@@ -29,7 +29,7 @@ class TokenCount:
         self._hook.remove()
 
     def _count(self, _module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The forward pre-hook: add the tokens of one call to the step."""
+        """Add the tokens of one call of the module to the step; the forward pre-hook."""
         if torch.is_grad_enabled():
             named = (kwargs[name] for name in _NAMES if name in kwargs)
             given = next(named, args[0] if args else None)
