@@ -128,7 +128,8 @@ class AddedParameters:
             address, version = data.data_ptr(), 0 if parameter.is_inference() else parameter._version
             last = self._seen.get(id(parameter))
             if last is None or parameter.requires_grad or last[:2] != (address, version):
-                whole = (torch.view_as_real(data) if data.is_complex() else data).contiguous()
+                plain = data.resolve_conj().resolve_neg()
+                whole = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous()
                 last = self._seen[id(parameter)] = _Values(address, version, int(checksums([whole])[0]))
             found.append((name, last.checksum))
         return found
