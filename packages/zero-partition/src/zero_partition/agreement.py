@@ -25,10 +25,12 @@ class ControlGroup(Protocol):
     """The process group for messages; `zero_comm.Control` is one. ``rank``: this rank; ``world_size``: their number."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """The number of this rank in the group."""
 
     @property
-    def world_size(self) -> int: ...
+    def world_size(self) -> int:
+        """The number of ranks in the group."""
 
     def exchange(self, message: Message, /) -> list[Message]:
         """Return every rank's message, in rank order; messages that are equal may be one object. Collective."""

@@ -117,77 +117,79 @@ class WatchedFragmentStates(FragmentStates):
     """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
 
     def __contains__(self, key: object) -> bool:
-        """Report the read, and return whether a fragment has a state. Raises `PartitionError` for a parameter of the
-        model."""
+        """Call the function given to `watch` if it is due, and return whether a fragment has a state. Raises
+        `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """Report the read, and iterate over the fragment tensors that have a state."""
+        """Call the function given to `watch` if it is due, and iterate over the fragment tensors that have a state."""
         self._note_read()
         return super().__iter__()
 
     def __len__(self) -> int:
-        """Report the read, and return the number of fragments that have a state."""
+        """Call the function given to `watch` if it is due, and return the number of fragments that have a state."""
         self._note_read()
         return super().__len__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Report the read, and return what pickle and deepcopy write: a plain ``defaultdict`` of the same entries."""
+        """Call the function given to `watch` if it is due, and return what pickle and deepcopy write: a plain
+        ``defaultdict`` of the same entries."""
         self._note_read()
         return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
-        """Report the read, and return the state of a fragment, adding an empty one if it has none. Raises
-        `PartitionError` for a parameter of the model."""
+        """Call the function given to `watch` if it is due, and return the state of a fragment, adding an empty one if
+        it has none. Raises `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Report the read, and do what `FragmentStates.get` does. Raises `PartitionError` for a parameter of the
-        model."""
+        """Call the function given to `watch` if it is due, and do what `FragmentStates.get` does. Raises
+        `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Report the read, and do what `FragmentStates.pop` does. Raises `PartitionError` for a parameter of the
-        model."""
+        """Call the function given to `watch` if it is due, and do what `FragmentStates.pop` does. Raises
+        `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().pop(key, *default)
 
     def popitem(self) -> Any:
-        """Report the read, and remove and return the last (fragment tensor, state)."""
+        """Call the function given to `watch` if it is due, and remove and return the last (fragment tensor, state)."""
         self._note_read()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Report the read, and do what `FragmentStates.setdefault` does. Raises `PartitionError` for a parameter of the
-        model."""
+        """Call the function given to `watch` if it is due, and do what `FragmentStates.setdefault` does. Raises
+        `PartitionError` for a parameter of the model."""
         self._note_read()
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        """Report the read, and return the fragment tensors that have a state."""
+        """Call the function given to `watch` if it is due, and return the fragment tensors that have a state."""
         self._note_read()
         return super().keys()
 
     def values(self) -> Any:
-        """Report the read, and return the states."""
+        """Call the function given to `watch` if it is due, and return the states."""
         self._note_read()
         return super().values()
 
     def items(self) -> Any:
-        """Report the read, and return the pairs of a fragment tensor and its state."""
+        """Call the function given to `watch` if it is due, and return the pairs of a fragment tensor and its state."""
         self._note_read()
         return super().items()
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """Report the read, and return a plain ``defaultdict`` of the same entries, whose states are not copied."""
+        """Call the function given to `watch` if it is due, and return a plain ``defaultdict`` of the same entries,
+        whose states are not copied."""
         self._note_read()
         return super().copy()
 
     def _note_read(self) -> None:
-        """Report a read: call the function given to `watch`, if it was not called yet."""
+        """Call the function given to `watch`, as code reads the states; do nothing if it was called already."""
         if self._read is not None:
             read, self._read = self._read, None
             read()

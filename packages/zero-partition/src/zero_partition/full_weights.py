@@ -303,8 +303,9 @@ class _Gathers:
                 self._open[index] = context
 
     def merged(self, weight: NamedWeight) -> torch.Tensor:
-        """Return ``weight`` with its adapters merged, as a new tensor. The units involved are gathered. Values of its
-        owner that were merged with it are kept for the next call, and forgotten if that is for another owner."""
+        """Return ``weight`` with its adapters merged, as a new tensor. Its units and its adapters' must be gathered.
+        Values of its owner that were merged with it are kept for the next call, and forgotten if that is for another
+        owner."""
         owner, values = self._merged
         if owner is not weight.owner or weight.key not in values:
             self._merged = (None, {})

@@ -23,7 +23,8 @@ _SUMS = 32
 class NormSquared(Protocol):
     """Returns the sum of squares of a 1-D floating tensor, accumulated in float64; NaN and inf propagate."""
 
-    def __call__(self, x: torch.Tensor) -> float: ...
+    def __call__(self, x: torch.Tensor) -> float:
+        """Return the sum of squares of ``x`` (1-D)."""
 
 
 def norm_squared(x: torch.Tensor) -> float:
@@ -116,7 +117,8 @@ class GridSquares(Protocol):
     width.
     """
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sums of squares (1-D, float64) of the blocks of `GRID` elements of ``x`` (1-D, whole blocks)."""
 
 
 def grid_squares(x: torch.Tensor) -> torch.Tensor:

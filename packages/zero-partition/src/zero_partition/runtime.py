@@ -338,7 +338,7 @@ class Runtime:
         self._liveness.end(failure)
 
     def failed_in(self, call: str, failure: BaseException, *, awaited: bool = False) -> bool:
-        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can continue, else `abort`.
+        """Abandon the open pass after ``failure`` in ``call``; return whether the engine can continue. If not, end it.
 
         ``awaited``: other ranks wait for this one even if no pass is open (see `Passes.failed_in`).
         """

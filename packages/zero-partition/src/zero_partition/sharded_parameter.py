@@ -22,7 +22,8 @@ from .shared_storage import held_elsewhere
 class NewShard(Protocol):
     """Allocates the memory of a shard: a 1-D tensor of ``numel`` elements of any value."""
 
-    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor: ...
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, /) -> torch.Tensor:
+        """Return a new 1-D tensor of ``numel`` elements of any value."""
 
 
 class _Context(Protocol):

@@ -52,8 +52,8 @@ class StepHookWatch:
         return self._updated is not None
 
     def begin(self, *, updated: bool) -> None:
-        """Start refusing uses, as the user's hooks run; ``updated``: they are post-hooks, after the optimizer's
-        arithmetic."""
+        """Start refusing uses of the model's parameters, as the user's hooks run; ``updated``: they are post-hooks,
+        after the optimizer's arithmetic."""
         self._updated = updated
         exchange_classes(self._parameters, _hooked_class)
 

@@ -65,7 +65,8 @@ class StateTier(Protocol):
         """
 
     def expect(self, grad_scale: float, /) -> None:
-        """Announce the ``grad_scale`` that the next step will have unless it clips, for a tier that begins earlier."""
+        """Announce the ``grad_scale`` that the next `step` will have unless gradients are clipped, for a tier that
+        begins the update before `step` is called."""
 
     def await_update(self, shard: str, /) -> None:
         """Wait until what the residency has for ``shard`` are the weights that forward reads next, before it is
@@ -156,4 +157,5 @@ class ShardNeeds:
 class MakeStates(Protocol):
     """Makes the tier for this rank's shards, before the shards exist; ``residency`` will keep their weights."""
 
-    def __call__(self, shards: Sequence[ShardNeeds], residency: Residency, /) -> StateTier: ...
+    def __call__(self, shards: Sequence[ShardNeeds], residency: Residency, /) -> StateTier:
+        """Return the tier for the states of ``shards``, whose weights ``residency`` will keep."""

@@ -55,7 +55,8 @@ class OptimizerStep(Protocol):
     """Runs the optimizer's `step`: the user's pre-hooks, ``begin`` (None: nothing), the arithmetic, the user's
     post-hooks."""
 
-    def __call__(self, begin: Callable[[], None] | None = None, /) -> None: ...
+    def __call__(self, begin: Callable[[], None] | None = None, /) -> None:
+        """Run the user's step pre-hooks, ``begin``, the optimizer's arithmetic, and the user's post-hooks."""
 
 
 class Update(Protocol):
@@ -318,7 +319,7 @@ def scale_and_step(fragments: Sequence[OwnedFragment], factor: Factor, step: Opt
 
 
 def update_for(optimizer: Optimizer, partition: Partition, *, full: bool) -> Update:
-    """Return the way to run ``optimizer``: on the tier if there is one, else on full parameters or on fragments.
+    """Return the `Update` that runs ``optimizer``: on the tier if there is one, else on full parameters or fragments.
 
     ``full``: it needs full parameters; at stage 0, where each fragment is one, that changes nothing.
     """

@@ -12,7 +12,8 @@ from torch import nn
 class Discard(Protocol):
     """Discards gradients that the engine holds; with ``set_to_none`` false makes them zeros."""
 
-    def __call__(self, *, set_to_none: bool) -> None: ...
+    def __call__(self, *, set_to_none: bool) -> None:
+        """Discard the gradients, or with ``set_to_none`` false make them zeros."""
 
 
 class ZeroGrad:
