@@ -79,6 +79,7 @@ class Init:
         return self
 
     def __exit__(self, *failure: Any) -> None:
+        """Shard what is still full, unless the block raised, and stop sharding. Collective then."""
         if self._inner is not None:
             self._inner.__exit__(*failure)
 

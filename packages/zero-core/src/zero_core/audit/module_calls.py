@@ -147,6 +147,7 @@ class Attributes:
         }
 
     def __eq__(self, other: object) -> bool:
+        """Return whether ``other`` is of the same module, of which nothing was replaced or written in between."""
         if not isinstance(other, Attributes) or self._kept.keys() != other._kept.keys():
             return False
         pairs = zip(self._kept.values(), other._kept.values(), strict=True)

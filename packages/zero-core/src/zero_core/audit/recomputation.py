@@ -84,8 +84,7 @@ _REPEATS = 3
 
 
 def auditable_units(state: TrainingState) -> list[AuditedUnit]:
-    """Return the trained units with exactly the trained parameters of a submodule (the model itself is none), each with
-    the innermost such submodule."""
+    """Return the trained units that have exactly a submodule's trained parameters, each with the innermost such."""
     users: dict[int, set[str]] = {}
     for name, module in state.module.named_modules():
         for parameter in module._parameters.values():

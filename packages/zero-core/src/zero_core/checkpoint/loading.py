@@ -44,9 +44,8 @@ CustomLoad = Callable[..., Any]
 
 @dataclass(frozen=True)
 class LoadChoice:
-    """The choice of what to load; weights always are. ``strict``: the model and the checkpoint must have the same
-    tensors. ``custom``: the function that loads the weights instead of the match by name. ``opened``: the checkpoint
-    to load, if it is open already."""
+    """The choice of what to load besides weights. ``strict``: model and checkpoint must have the same tensors.
+    ``custom``: loads the weights instead of the match by name. ``opened``: the checkpoint, if it is open already."""
 
     strict: bool
     optimizer: bool

@@ -40,13 +40,15 @@ class Periodic(Protocol):
 class Never:
     """A `Periodic` that never saves."""
 
-    def check(self, root: str | None) -> None: ...
+    def check(self, root: str | None) -> None:
+        """Do nothing: no folder is needed."""
 
     def is_due(self) -> bool:
         """Return false."""
         return False
 
-    def after_step(self, save: Save, root: str | None, *, due: bool) -> None: ...
+    def after_step(self, save: Save, root: str | None, *, due: bool) -> None:
+        """Do nothing."""
 
 
 class Fixed:

@@ -35,6 +35,7 @@ class Profile:
     recomputation: float = 0.0
 
     def __str__(self) -> str:
+        """Return the numbers and seconds in words, for the log."""
         return (
             f"{self.segments} segments in {self.forward:.3f} s forward, "
             f"{self.recomputed} recomputed in {self.recomputation:.3f} s"

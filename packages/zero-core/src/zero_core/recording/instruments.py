@@ -115,9 +115,8 @@ class RecordingInstruments:
 
     @contextmanager
     def _timed(self, part: str, kind: SpanKind) -> Iterator[None]:
-        """Record the block as ``part``, around the context of the inner instruments. Before a forward pass with
-        gradients, record the time outside the engine as a wait for data, and continue at the step of a checkpoint that
-        was loaded."""
+        """Record the block as ``part``, around the context of ``inner``. Before a forward pass with gradients, record
+        time outside the engine as a wait for data, and continue at the step of a checkpoint if one was loaded."""
         now = time.perf_counter()
         if part == "forward" and torch.is_grad_enabled():
             step = self._state.counters.global_steps + 1
@@ -141,8 +140,7 @@ class RecordingInstruments:
         self._end(part, kind, begin, None)
 
     def _end(self, part: str, kind: SpanKind, begin: float, error: BaseException | None) -> None:
-        """End ``part``, begun at ``begin``: record its span and, the first time, the ``error`` that ended it; sample
-        memory, but not after a save."""
+        """End ``part``, begun at ``begin``: record its span, the first ``error`` and, except for "save", the memory."""
         now = time.perf_counter()
         self._open.pop()
         self._writer.span(kind, part, begin, now)
