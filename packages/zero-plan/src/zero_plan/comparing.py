@@ -113,11 +113,11 @@ def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
     drives = {"read from drives": plan.read, "written to drives": plan.written}
     for phase, planned in sent.items():
         if phase != "control":  # the size of these messages depends on values
-            yield from _row_if_measured(plan.rank, f"sent, {phase}", planned, measured.of_spans(phase))
+            yield from _row_if_measured(plan.rank, f"sent, {phase}", planned, measured.median_span_bytes(phase))
     yield from _row_if_measured(plan.rank, "sent, all", sum(sent.values()), measured.per_step("sent_bytes"))
     yield from _row_if_measured(plan.rank, "sent to other nodes", across, measured.per_step("across_bytes"))
     for name, planned in drives.items():
-        yield from _row_if_measured(plan.rank, name, planned, measured.of_spans(name))
+        yield from _row_if_measured(plan.rank, name, planned, measured.median_span_bytes(name))
 
 
 def _row_if_measured(rank: int, what: str, planned: int, measured: float | None) -> Iterator[ComparedRow]:
@@ -145,7 +145,7 @@ class _Measured:
         self._blocks = [block for block in blocks if block is not None and not block.open]
 
     def per_step(self, column: str) -> float | None:
-        """Return the median of a column's sums per step; None without values."""
+        """Return the median over the rows of a column's value per step; None without values."""
         values = self._values(column)
         return median(values) if values else None
 
@@ -162,15 +162,15 @@ class _Measured:
         sums = [sum(nbytes for owner, nbytes in owners.items() if owner != "other") for owners in samples]
         return max(sums, default=None)
 
-    def of_spans(self, what: str) -> float | None:
-        """Return the median over steps of the bytes of ``what``, as in `_span_bytes`; None if no step has all its
-        spans.
+    def median_span_bytes(self, what: str) -> float | None:
+        """Return the median over steps of the bytes of one kind of span; ``what``: a phase, "read from drives" or
+        "written to drives". None if no step has all its spans.
         """
         sums = [_span_bytes(block, what) for block in self._blocks if not block.left_out]
         return median(sums) if sums else None
 
     def _values(self, column: str) -> list[float]:
-        """Return a column's values per step, without those that are missing."""
+        """Return a column's value per step of each row (a row sums over several steps), without missing ones."""
         values = [float(self._table[column][row] / self._table["steps"][row]) for row in self._rows]
         return [value for value in values if value == value]
 

@@ -97,15 +97,17 @@ def engine_units(shape: Transformer, stage: int) -> tuple[EngineUnit, ...]:
     matrices += [shape.hidden * shape.width] * (3 if shape.gated else 2)
     vectors = [shape.hidden] * ((shape.block_params - sum(matrices)) // shape.hidden)
     norm = shape.hidden * (2 if shape.bias else 1)
-    head = [] if shape.tied else _split([shape.vocabulary * shape.hidden], stage)
-    ends = [*head, *_split([norm], stage)]
-    *before, last = _split(matrices + vectors, stage)
+    head = [] if shape.tied else _units_of([shape.vocabulary * shape.hidden], stage)
+    ends = [*head, *_units_of([norm], stage)]
+    *before, last = _units_of(matrices + vectors, stage)
     block = [*before, last._replace(ends_block=True)]
-    return (*ends, *block * shape.layers, *_split([shape.embedding_params], stage))
+    return (*ends, *block * shape.layers, *_units_of([shape.embedding_params], stage))
 
 
-def _split(parameters: Sequence[int], stage: int) -> list[EngineUnit]:
-    """Return the unit of parameters with these elements; at stage 3 the persistent ones are another unit behind it."""
+def _units_of(parameters: Sequence[int], stage: int) -> list[EngineUnit]:
+    """Return the unit of parameters with these numbers of elements; at stage 3 the persistent ones are a second unit
+    after it.
+    """
     small = [size for size in parameters if stage >= 3 and size < PERSISTENT_BELOW]
     large = [size for size in parameters if stage < 3 or size >= PERSISTENT_BELOW]
     found = [EngineUnit(sum(large), max(large))] if large else []
@@ -179,7 +181,7 @@ def _moments(
     *,
     averaged: bool,
 ) -> Iterator[dict[str, int]]:
-    """Yield the bytes on the device by kind at the end of forward, at each unit of backward, and behind it.
+    """Yield the bytes on the device by kind at the end of forward, at each unit of backward, and after backward.
 
     ``averaged``: averaged gradients are on the device.
     """

@@ -65,16 +65,17 @@ def bounds(
 
 
 def one_after_another(rows: Sequence[Bound]) -> list[Bound]:
-    """Return, in a list, one bound more: for all that ``rows`` bound on the device itself, done one after another (the
-    sum of their seconds). Empty if fewer than two of these are known.
+    """Return the bound of all that a device computes one after another, as a list of one row: its time is the sum over
+    the ``rows`` of the device's products and memory. Empty if fewer than two of these times are known.
     """
     known = [row.seconds for row in rows if row.resource.startswith(_ON_DEVICE) and row.seconds is not None]
     return [Bound("device, all it computes", sum(known), 1.0, "device", is_sum=True)] if len(known) > 1 else []
 
 
 def both_ways(machine: Machine, read: float, written: float) -> list[Bound]:
-    """Return the bound of drives that read and write bytes at the same time, in a list; empty if they do only one of
-    the two, or the machine does not give the rate."""
+    """Return the bound of drives that read ``read`` bytes and write ``written`` bytes at the same time, as a list of
+    one row; empty if they do only one of the two, or the machine does not give the rate.
+    """
     rate = machine.get("disk.read_and_write")
     if rate is None or not read or not written:
         return []
@@ -135,8 +136,7 @@ class Wear(NamedTuple):
 
 
 def wear(machine: Machine | None, written: int) -> Wear | None:
-    """Return how fast steps wear the drives of a node, of which each writes ``written`` bytes to them; None for no
-    bytes.
+    """Return how fast the drives of a node wear if each step writes ``written`` bytes to them; None if that is 0.
 
     ``machine``: None if its endurance is not known.
     """

@@ -11,8 +11,8 @@ from .printing import TextTable, format_seconds
 
 
 def fits_table(rows: Iterable[Fit]) -> TextTable:
-    """Return the needed and available bytes of each tier, and whether they fit."""
-    return TextTable("does it fit", ("tier", "needed", "there is", "verdict"), tuple(_verdict(row) for row in rows))
+    """Return the table of the needed and available bytes of each tier, with a verdict on each."""
+    return TextTable("does it fit", ("tier", "needed", "there is", "verdict"), tuple(_fit_cells(row) for row in rows))
 
 
 def fit_status(rows: Sequence[Fit]) -> int:
@@ -24,8 +24,8 @@ def fit_status(rows: Sequence[Fit]) -> int:
 
 
 def bounds_table(rows: Iterable[Bound], time: StepTime, title: str = "") -> TextTable:
-    """Return the least time of each resource, the resource that binds, and the time that overlap can hide; ``title``:
-    text before the table's own.
+    """Return the table of the least time of each resource; its note names the resource that binds and the time that
+    overlap can hide. ``title``: text before the table's own.
     """
     cells = tuple(
         (
@@ -55,8 +55,8 @@ def wear_sentence(found: Wear) -> str:
     return f"{found.terabytes_per_1000_steps:,.3g} TB are written per 1,000 steps and node; {steps}."
 
 
-def _verdict(row: Fit) -> tuple[str, str, str, str]:
-    """Return the cells of one tier: its name, needed bytes, available bytes, verdict."""
+def _fit_cells(row: Fit) -> tuple[str, str, str, str]:
+    """Return the cells of one row of `fits_table`: tier, needed bytes, available bytes, verdict."""
     where = row.tier if row.tier == "device" else f"{row.tier} (of a node)"
     if row.capacity is None:
         return where, format_quantity(row.needed, "B"), "?", f"unknown: {CAPACITY[row.tier]} is not given"

@@ -17,8 +17,8 @@ from .printing import TextTable, format_seconds
 
 
 def plan_tables(found: Plan, machine: Machine | None) -> list[TextTable]:
-    """Return the needs of each rank, and with ``machine`` the least times and whether they fit. Raises `PlanError` if
-    the machine does not give what is needed for that.
+    """Return the tables of what each rank needs, and with ``machine`` also those of the least times and of what fits.
+    Raises `PlanError` if the machine does not give what is needed for that.
     """
     tables: list[TextTable] = []
     for rank in found.ranks:
@@ -35,13 +35,15 @@ def plan_tables(found: Plan, machine: Machine | None) -> list[TextTable]:
 
 
 def compared_table(rows: Iterable[ComparedRow], run: str) -> TextTable:
-    """Return what was planned and measured, and the error; ``run``: the name of the record."""
+    """Return the table of planned and measured numbers and of their errors; ``run``: the folder of the record, for the
+    title.
+    """
     cells = tuple(
         (
             f"{row.rank}",
             row.what,
-            _amount(row.planned, row.unit),
-            _amount(row.measured, row.unit),
+            _format_planned(row.planned, row.unit),
+            _format_planned(row.measured, row.unit),
             "" if row.error is None else f"{row.error:+.1%}",
             "at least" if row.is_bound else "",
         )
@@ -52,8 +54,8 @@ def compared_table(rows: Iterable[ComparedRow], run: str) -> TextTable:
     )
 
 
-def _amount(value: float, unit: str) -> str:
-    """Return an amount in ``unit``: bytes exactly, seconds with three digits."""
+def _format_planned(value: float, unit: str) -> str:
+    """Return ``value`` as text with its unit: bytes exactly, seconds with three digits."""
     return format_seconds(value) if unit == "s" else f"{value:,.0f} {unit}"
 
 
@@ -81,7 +83,7 @@ def _rank_tables(rank: RankPlan, title: str) -> Iterator[TextTable]:
 
 
 def _peak_tables(peaks: Iterable[Peak], title: str) -> Iterator[TextTable]:
-    """Yield a table of the largest owners for each peak."""
+    """Yield for each peak a table of its largest owners; ``title``: text before the title of each table."""
     for peak in peaks:
         yield TextTable(
             title + f"{format_quantity(peak.nbytes, 'B')} of {peak.tier} at the peak, {peak.phase}, {peak.place}",

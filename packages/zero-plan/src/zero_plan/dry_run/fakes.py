@@ -116,7 +116,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         try:
             result = self._run(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            return self._answer(func, args, error)
+            return self._value_for_read(func, args, error)
         except FakeTensorDeviceMismatchError as error:
             raise PlanError(
                 f"{error} ({file_and_line(frame_outside_torch())}). Tensors that torch.load reads in a dry run have no "
@@ -151,9 +151,10 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._shortcuts.learn(key, args, result)
         return result
 
-    def _answer(self, func: Any, args: Any, error: Exception) -> Any:
-        """Return the value that ``func`` reads from ``args``: from `ANSWERS` for one of the innermost functions on the
-        stack, up to the first outside torch, else from ``values``. Raises `PlanError` from ``error`` if there is none.
+    def _value_for_read(self, func: Any, args: Any, error: Exception) -> Any:
+        """Return the value that ``func`` would read from ``args``, which have none: from `ANSWERS` for one of the
+        innermost functions on the stack, up to the first outside torch, else from ``values``. Raises `PlanError` from
+        ``error`` if there is none.
         """
         frame = frame_outside_dry_run()
         while frame is not None:

@@ -48,8 +48,8 @@ def _saved_part(run: DryRun, rank: int, world_size: int) -> SavedPart:
 
 
 class SavedRun:
-    """The checkpoint of a run of ``world_size`` ranks. ``parts``: of the ranks that have saved already; ``save``:
-    returns the part of another rank, called for those that write what a load reads.
+    """The checkpoint of a run of ``world_size`` ranks. ``parts``: what the ranks that have saved already saved, by
+    rank; ``save``: returns what another rank saves, called for those that write what a load reads.
     """
 
     def __init__(self, world_size: int, parts: dict[int, SavedPart], save: Callable[[int], SavedPart]) -> None:
@@ -69,14 +69,15 @@ class SavedRun:
         return replace(merged, tensors=(*merged.tensors, *unread))
 
     def _part(self, rank: int) -> SavedPart:
-        """Return a rank's part, saved at the first call for it."""
+        """Return what a rank saves; the first call for it runs its save."""
         if rank not in self._parts:
             self._parts[rank] = self._save(rank)
         return self._parts[rank]
 
 
 def writers(saved: SavedPart, loader: SavedPart) -> set[int]:
-    """Return the ranks that write what a rank loads; ``saved``: any rank's part.
+    """Return the ranks that write what a rank loads; ``saved``: the part of any rank of the save; ``loader``: the part
+    that the loading rank itself would save.
 
     They are rank 0, which writes what is replicated; those that have elements which the loader holds; those that have
     the first elements of the same parameters, and so write their states that are not per element; and, if there are as

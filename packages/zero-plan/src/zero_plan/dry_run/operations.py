@@ -138,7 +138,7 @@ def _moved_nbytes(func: Any, args: Any, result: Any) -> int:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; those of a dimension that was expanded are in the same place."""
+    """Return the bytes of memory that a tensor's elements take; an expanded dimension counts once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return math.prod(sizes) * tensor.element_size()
 

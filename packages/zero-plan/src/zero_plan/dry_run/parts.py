@@ -56,21 +56,21 @@ def decode_manifest(data: bytes) -> Manifest:
     return Manifest(
         **{
             **found,
-            "files": tuple(map(_file, found["files"])),
-            "tensors": tuple(map(_tensor, found["tensors"])),
+            "files": tuple(map(_file_entry, found["files"])),
+            "tensors": tuple(map(_tensor_entry, found["tensors"])),
             "rank_state": tuple(found["rank_state"]),
             "frozen": None if found["frozen"] is None else frozenset(found["frozen"]),
         }
     )
 
 
-def _file(data: dict[str, Any]) -> FileEntry:
-    """Return the entry of a file that `encode_manifest` has made plain."""
+def _file_entry(data: dict[str, Any]) -> FileEntry:
+    """Return the `FileEntry` of a dict that `encode_manifest` made of one."""
     extents = None if data["extents"] is None else tuple((nbytes, digest) for nbytes, digest in data["extents"])
     return FileEntry(**{**data, "extents": extents})
 
 
-def _tensor(data: dict[str, Any]) -> TensorEntry:
-    """Return the entry of a tensor that `encode_manifest` has made plain."""
+def _tensor_entry(data: dict[str, Any]) -> TensorEntry:
+    """Return the `TensorEntry` of a dict that `encode_manifest` made of one."""
     slices = tuple(Slice(**piece) for piece in data["slices"])
     return TensorEntry(**{**data, "shape": tuple(data["shape"]), "slices": slices})

@@ -149,7 +149,7 @@ def plan_script_rank(given: ScriptRank) -> tuple[RankPlan, list[str]]:
     """
     supervisor, lines = _run_dry(given)
     if supervisor.found is None:
-        raise PlanError(_too_few(given.script.target, supervisor.steps))
+        raise PlanError(_too_few_steps(given.script.target, supervisor.steps))
     return supervisor.found, lines
 
 
@@ -160,7 +160,7 @@ def plan_script_load(given: ScriptRank) -> LoadedPlan:
     """
     supervisor, _ = _run_dry(given)
     if supervisor.loaded is None:
-        raise PlanError(_too_few(given.script.target, 0))
+        raise PlanError(_too_few_steps(given.script.target, 0))
     return supervisor.loaded
 
 
@@ -226,7 +226,7 @@ def _run(script: Script) -> None:
         raise PlanError(describe_error(error, script.target)) from error
 
 
-def _too_few(target: str, steps: int) -> str:
+def _too_few_steps(target: str, steps: int) -> str:
     """Return the error message for a script that ended after ``steps`` optimizer steps, fewer than `STEPS`."""
     expected = "expected a script that calls zero_core.initialize with an optimizer, engine.backward and engine.step"
     if not steps:

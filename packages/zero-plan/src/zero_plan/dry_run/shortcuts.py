@@ -84,8 +84,8 @@ class Shortcuts:
         """Return the key of an operation; None for one whose results may be views or depend on more."""
         if not makes_memory(func):
             return None
-        found = self._described(args)
-        named = None if found is None else self._described(kwargs.values())
+        found = self._describe(args)
+        named = None if found is None else self._describe(kwargs.values())
         return None if named is None else (func, found, *kwargs, named, torch.get_default_dtype())
 
     def run_known(self, key: Any) -> Any:
@@ -109,9 +109,10 @@ class Shortcuts:
         if all(memory.count(one) == 1 for one in memory[: len(made)]):
             self._known[key] = Results(kind, tuple(None if part is None else _shape_of(part) for part in parts))
 
-    def _described(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
-        """Return what shapes depend on in the arguments ``values``, hashable; None if an argument has a value, or is a
-        tensor of another kind than the mode's plain ones."""
+    def _describe(self, values: Iterable[Any]) -> tuple[Any, ...] | None:
+        """Return a hashable description of arguments with all that the shapes of an operation's results depend on; None
+        if an argument has a value, or is a tensor of another kind than the mode's plain ones.
+        """
         found: list[Any] = []
         for value in values:
             if isinstance(value, FakeTensor):
@@ -119,7 +120,7 @@ class Shortcuts:
                     return None
                 found.append((value.shape, value.stride(), value.dtype, value.fake_device))
             elif isinstance(value, (list, tuple)):
-                inside = self._described(value)
+                inside = self._describe(value)
                 if inside is None:
                     return None
                 found.append(inside)
