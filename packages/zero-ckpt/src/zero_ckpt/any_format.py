@@ -63,8 +63,8 @@ def open_any(
     while True:
 
         def choose(no_own: bool = own_failed is not None) -> list[Any] | None:
-            """Return what `_choose` does on the first rank."""
-            return _choose(directory, tag, skipped, no_own=no_own) if group.rank == 0 else None
+            """Return the result of `_choose_next` on the first rank, None on the others."""
+            return _choose_next(directory, tag, skipped, no_own=no_own) if group.rank == 0 else None
 
         chosen = run_on_all_ranks(group, what, choose)[0]
         if chosen is None:
@@ -80,7 +80,7 @@ def open_any(
         only_choice = tag is not None or (theirs and name is None)
         try:
             if theirs:
-                return _open_theirs(directory, name, OpenReport(tag, name or directory.name), skipped, group, what)
+                return _open_deepspeed(directory, name, OpenReport(tag, name or directory.name), skipped, group, what)
             opened = open_checkpoint(directory, name, coordinator=group, skip=skipped)
         except ReplacedError:
             replaced += 1
@@ -124,7 +124,7 @@ def holds_any(root: str | os.PathLike[str]) -> bool:
     return any(deepspeed_tags(directory)) or (directory.is_dir() and bool(find_candidates(directory)))
 
 
-def _open_theirs(
+def _open_deepspeed(
     root: Path,
     name: str | None,
     report: OpenReport,
@@ -140,7 +140,7 @@ def _open_theirs(
     found: list[ForeignCheckpoint] = []
 
     def part() -> list[int | str]:
-        """Open it and verify a share of the files; return what all ranks must find alike."""
+        """Open the directory and verify a share of the files; return what all ranks must find alike."""
         directory = root if name is None else find_directory(root, name)
         if directory is None:
             raise CheckpointError(f"{root} has no {name!r} here, as the first rank has; it must be shared by all ranks")
@@ -173,21 +173,22 @@ def _open_theirs(
     return found[0]
 
 
-def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[Any] | None:
-    """Return [whether it is DeepSpeed's, its name, what it is chosen over, whether `latest` does not say it] of the
-    checkpoint to open next; a name of None is the root itself if it is DeepSpeed's, else what `open_checkpoint` finds
-    without a tag. None where all are in `skipped`. `no_own`: this package's are passed over.
+def _choose_next(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: bool) -> list[Any] | None:
+    """Return [is of DeepSpeed, name, passed over, not the one of `latest`] of the checkpoint to open next, or None
+    where all are in `skipped`.
 
-    What it is chosen over is [tag, problem] of the one that `latest` names, in a list, which is empty otherwise.
+    The name is None for the root itself if that is DeepSpeed's, else for what `open_checkpoint` finds without a tag.
+    Passed over is a list: of [tag, problem] of the checkpoint that `latest` names, if another is preferred to it; empty
+    otherwise. `no_own`: this package's checkpoints are not considered.
     """
     if tag is not None:
-        return [is_tag(tag) and _is_theirs(root, tag), tag, [], False]
+        return [is_tag(tag) and _is_deepspeed(root, tag), tag, [], False]
     if not no_own and holds_checkpoint(root):
         return [False, None, [], False]
     if is_foreign(root):
         return [True, None, [], False]
-    latest = _latest(root)
-    if latest is not None and latest not in skipped and is_tag(latest) and _is_theirs(root, latest):
+    latest = _latest_tag(root)
+    if latest is not None and latest not in skipped and is_tag(latest) and _is_deepspeed(root, latest):
         return [True, latest, [], False]
     theirs = [name for name in deepspeed_tags(root) if name not in skipped]
     if skipped and not theirs and not find_candidates(root):
@@ -204,13 +205,13 @@ def _choose(root: Path, tag: str | None, skipped: Mapping[str, str], *, no_own: 
     return [is_theirs, name, passed_over, True] if name else None
 
 
-def _is_theirs(root: Path, name: str) -> bool:
-    """Return whether a tag is a checkpoint of DeepSpeed, also where a save has moved it aside to replace it."""
+def _is_deepspeed(root: Path, name: str) -> bool:
+    """Return whether a tag of a root is a checkpoint of DeepSpeed, also one that a save has moved aside for now."""
     directory = find_directory(root, name)
     return directory is not None and is_foreign(directory)
 
 
-def _latest(root: Path) -> str | None:
+def _latest_tag(root: Path) -> str | None:
     """Return the tag in `latest`, else in `latest_universal`; None without either, or where one is damaged, which
     `open_checkpoint` reports."""
     try:

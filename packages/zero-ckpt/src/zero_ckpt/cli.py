@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141  # as the shell reports a program that a closed pipe ended
     except (CheckpointError, OSError) as error:
         for line in str(error).split("\n"):
-            _say(f"zero-ckpt {options.command}: {line}", sys.stderr)
+            _print_line(f"zero-ckpt {options.command}: {line}", sys.stderr)
         return 2
     return status
 
@@ -129,11 +129,11 @@ def _inspect(options: argparse.Namespace) -> int:
         print()
         return 0
     for line in tree_text(source) if isinstance(source, Checkpoint) else source_text(options.checkpoint, source):
-        _say(line)
+        _print_line(line)
     return 0
 
 
-def _say(line: str, file: TextIO | None = None) -> None:
+def _print_line(line: str, file: TextIO | None = None) -> None:
     """Print one line to `file`, by default standard output. What cannot be printed (a line feed, a command for the
     terminal) becomes an escape, as names from a checkpoint may hold anything."""
     file = file or sys.stdout
@@ -165,7 +165,7 @@ def _verify(options: argparse.Namespace) -> int:
     paths = checkpoints_in(root) if which is None else [root / find_tag(root, which)]
     latest = _latest_problem(root) if which is None else None
     if latest is not None:
-        _say(latest)
+        _print_line(latest)
     return max(_verify_each(paths, in_root=True), 0 if latest is None else 1)
 
 
@@ -183,15 +183,15 @@ def _verify_each(paths: Sequence[Path], *, in_root: bool) -> int:
         with _progress(f"verify {path.name}", _data_nbytes(path)) as advance:
             report = verify_candidate(path, in_root=in_root, progress=advance)
         if in_root and report.moved:
-            _say(f"{path}: replaced or removed while it was verified")
+            _print_line(f"{path}: replaced or removed while it was verified")
             continue
         for problem in report.problems:
-            _say(str(problem))
-        _say(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
+            _print_line(str(problem))
+        _print_line(f"{path}: {'good' if report.ok else 'DAMAGED'}, {size_text(report.nbytes)}")
         if report.absent:
-            _say(f"  not on this node: {', '.join(report.absent)}")
+            _print_line(f"  not on this node: {', '.join(report.absent)}")
         if report.saved_as is not None:
-            _say(f"  was saved as {report.saved_as}")
+            _print_line(f"  was saved as {report.saved_as}")
         good = good and report.ok
     return 0 if good else 1
 
@@ -235,9 +235,9 @@ def _repair(options: argparse.Namespace) -> int:
     with _progress("repair", total) as advance:
         done = repair(root, dry_run=options.dry_run, progress=advance)
     for line in done:
-        _say(line)
+        _print_line(line)
     outcome = "nothing to repair" if not done else "nothing was changed" if options.dry_run else "repaired"
-    _say(f"{options.root}: {outcome}")
+    _print_line(f"{options.root}: {outcome}")
     return 0
 
 
@@ -259,7 +259,7 @@ def _diff(options: argparse.Namespace) -> int:
         ("other", report.plain),
     ):
         for name in names:
-            _say(f"{title}: {name}")
+            _print_line(f"{title}: {name}")
     print(f"{report.equal} tensors are equal")
     return 0 if report.same else 1
 
@@ -273,7 +273,7 @@ def _prune(options: argparse.Namespace) -> int:
 
     require_root(Path(options.root))
     for path in prune(Path(options.root), keep_last=options.keep_last, dry_run=options.dry_run):
-        _say(f"{'would remove' if options.dry_run else 'removed'} {path}")
+        _print_line(f"{'would remove' if options.dry_run else 'removed'} {path}")
     return 0
 
 

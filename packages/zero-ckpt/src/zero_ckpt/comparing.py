@@ -55,7 +55,7 @@ def diff(first: Checkpoint, second: Checkpoint, *, progress: Callable[[int], Non
         elif _same_bytes(first, second, one, other):
             report.equal += 1
         else:
-            report.changed.append(f"{name}: {_distance(first, second, one)}")
+            report.changed.append(f"{name}: {_describe_difference(first, second, one)}")
         if progress is not None:
             progress(one.nbytes)
     report.only_second = [f"{name} ({kind})" for name, kind in second.tensors if (name, kind) not in first.tensors]
@@ -93,9 +93,9 @@ def _same_bytes(first: Checkpoint, second: Checkpoint, one: TensorEntry, other: 
     return True
 
 
-def _distance(first: Checkpoint, second: Checkpoint, one: TensorEntry) -> str:
-    """Return, as text, how many elements of a tensor differ between two checkpoints and, of floating-point numbers, by
-    how much at most and how large the values are.
+def _describe_difference(first: Checkpoint, second: Checkpoint, one: TensorEntry) -> str:
+    """Return text that says how many elements of a tensor differ between two checkpoints and, for floating-point
+    numbers, by how much at most and how large the values are.
 
     Both are read in full; `one` is the entry of `first`. Raises DamagedError for what is damaged.
     """

@@ -56,9 +56,11 @@ class ForeignCheckpoint(Checkpoint):
                     f"{path}: its optimizer states are in DeepSpeed's swap files, below offloaded_tensors, which are "
                     "not read. Save it once more with the optimizer offloaded to the CPU"
                 )
-            self._source = _opened(folder)
-            self._places = dict(_places(self._source))
-            self._steps = {place: step for place, key in self._places.items() if (step := _counted(self._source, key))}
+            self._source = _open_segments(folder)
+            self._places = dict(_own_names(self._source))
+            self._steps = {
+                place: step for place, key in self._places.items() if (step := _integer_step(self._source, key))
+            }
             with laid_out_as_expected(path):
                 training, ranks = read_training_state(path)
         found = {place: self._source.tensors[key] for place, key in self._places.items()}
@@ -156,16 +158,18 @@ def _refuse_links(directory: Path) -> None:
             )
 
 
-def _opened(folder: Folder) -> SegmentSource:
-    """Return the contents of an opened directory. Raises as `open_source` does."""
+def _open_segments(folder: Folder) -> SegmentSource:
+    """Return the tensors of DeepSpeed's directory `folder`, whose reads go through it. Raises as `open_source` does."""
     source = open_foreign(folder.path)
     if not isinstance(source, SegmentSource):
         raise CheckpointError(f"{folder.path} is no checkpoint of DeepSpeed")
     return source.held_by(folder)
 
 
-def _places(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    """Yield (name, kind) as this package's savers would give it, and the key in `source`, for each of its tensors."""
+def _own_names(source: Source) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    """Yield for each tensor of `source` its (name, kind) as this package's savers would give them, and its key in
+    `source`.
+    """
     for name, kind in source.tensors:
         known = kind
         if kind == "master" and (name, "param") not in source.tensors:
@@ -181,8 +185,10 @@ def _is_scalar(source: Source, name: str, kind: str) -> bool:
     return kind == "step" or not weights or bool(weights[0].shape)
 
 
-def _counted(source: Source, key: tuple[str, str]) -> bytes | None:
-    """Return a step that is stored as an integer as the bytes of a float32; None for any other tensor."""
+def _integer_step(source: Source, key: tuple[str, str]) -> bytes | None:
+    """Return the step that `source` stores under `key` as an integer, as the 4 bytes of a float32; None for any other
+    tensor.
+    """
     if key[1] != "step" or source.tensors[key].dtype != "I64" or source.tensors[key].shape:
         return None
     raw = bytearray(8)

@@ -53,7 +53,7 @@ def open_checkpoint(
         def part(look: _Look = look, options: list[Candidate] = options) -> list[list[str | None]]:
             """Add this rank's candidates, which `look` finds, to `options`; return [tag, problem] of each for the other
             ranks."""
-            options.extend(_settled(look, directory, tag, skip or {}))
+            options.extend(_look_until_settled(look, directory, tag, skip or {}))
             return [[option.tag, option.problem] for option in options]
 
         for name, problem in _merge_problems(run_on_all_ranks(group, what, part)).items():
@@ -108,7 +108,7 @@ def _open_chosen(chosen: Candidate, requested: str | None, skipped: dict[str, st
 _Look = Callable[[Path, "str | None", Mapping[str, str]], "list[Candidate]"]
 
 
-def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
+def _look_until_settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:
     """Return the candidates that `look` finds: it is called with the other arguments, and again (50 times at most, 10
     ms apart) while a save is moving a directory that it looks at."""
     for _ in range(_LOOKS):
@@ -122,7 +122,7 @@ def _settled(look: _Look, root: Path, tag: str | None, skip: Mapping[str, str]) 
 def first_choice(root: Path, skip: Mapping[str, str]) -> list[Candidate]:
     """Return what `open_checkpoint` looks at first without a tag, in a list: `root` itself or the checkpoint that
     `latest` names, with its problem if it has one; empty without a `latest`."""
-    return _settled(_first_choice, root, None, skip)
+    return _look_until_settled(_first_choice, root, None, skip)
 
 
 def _first_choice(root: Path, tag: str | None, skip: Mapping[str, str]) -> list[Candidate]:

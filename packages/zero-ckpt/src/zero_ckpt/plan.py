@@ -86,7 +86,7 @@ def make_plan(holdings: Sequence[Holding], world_size: int, nodes: Sequence[str]
             elif any(holder.linked for holder in run.holders):
                 shared.append(run)
             else:
-                shared.extend(_cut(run))
+                shared.extend(_split_run(run))
     for run in sorted(shared, key=_run_nbytes, reverse=True):
         for holders in _holders_by_node(run, nodes):
             best = min(holders, key=lambda holding: (not holding.linked, load[holding.rank]))
@@ -162,7 +162,7 @@ def _hole_error(holding: Holding, begin: int, end: int) -> CheckpointError:
     )
 
 
-def _cut(run: _Run) -> list[_Run]:
+def _split_run(run: _Run) -> list[_Run]:
     """Return a run as consecutive runs of at most `MAX_SLICE_BYTES`, with the same holders."""
     step = MAX_SLICE_BYTES // ITEMSIZE[run.holders[0].dtype]
     return [_Run(at, min(at + step, run.end), run.holders) for at in range(run.begin, run.end, step)]
@@ -180,5 +180,5 @@ def _assign(run: _Run, holder: Holding, load: list[int], pieces: list[list[Plann
     Linked runs cost nothing and stay one slice; others are split to at most `MAX_SLICE_BYTES`.
     """
     load[holder.rank] += 0 if holder.linked else _run_nbytes(run)
-    for part in [run] if holder.linked else _cut(run):
+    for part in [run] if holder.linked else _split_run(run):
         pieces[holder.rank].append(PlannedSlice(holder.index, part.begin, part.end - part.begin))

@@ -85,7 +85,7 @@ def save_sharded(
         written = run_on_all_ranks(group, job.what, job.write)
 
         def commit() -> None:
-            """Make it appear, where this rank leads."""
+            """Write the manifest and give the checkpoint its name, on the ranks that made a directory."""
             job.seal(described, written, beside or {})
             job.commit(replace_existing, save_latest)
 

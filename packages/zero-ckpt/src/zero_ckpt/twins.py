@@ -34,8 +34,9 @@ class _OpenCheckpoint:
         return [(tensor, piece) for tensor in self.manifest.tensors for piece in tensor.slices]
 
     def begin(self, piece: Slice) -> int:
-        """Return the byte at which a slice begins in its file. Raises DamagedError when the file's header does not hold
-        it."""
+        """Return the byte of its file at which a slice begins. Raises DamagedError when the file's header does not hold
+        it.
+        """
         if piece.begin is not None:
             return piece.begin
         entry = self.manifest.files[piece.file]

@@ -43,7 +43,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     called. Raises CheckpointError as `open_source` does, and when it is not known which parameters are trained.
     """
     source = _open(checkpoint_dir, tag)
-    tensors = _chosen(source, exclude_frozen_parameters)
+    tensors = _tensors_to_write(source, exclude_frozen_parameters)
     state: dict[str, Any] = {tensor.name: LazyTensor(source, tensor) for tensor in tensors}
     if not lazy_mode:
         state = {name: value.contiguous() for name, value in state.items()}
@@ -107,7 +107,7 @@ def convert_zero_checkpoint_to_state_dict(
     if name not in _OUTPUT_DTYPES:
         raise CheckpointError(f"dtype is {dtype!r}, expected one of {', '.join(_OUTPUT_DTYPES)}")
     source = _open(checkpoint_dir, tag)
-    tensors = _chosen(source, exclude_frozen_parameters, _OUTPUT_DTYPES[name])
+    tensors = _tensors_to_write(source, exclude_frozen_parameters, _OUTPUT_DTYPES[name])
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     target = absolute(Path(output_dir))
     write = write_safetensors if safe_serialization else write_pytorch
@@ -189,7 +189,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Source:
     return open_source(spec if tag is None else f"{spec}@{tag}")
 
 
-def _chosen(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
+def _tensors_to_write(source: Source, exclude_frozen: bool, dtype: str = "F32") -> list[ModelTensor]:
     """Return the tensors to write, without frozen parameters if `exclude_frozen`.
 
     `dtype` is that of floating-point tensors in the output, by its safetensors name. Where the checkpoint does not

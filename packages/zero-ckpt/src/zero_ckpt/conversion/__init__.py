@@ -45,7 +45,7 @@ def convert(
     if workers < 1:
         raise CheckpointError(f"workers is {workers}, expected at least 1")
     opened = open_source(source) if isinstance(source, (str, os.PathLike)) else source
-    path, kind, report = Path(target), _kind(target, to), progress or _ignore
+    path, kind, report = Path(target), _target_format(target, to), progress or _ignore
     try:
         if kind == "deepspeed-universal":
             require_torch("writing a universal checkpoint of DeepSpeed")
@@ -56,7 +56,7 @@ def convert(
             from .checkpoint_sink import write_checkpoint
 
             return [write_checkpoint(opened, path, progress=report, overwrite=overwrite)]
-        tensors = _model(opened, dtype)
+        tensors = _model_tensors(opened, dtype)
         limit = None if max_shard_size is None else parse_size(max_shard_size)
         write = _model_writer(kind)
         return write(opened, tensors, path, limit=limit, workers=workers, progress=report, overwrite=overwrite)
@@ -80,12 +80,12 @@ def _model_writer(kind: str) -> Callable[..., list[Path]]:
 def output_nbytes(source: Source, target: str | os.PathLike[str], *, to: str | None = None, dtype: str = "fp32") -> int:
     """Return about how many bytes `convert` writes with the same arguments: the total of its progress. Raises
     CheckpointError as `convert` does for `to` and `dtype`."""
-    if _kind(target, to) in ("safetensors", "pytorch"):
-        return sum(tensor.nbytes for tensor in _model(source, dtype))
+    if _target_format(target, to) in ("safetensors", "pytorch"):
+        return sum(tensor.nbytes for tensor in _model_tensors(source, dtype))
     return sum(numel(tuple(tensor.shape)) * ITEMSIZE[tensor.dtype] for tensor in source.tensors.values())
 
 
-def _kind(target: str | os.PathLike[str], to: str | None) -> str:
+def _target_format(target: str | os.PathLike[str], to: str | None) -> str:
     """Return the target's format, one of `TARGETS`: `to`, or by the suffix of `target`. Raises CheckpointError for an
     unknown one."""
     kind = to or ("pytorch" if Path(target).suffix in (".bin", ".pt", ".pth") else "safetensors")
@@ -94,7 +94,7 @@ def _kind(target: str | os.PathLike[str], to: str | None) -> str:
     return kind
 
 
-def _model(source: Source, dtype: str) -> list[ModelTensor]:
+def _model_tensors(source: Source, dtype: str) -> list[ModelTensor]:
     """Return the source's parameters and buffers, to be written as `dtype`. Raises CheckpointError for an unknown dtype
     or without any."""
     if dtype != "keep" and dtype not in NAMES:

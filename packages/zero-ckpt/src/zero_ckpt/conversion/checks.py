@@ -42,7 +42,7 @@ def refuse_existing(path: Path, overwrite: bool) -> None:
     if is_data_file(path.name) and has_mark(path.parent):
         raise CheckpointError(f"{path} is a file of the checkpoint {path.parent}; name another target")
     if os.path.lexists(path) and not overwrite:
-        raise _existing(path)
+        raise _exists_error(path)
 
 
 def refuse_other(path: Path, contents: bytes, overwrite: bool) -> None:
@@ -51,7 +51,7 @@ def refuse_other(path: Path, contents: bytes, overwrite: bool) -> None:
         refuse_existing(path, overwrite)
 
 
-def publish(finished: Path, path: Path, overwrite: bool) -> None:
+def move_into_place(finished: Path, path: Path, overwrite: bool) -> None:
     """Rename a finished file to `path`; the name is on disk on return. Raises CheckpointError, with nothing changed,
     when there is anything at `path`, unless `overwrite`."""
     try:
@@ -60,11 +60,11 @@ def publish(finished: Path, path: Path, overwrite: bool) -> None:
         else:
             rename_new(finished, path)
     except FileExistsError as error:
-        raise _existing(path) from error
+        raise _exists_error(path) from error
     fsync_directory(path.parent)
 
 
-def _existing(path: Path) -> CheckpointError:
+def _exists_error(path: Path) -> CheckpointError:
     """Return the error for a target that is there already."""
     return CheckpointError(
         f"{path} exists and is not overwritten; name another target, or pass overwrite=True (--overwrite)"

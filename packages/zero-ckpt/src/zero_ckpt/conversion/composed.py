@@ -48,7 +48,9 @@ class ComposedSource:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Return the aliases of the source that is extended; the other properties are that source's, too."""
+        """Return the tied names of the other source, each with the name that is stored; the properties below are that
+        source's too.
+        """
         return self._source.aliases
 
     @property

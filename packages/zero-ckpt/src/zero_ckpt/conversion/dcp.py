@@ -139,13 +139,13 @@ def open_dcp(directory: Path) -> SegmentSource:
     except Exception as error:  # a pickle made to hurt can raise anything from what it calls
         raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
     found = {key: value for key, value in sizes.items() if hasattr(value, "chunks")}
-    names = _names(list(found))
+    names = _names_and_kinds(list(found))
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for key, offset, info in stored:
         places.setdefault(key, {})[offset] = info
     tensors, left = {}, _MAX_SEGMENTS
     for key, value in found.items():
-        tensors[names[key]] = _tensor(directory, key, value, places.get(key, {}), left)
+        tensors[names[key]] = _segmented_tensor(directory, key, value, places.get(key, {}), left)
         left -= len(tensors[names[key]].segments)
     return SegmentSource(tensors, {}, 0, None)
 
@@ -172,8 +172,8 @@ def _open(path: Path) -> int:
     return fd
 
 
-def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the tensor's (name, kind) for every key of the checkpoint, as `open_dcp` describes it."""
+def _names_and_kinds(keys: list[str]) -> dict[str, tuple[str, str]]:
+    """Return by key of the checkpoint the (name, kind) of its tensor, as `open_dcp` describes it."""
     optimizer = [key for key in keys if ".state." in key and key.startswith(("optim.", "optimizer."))]
     model = [key for key in keys if key not in optimizer]
     firsts = {key.split(".", 1)[0] for key in model}
@@ -185,7 +185,9 @@ def _names(keys: list[str]) -> dict[str, tuple[str, str]]:
     return names
 
 
-def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int) -> SegmentedTensor:
+def _segmented_tensor(
+    directory: Path, key: str, value: Any, places: dict[tuple[int, ...], Any], most: int
+) -> SegmentedTensor:
     """Return a tensor of the checkpoint in `directory`; `value` is the metadata of `key`, and `places` has the storage
     info of its chunks by their offsets.
 
@@ -195,20 +197,20 @@ def _tensor(directory: Path, key: str, value: Any, places: dict[tuple[int, ...],
     shape, dtype = _sizes(value.size), dtype_name(value.properties.dtype)
     boxes = [(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in value.chunks]
     segments: list[Segment] = []
-    runs = sum(_runs(shape, sizes) for _, sizes in boxes)
+    runs = sum(_count_runs(shape, sizes) for _, sizes in boxes)
     if runs > most:
         raise DamagedError(f"{directory}: {key!r} would be {runs} runs of elements, expected at most {most}")
     for offsets, sizes in boxes:
         place = places.get(offsets, places.get(()))
         if place is None:
             raise DamagedError(f"{directory}: no file is recorded for {key!r} at {offsets}")
-        file = _inside(directory, place.relative_path)
+        file = _path_inside(directory, place.relative_path)
         begin = _data_begin(file, place, numel(sizes) * ITEMSIZE[dtype])
-        segments += _rows(shape, offsets, sizes, file, begin, ITEMSIZE[dtype])
+        segments += _segments_of_box(shape, offsets, sizes, file, begin, ITEMSIZE[dtype])
     return SegmentedTensor(shape, dtype, tuple(sorted(segments, key=lambda segment: segment.offset)))
 
 
-def _inside(directory: Path, relative: str) -> Path:
+def _path_inside(directory: Path, relative: str) -> Path:
     """Return the path of a file in `directory`. Raises DamagedError when it leads outside."""
     if relative.startswith("/") or ".." in Path(relative).parts:
         raise DamagedError(f"{directory}: {relative!r} leads outside")
@@ -292,7 +294,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return found
 
 
-def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _split_dimension(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """Return the last dimension in which a box of shape `sizes` covers only a part of a tensor of shape `shape`; 0 if
     there is none.
 
@@ -303,22 +305,22 @@ def _split(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     return max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
 
 
-def _runs(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+def _count_runs(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
     """Return the number of runs of consecutive elements in a box of shape `sizes` of a tensor of shape `shape`."""
-    return 0 if 0 in sizes else numel(sizes[: _split(shape, sizes)])
+    return 0 if 0 in sizes else numel(sizes[: _split_dimension(shape, sizes)])
 
 
-def _rows(
+def _segments_of_box(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], file: Path, begin: int, itemsize: int
 ) -> list[Segment]:
-    """Return a box of a tensor as runs of consecutive elements, in order.
+    """Return the segments of a box of a tensor: its runs of consecutive elements, in order.
 
     The box has shape `sizes` and begins at `offsets` of the tensor of shape `shape`; its data, in C order, begin at
     byte `begin` of `file`.
     """
     if 0 in sizes:
         return []
-    split = _split(shape, sizes)
+    split = _split_dimension(shape, sizes)
     strides = [numel(shape[dim + 1 :]) for dim in range(len(shape))]
     length = numel(sizes[split:])
     segments = []

@@ -120,18 +120,18 @@ def open_deepspeed(directory: Path) -> SegmentSource:
 def open_models(directory: Path) -> list[ModelFile]:
     """Return the model files of a tag directory, by data-parallel rank. Raises DamagedError when a rank's is
     missing."""
-    return [ModelFile(path) for path in _ranked(directory, "*_model_states.pt", _MODEL)]
+    return [ModelFile(path) for path in _files_by_rank(directory, "*_model_states.pt", _MODEL)]
 
 
 def open_model(directory: Path) -> ModelFile:
     """Return the model file of the first data-parallel rank. Raises as `open_models` does, which reads them all."""
-    return ModelFile(_ranked(directory, "*_model_states.pt", _MODEL)[0])
+    return ModelFile(_files_by_rank(directory, "*_model_states.pt", _MODEL)[0])
 
 
 def optimizer_files(directory: Path) -> list[Path]:
     """Return the optimizer files of a tag directory, by data-parallel rank; none at stage 0. Raises DamagedError when a
     rank's is missing."""
-    return _ranked(directory, "*_optim_states.pt", _RANKED, required=False)
+    return _files_by_rank(directory, "*_optim_states.pt", _RANKED, required=False)
 
 
 def model_tensors(model: ModelFile) -> Tensors:
@@ -178,7 +178,7 @@ def param_groups(optimizer: Any) -> dict[str, Any]:
     return {"param_groups": found}
 
 
-def _ranked(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
+def _files_by_rank(directory: Path, pattern: str, name: re.Pattern[str], *, required: bool = True) -> list[Path]:
     """Return the files that match `pattern`, by rank; `name` has groups for rank and model-parallel rank.
 
     Raises CheckpointError for a name of a model-parallel rank or unknown form, and DamagedError when a rank's file is
@@ -241,11 +241,11 @@ def _tensor_list(state: Mapping[str, Any], key: str, path: Path) -> list[torch.T
     return found
 
 
-def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
-    """Return by kind, for parameter group number `group`, each rank's value: a flat tensor, or a number.
+def _values_by_kind(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str) -> dict[str, list[Any]]:
+    """Return, for parameter group number `group`, by kind the list of the ranks' values: flat tensors, or numbers.
 
-    The kinds are `master`, from the list under `fp32`, and every optimizer state of the state dict under `key`. Raises
-    CheckpointError for an elastic state of early versions.
+    The kinds are `master`, from the list under the key `fp32`, and every optimizer state of the state dict under `key`.
+    Raises CheckpointError for an elastic state of early versions.
     """
     found: dict[str, list[Any]] = {"master": [state[fp32][group] for state in states]}
     base = [state[key] for state in states]
@@ -258,7 +258,7 @@ def _kinds(states: Sequence[Mapping[str, Any]], group: int, key: str, fp32: str)
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
-    """Return whether all values are 1-dimensional tensors."""
+    """Return whether all values, one per rank, are 1-dimensional tensors."""
     return all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values)
 
 
@@ -272,7 +272,7 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
     for group, shapes in enumerate(model.shapes()):
         gaps = paddings[group] if paddings else [0] * len(shapes)
         fp32 = [flat[group] for flat in flats]
-        for kind, values in _kinds(states, group, "base_optimizer_state", key).items():
+        for kind, values in _values_by_kind(states, group, "base_optimizer_state", key).items():
             if not _is_flat(values):
                 tensors.update({(name, kind): scalar(values[0], paths[0]) for name in shapes})
                 continue
@@ -280,13 +280,13 @@ def _stage12(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Seque
             lengths = [flat.numel() for flat in fp32]  # states may lack the padding at the end of a partition
             position = 0
             for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-                segments = tuple(_window(parts, lengths, position, numel(shape)))
+                segments = tuple(_segments_in(parts, lengths, position, numel(shape)))
                 tensors[name, kind] = SegmentedTensor(shape, parts[0].dtype, segments)
                 position += numel(shape) + gap
     return tensors
 
 
-def _window(parts: Sequence[Stored | None], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
+def _segments_in(parts: Sequence[Stored | None], lengths: Sequence[int], begin: int, length: int) -> Iterator[Segment]:
     """Yield segments for elements `begin` to `begin + length` of tensors laid end to end; their offsets count from
     `begin`.
 
@@ -306,8 +306,10 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
     tensors: Tensors = {}
     flats = [_tensor_list(state, "fp32_flat_groups", path) for state, path in zip(states, paths, strict=True)]
     lengths = [[flat.numel() for flat in own] for own in flats]
-    by_group = [_kinds(states, group, "optimizer_state_dict", "fp32_flat_groups") for group in range(len(flats[0]))]
-    strings = {kind: _strings(by_group, kind, paths) for kind in dict.fromkeys(chain.from_iterable(by_group))}
+    by_group = [
+        _values_by_kind(states, group, "optimizer_state_dict", "fp32_flat_groups") for group in range(len(flats[0]))
+    ]
+    strings = {kind: _flat_tensors(by_group, kind, paths) for kind in dict.fromkeys(chain.from_iterable(by_group))}
     ends = list(accumulate(lengths[0]))
     position = 0
     for name, shape in ((name, shape) for group in model.shapes() for name, shape in group.items()):
@@ -320,19 +322,22 @@ def _stage3(model: ModelFile, states: Sequence[Mapping[str, Any]], paths: Sequen
             segments = [
                 Segment(rank * piece + segment.offset, segment.length, segment.file, segment.begin)
                 for rank, parts in enumerate(strings[kind])
-                for segment in _window(parts, lengths[rank], position, max(0, min(piece, numel(shape) - rank * piece)))
+                for segment in _segments_in(
+                    parts, lengths[rank], position, max(0, min(piece, numel(shape) - rank * piece))
+                )
             ]
             tensors[name, kind] = SegmentedTensor(shape, stored(values[0], paths[0]).dtype, tuple(segments))
         position += piece
     return tensors
 
 
-def _strings(
+def _flat_tensors(
     by_group: Sequence[Mapping[str, list[Any]]], kind: str, paths: Sequence[Path]
 ) -> list[list[Stored | None]]:
-    """Return, for each rank, the flat tensors of a kind by parameter group; None for groups that have none.
+    """Return, for each rank, the list of flat tensors of a kind, one per parameter group; None for groups that have
+    none.
 
-    `by_group` has the ranks' values by kind, per group (see `_kinds`); `paths` are the ranks' files.
+    `by_group` has the ranks' values by kind, per group (see `_values_by_kind`); `paths` are the ranks' files.
     """
     flat = [found[kind] if _is_flat(found.get(kind, [None])) else None for found in by_group]
     return [[None if own is None else stored(own[rank], path) for own in flat] for rank, path in enumerate(paths)]
@@ -345,5 +350,5 @@ def add_frozen(tensors: Tensors, models: Sequence[ModelFile]) -> None:
         if (name, "param") in tensors:
             continue
         parts = [stored(model.data["frozen_param_fragments"][name], model.path) for model in models]
-        segments = tuple(_window(parts, [part.numel for part in parts], 0, numel(tuple(shape))))
+        segments = tuple(_segments_in(parts, [part.numel for part in parts], 0, numel(tuple(shape))))
         tensors[name, "param"] = SegmentedTensor(tuple(shape), parts[0].dtype, segments)

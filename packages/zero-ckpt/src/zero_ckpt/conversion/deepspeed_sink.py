@@ -89,8 +89,11 @@ def write_rank_files(source: Source, form: DeepSpeedForm, folder: Path, rank: in
 
 
 class _RankFiles:
-    """The contents of one rank's files, with the place of every tensor in them; the arguments are those of
-    `write_rank_files`."""
+    """The contents of one rank's files; the arguments are those of `write_rank_files`.
+
+    The tensors in them are template tensors: their memory is never touched, and when the file is written their bytes
+    come from the source (see [Note: filled templates]).
+    """
 
     def __init__(self, source: Source, form: DeepSpeedForm, rank: int, ranks: int) -> None:
         self._source, self._form, self._rank, self._ranks = source, form, rank, ranks
@@ -122,7 +125,7 @@ class _RankFiles:
             )
 
     def write(self, value: dict[str, Any], path: Path) -> None:
-        """Write a value of `model` or `optimizer` to `path`."""
+        """Write to `path` a file whose content `value` is, or contains, what `model` or `optimizer` returned."""
         found = list(_tensors(value))
         tensors = {str(number): self._places[id(tensor)] for number, tensor in enumerate(found)}
         source = ComposedSource(self._source, self._composed, self._given)
@@ -132,17 +135,17 @@ class _RankFiles:
         write_new(source, template, workers=_WORKERS)
 
     def model(self) -> dict[str, Any]:
-        """Return the model file."""
+        """Return the content of the model file, as a dict by DeepSpeed's keys."""
         source, whole = self._source, self._form.stage < 3
         module: OrderedDict[str, torch.Tensor] = OrderedDict()
         frozen: OrderedDict[str, torch.Tensor] = OrderedDict()
         for (name, kind), tensor in source.tensors.items():
             if kind == "buffer" and name not in self._form.left_out:
-                module[name] = self._taken(name, kind)
+                module[name] = self._from_source(name, kind)
             elif kind == "param":
-                module[name] = self._taken(name, kind) if whole else self._nothing(tensor.dtype)
+                module[name] = self._from_source(name, kind) if whole else self._empty_template(tensor.dtype)
                 if name not in self._trained:
-                    frozen[name] = module[name] if whole else self._flat(f"frozen {name}", "param", [name])
+                    frozen[name] = module[name] if whole else self._compose_pieces(f"frozen {name}", "param", [name])
         module.update({alias: module[name] for alias, name in source.aliases.items() if name in module})
         parts = [names for group in self._groups for names, _ in self._parts(group)]
         tied = source.aliases if self._rank == 0 else {}  # as there
@@ -157,11 +160,13 @@ class _RankFiles:
             "frozen_param_fragments": None if excluded else frozen,  # DeepSpeed takes every frozen one from a map
             "dp_world_size": self._ranks,
             **self._form.beside,
-            **self._kept(dict(self._form.model)),
+            **self._with_templates(dict(self._form.model)),
         }
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the state of the optimizer."""
+        """Return the optimizer's part of the file of states, as a dict by DeepSpeed's keys: masters, states and
+        options.
+        """
         form, stage3 = self._form, self._form.stage == 3
         flats: list[FlatGroup] = []
         masters, states, options = [], {}, []
@@ -171,10 +176,12 @@ class _RankFiles:
                 index = len(flats)
                 flats.append(flat)
                 length = flat.numel - flat.padding  # those of states are padded
-                masters.append(self._compose(str(index), "master", flat, self._master(names), length))
-                if state := self._state(index, names, flat):
+                masters.append(self._compose(str(index), "master", flat, self._weight_kinds(names), length))
+                if state := self._states_of_flat(index, names, flat):
                     states[index] = state
-            options.append({**self._kept(dict(form.options[number])), "params": list(range(first, len(flats)))})
+            options.append(
+                {**self._with_templates(dict(form.options[number])), "params": list(range(first, len(flats)))}
+            )
         inner = {"state": states, "param_groups": options}
         common = {"zero_stage": form.stage, "loss_scaler": form.scaler, **form.optimizer}
         if stage3:
@@ -213,14 +220,16 @@ class _RankFiles:
         itemsize = ITEMSIZE[self._source.tensors[group[0], "param"].dtype]
         return alignment_gaps([self._numel(name) for name in group], itemsize, aligned=self._form.aligned)
 
-    def _state(self, index: int, names: Sequence[str], flat: FlatGroup) -> dict[str, Any]:
-        """Return the optimizer's state of a flat tensor by key; empty where none of its parameters has any."""
+    def _states_of_flat(self, index: int, names: Sequence[str], flat: FlatGroup) -> dict[str, Any]:
+        """Return the optimizer's states of flat tensor number `index`, `flat`, by key; empty where none of the
+        parameters `names` in it has any. Raises CheckpointError for a state that is not elementwise.
+        """
         keys = dict.fromkeys(key for name in names for key in self._kinds.get(name, {}))
         state: dict[str, Any] = {}
         for key in keys:
             kinds = {name: self._kinds[name][key] for name in names if key in self._kinds.get(name, {})}
             if key == "step" or all(kind.endswith(".scalar") for kind in kinds.values()):
-                state[key] = self._number(key, kinds)
+                state[key] = self._shared_number(key, kinds)
                 continue
             for name, kind in kinds.items():
                 if tuple(self._source.tensors[name, kind].shape) != tuple(self._shape(name)):
@@ -231,9 +240,13 @@ class _RankFiles:
             state[key] = self._compose(f"{index}", state_kind(key), flat, kinds, flat.numel)
         return state
 
-    def _number(self, key: str, kinds: Mapping[str, str]) -> Any:
-        """Return the number that parameters have in common, the largest where they differ; a step is an integer."""
-        values = {name: self._read(name, kind) for name, kind in kinds.items()}
+    def _shared_number(self, key: str, kinds: Mapping[str, str]) -> Any:
+        """Return the value of a state of one element that parameters share, the largest where they differ, which is
+        logged; an int for a step.
+
+        `key` names the state; `kinds` has its kind by parameter.
+        """
+        values = {name: self._read_number(name, kind) for name, kind in kinds.items()}
         largest = max(values.values())
         others = [name for name, value in values.items() if value != largest]
         if others and self._rank == 0:
@@ -245,25 +258,31 @@ class _RankFiles:
             )
         return int(largest) if key == "step" else largest
 
-    def _read(self, name: str, kind: str) -> float:
-        """Return a state of one element as a number."""
+    def _read_number(self, name: str, kind: str) -> float:
+        """Return a state of one element, of parameter `name`, as a number."""
         dtype = self._source.tensors[name, kind].dtype
         raw = bytearray(ITEMSIZE[dtype])
         self._source.read_into(name, kind, 0, raw)
         return float(torch.frombuffer(raw, dtype=torch_dtype(dtype)))
 
-    def _master(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the kind of each parameter's weights in high precision."""
+    def _weight_kinds(self, names: Iterable[str]) -> dict[str, str]:
+        """Return by parameter the kind of its weights in the highest precision: "master", or "param" where there is
+        none.
+        """
         return {name: "master" if (name, "master") in self._source.tensors else "param" for name in names}
 
-    def _flat(self, place: str, kind: str, names: Sequence[str]) -> torch.Tensor:
-        """Return a tensor for this rank's padded pieces of parameters as the model uses them."""
+    def _compose_pieces(self, place: str, kind: str, names: Sequence[str]) -> torch.Tensor:
+        """Return a template tensor for this rank's padded pieces of the parameters `names`, of kind `kind`; `place` is
+        a name of its own.
+        """
         flat = pieces_of_group(names, [self._numel(name) for name in names], self._rank, self._ranks)
         return self._compose(place, kind, flat, dict.fromkeys(names, kind), flat.numel)
 
     def _compose(self, place: str, kind: str, flat: FlatGroup, kinds: Mapping[str, str], length: int) -> torch.Tensor:
-        """Return a tensor of the template, for the first `length` elements of a flat one. Raises CheckpointError where
-        the parameters' dtypes differ."""
+        """Return a template tensor for the first `length` elements of the flat tensor `flat`, composed of the tensors
+        that `kinds` names (parameter to kind); (`place`, `kind`) is a key of its own. Raises CheckpointError where
+        their dtypes differ.
+        """
         dtypes = {name: self._source.tensors[name, found].dtype for name, found in kinds.items()}
         name, dtype = next(iter(dtypes.items()))
         other = next((other for other, its in dtypes.items() if its != dtype), None)
@@ -274,36 +293,38 @@ class _RankFiles:
             )
         key = f"\0{place}", kind
         self._composed[key] = ComposedTensor(length, dtype, flat.runs, kinds)
-        return self._placed(ModelTensor(*key, (length,), dtype, dtype))
+        return self._new_template(ModelTensor(*key, (length,), dtype, dtype))
 
-    def _taken(self, name: str, kind: str) -> torch.Tensor:
-        """Return a tensor of the template for one of the source."""
+    def _from_source(self, name: str, kind: str) -> torch.Tensor:
+        """Return a template tensor for the tensor (`name`, `kind`) of the source."""
         tensor = self._source.tensors[name, kind]
-        return self._placed(ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype))
+        return self._new_template(ModelTensor(name, kind, tuple(tensor.shape), tensor.dtype, tensor.dtype))
 
-    def _nothing(self, dtype: str) -> torch.Tensor:
-        """Return an empty tensor of the template, as a parameter that is cut into pieces has in a module."""
+    def _empty_template(self, dtype: str) -> torch.Tensor:
+        """Return a template tensor without elements, as a module's state dict has for a sharded parameter."""
         self._given["\0nothing", dtype] = GivenTensor((0,), dtype, b"")
-        return self._placed(ModelTensor("\0nothing", dtype, (0,), dtype, dtype))
+        return self._new_template(ModelTensor("\0nothing", dtype, (0,), dtype, dtype))
 
-    def _kept(self, value: Any, path: str = "") -> Any:
-        """Return a value in which each tensor is one of the template. Raises CheckpointError for a set of tensors."""
+    def _with_templates(self, value: Any, path: str = "") -> Any:
+        """Return a copy of `value` with a template tensor for each tensor in it, whose bytes are kept; `path` names it
+        in errors. Raises CheckpointError for a set of tensors.
+        """
         if isinstance(value, torch.Tensor):
             held = value.detach().cpu().contiguous()
             key = f"\0given {len(self._given)}", "param"
             dtype = dtype_name(held.dtype)
             self._given[key] = GivenTensor(tuple(held.shape), dtype, bytes(tensor_buffer(held)))
-            return self._placed(ModelTensor(*key, tuple(held.shape), dtype, dtype))
+            return self._new_template(ModelTensor(*key, tuple(held.shape), dtype, dtype))
         if isinstance(value, dict):
-            return {key: self._kept(item, f"{path}[{key!r}]") for key, item in value.items()}
+            return {key: self._with_templates(item, f"{path}[{key!r}]") for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._kept(item, f"{path}[{n}]") for n, item in enumerate(value))
+            return type(value)(self._with_templates(item, f"{path}[{n}]") for n, item in enumerate(value))
         if isinstance(value, (set, frozenset)) and any(isinstance(item, torch.Tensor) for item in value):
             raise CheckpointError(f"client state{path}: expected a list of tensors, got a {type(value).__name__}")
         return value
 
-    def _placed(self, member: ModelTensor) -> torch.Tensor:
-        """Return a new tensor of the template, whose bytes will be those of `member`."""
+    def _new_template(self, member: ModelTensor) -> torch.Tensor:
+        """Return a new template tensor that gets the bytes of `member`."""
         tensor: torch.Tensor = empty_tensor(member)
         self._places[id(tensor)] = member
         return tensor
@@ -318,7 +339,9 @@ class _RankFiles:
 
 
 def _addresses(names: Sequence[str], flat: FlatGroup) -> OrderedDict[str, FragmentAddress]:
-    """Return where each parameter of a group lies in a partition, in the order of the group."""
+    """Return by name where each parameter of a group that has elements in this rank's partition lies in it, in the
+    group's order.
+    """
     runs = {run.name: run for run in flat.runs}
     return OrderedDict(
         (name, FragmentAddress(numel=runs[name].length, start=runs[name].begin)) for name in names if name in runs

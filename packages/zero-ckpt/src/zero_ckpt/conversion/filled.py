@@ -21,7 +21,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from ..types import ITEMSIZE
-from .checks import publish
+from .checks import move_into_place
 from .dtypes import convert_dtype
 from .model import ModelTensor
 from .partial_file import write_at
@@ -93,7 +93,7 @@ def write_filled(
             record.complete(name, os.fstat(fd), nbytes, now=not overwrite)
         finally:
             os.close(fd)
-        publish(partial, template.path, overwrite)
+        move_into_place(partial, template.path, overwrite)
     except Exception:
         partial.unlink(missing_ok=True)
         raise
@@ -193,7 +193,7 @@ def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Pr
     """
     found, size = 0, ITEMSIZE[tensor.dtype]
     if (tensor.name, tensor.kind) not in source.tensors:
-        return _zeros(tensor.nbytes, progress)
+        return _crc_of_zeros(tensor.nbytes, progress)
     for offset, length in pieces(source, tensor.name, tensor.kind, tensor.numel, ITEMSIZE[tensor.stored]):
         raw = bytearray(length * ITEMSIZE[tensor.stored])
         source.read_into(tensor.name, tensor.kind, offset, raw)
@@ -204,7 +204,7 @@ def _fill(source: Source, tensor: ModelTensor, fd: int, begin: int, progress: Pr
     return found
 
 
-def _zeros(nbytes: int, progress: Progress) -> int:
+def _crc_of_zeros(nbytes: int, progress: Progress) -> int:
     """Return the CRC-32 of `nbytes` zeros, which a new file holds already; nothing is written. Calls `progress` with
     `nbytes`."""
     found, zeros = 0, bytes(min(nbytes, PIECE_BYTES))

@@ -43,21 +43,23 @@ def require_one_save(
 
 
 def _facts(path: Path, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks have alike in the state of an optimizer, whose file is `path`."""
-    facts = {key: _plain(path, state.get(key)) for key in _OF_OPTIMIZERS}
+    """Return by name what all ranks have alike in the state of an optimizer, whose file is `path`."""
+    facts = {key: _comparable(path, state.get(key)) for key in _OF_OPTIMIZERS}
     scaler = state.get("loss_scaler")
     if isinstance(scaler, StandIn):
-        facts |= {f"loss scale ({key})": _plain(path, scaler.attributes.get(key)) for key in _OF_SCALES}
+        facts |= {f"loss scale ({key})": _comparable(path, scaler.attributes.get(key)) for key in _OF_SCALES}
     inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
     groups = inner.get("state") if isinstance(inner, Mapping) else None
     for number, held in groups.items() if isinstance(groups, Mapping) else ():
         if isinstance(held, Mapping):
-            facts[f"step of group {number}"] = _plain(path, held.get("step"))
+            facts[f"step of group {number}"] = _comparable(path, held.get("step"))
     return facts
 
 
-def _plain(path: Path, value: Any) -> Any:
-    """Return a value that can be compared: a tensor of one element of `path` as a number, an enum as its value."""
+def _comparable(path: Path, value: Any) -> Any:
+    """Return a form of `value` that can be compared: a tensor of one element of the file `path` as a number, an enum as
+    its value, None for what cannot be compared.
+    """
     if isinstance(value, StandIn):
         return value.arguments
     if not isinstance(value, torch.Tensor) or value.numel() != 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from ..locking import open_locked, unlock_and_close
-from .checks import publish
+from .checks import move_into_place
 
 _MAGIC = b"ZPARTIAL"
 _TRAILER = struct.Struct("<8s8sQ")
@@ -58,7 +58,7 @@ class PartialFile:
         """
         os.ftruncate(self._fd, self._nbytes)
         os.fsync(self._fd)
-        publish(self._partial, self._path, overwrite)
+        move_into_place(self._partial, self._path, overwrite)
         unlock_and_close(self._fd)
 
     def abort(self, *, keep: bool) -> None:

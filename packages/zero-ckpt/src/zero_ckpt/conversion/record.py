@@ -73,7 +73,7 @@ class ConversionRecord:
         self._note(file, _stamp(status), RECORD_BYTES if now else nbytes)
 
     def _note(self, file: str, what: dict[str, int], nbytes: int) -> None:
-        """Keep `what` of a file, `nbytes` more than before; write the record once 256 MiB are new."""
+        """Set the entry of a file to `what`, of which `nbytes` bytes are new; write the record once 256 MiB are new."""
         with self._lock:
             self._files[file] = what
             self._unrecorded_nbytes += nbytes
@@ -116,7 +116,7 @@ class ConversionRecord:
             unlock_and_close(self._fd)
 
     def _read(self) -> dict[str, dict[str, int]]:
-        """Return the files of an earlier run of the same conversion; empty if there is none."""
+        """Return the entries of an earlier run of the same conversion by file; empty if there was none."""
         try:
             found = unpack(read_bounded(self._fd, _MAX_BYTES, str(self._path)))
         except DamagedError:  # new, or cut short: nothing is known
@@ -128,10 +128,10 @@ class ConversionRecord:
 
 
 def _stamp(status: os.stat_result) -> dict[str, int]:
-    """Return what a complete file is known by."""
+    """Return what identifies a complete file: its inode, size and time of modification, by the keys of `_STAMP`."""
     return dict(zip(_STAMP, (status.st_ino, status.st_size, status.st_mtime_ns), strict=True))
 
 
 def _is_progress(what: Any) -> bool:
-    """Return whether `what` is what a record keeps of a file: integers by name."""
+    """Return whether `what` can be the entry of a file in a record: integers by name."""
     return isinstance(what, dict) and all(type(value) is int for value in what.values())

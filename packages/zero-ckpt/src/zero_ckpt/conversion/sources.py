@@ -106,14 +106,14 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
         raise NotFoundError(f"{path} does not exist{start_of(path)}")
     if holds_checkpoint(path) or list_tags(path):
         return open_spec(os.fspath(spec))
-    return open_foreign(_tagged(path, which))
+    return open_foreign(_tag_directory(path, which))
 
 
 def open_foreign(folder: Path) -> Source:
     """Open a checkpoint directory that is not of this package, recognised by the names of its files. Raises as
     `open_source` does."""
     with laid_out_as_expected(folder):
-        return _foreign(folder)
+        return _open_by_file_names(folder)
 
 
 @contextmanager
@@ -128,13 +128,13 @@ def laid_out_as_expected(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _tagged(path: Path, which: str | None) -> Path:
+def _tag_directory(path: Path, which: str | None) -> Path:
     """Return the directory in a DeepSpeed root that `which`, else `latest`, else `latest_universal` names, or the path
     itself.
 
     Raises NotFoundError when there is no directory `which`, and DamagedError for a `latest` that cannot be read.
     """
-    tags: Sequence[str | None] = (which,) if which else (read_latest(path), _text(path / "latest_universal"))
+    tags: Sequence[str | None] = (which,) if which else (read_latest(path), _small_text(path / "latest_universal"))
     for tag in tags:
         if tag and is_tag(tag) and (path / tag).is_dir():
             return path / tag
@@ -143,7 +143,7 @@ def _tagged(path: Path, which: str | None) -> Path:
     return path
 
 
-def _text(path: Path) -> str | None:
+def _small_text(path: Path) -> str | None:
     """Return the stripped text of a file of at most 4096 bytes; None if there is none. Raises DamagedError for a larger
     one."""
     return read_text(path, 4096).strip() if path.is_file() else None
@@ -164,7 +164,7 @@ def read_text(path: Path, limit: int) -> str:
         os.close(fd)
 
 
-def _foreign(path: Path) -> Source:
+def _open_by_file_names(path: Path) -> Source:
     """Open a checkpoint directory that is not of this package, recognised by the names of its files.
 
     Raises CheckpointError for an unknown format, or when it needs torch, which is not installed.
@@ -186,7 +186,7 @@ def _foreign(path: Path) -> Source:
     index = path / "model.safetensors.index.json"
     files = sorted(path.glob("*.safetensors"))
     if index.is_file():
-        files = _indexed(index)
+        files = _files_in_index(index)
     if files:
         from .safetensors_source import SafetensorsSource
 
@@ -197,7 +197,7 @@ def _foreign(path: Path) -> Source:
     )
 
 
-def _indexed(index: Path) -> list[Path]:
+def _files_in_index(index: Path) -> list[Path]:
     """Return the files that a `model.safetensors.index.json` names, which lie beside it, sorted. Raises
     DamagedError."""
     try:

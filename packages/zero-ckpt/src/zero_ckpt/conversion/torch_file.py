@@ -54,14 +54,14 @@ def load_structure(path: Path) -> Any:
             return torch.load(path, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds objects that are not read: {_unknown(path) or error}. Only if you trust the file: "
+            f"{path} holds objects that are not read: {_names_not_allowed(path) or error}. Only if you trust the file: "
             "torch.serialization.add_safe_globals([…]) with their classes permits them"
         ) from error
     except Exception as error:  # a pickle made to hurt can raise anything from inside torch's unpickler
         raise DamagedError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def _unknown(path: Path) -> str:
+def _names_not_allowed(path: Path) -> str:
     """Return the names of the objects in a file that are not on the allowlist, for a message."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))

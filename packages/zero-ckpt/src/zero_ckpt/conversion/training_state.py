@@ -131,7 +131,9 @@ class _Loader:
         return self._done[id(value)]
 
     def _new(self, value: Any, depth: int) -> Any:
-        """Return a new object as `load` says; ``depth``: of the values inside."""
+        """Return a tensor with its data, or a copy of a container whose values are loaded, as `load` says; ``depth``:
+        of the values inside.
+        """
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, dict):

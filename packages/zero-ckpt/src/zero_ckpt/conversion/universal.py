@@ -29,7 +29,7 @@ def open_universal(directory: Path) -> SegmentSource:
     elsewhere = {*model.buffers, *model.aliases(), *(model.data.get("frozen_param_shapes") or {})}
     for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
         if folder.name not in elsewhere:
-            _add(tensors, folder, shapes.get(folder.name), model.module.get(folder.name))
+            _add_parameter(tensors, folder, shapes.get(folder.name), model.module.get(folder.name))
     add_frozen(tensors, models)
     file = directory / "zero" / "optimizer_state.pt"
     common = load_structure(file) if file.is_file() else {}
@@ -50,7 +50,7 @@ def _add_common_step(tensors: Tensors, common: Mapping[str, Any], file: Path) ->
             tensors[name, "step"] = scalar(state["step"], file)
 
 
-def _add(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: torch.Tensor | None) -> None:
+def _add_parameter(tensors: Tensors, folder: Path, shape: tuple[int, ...] | None, used: torch.Tensor | None) -> None:
     """Add the tensors of one parameter's directory, whose name is the parameter's.
 
     `shape` is the parameter's, None to take the stored one; `used` is the parameter in the model file, None if absent.

@@ -158,7 +158,7 @@ def _write_parameter(
     for other in _state_kinds(source, name):
         own = source.tensors[name, other]
         if state_key(other) == "step":
-            step = _step(_read(source, name, other))
+            step = _step_count(_read(source, name, other))
         elif tuple(own.shape) != shape:
             raise CheckpointError(
                 f"{name!r}: state {other!r} of shape {tuple(own.shape)} is not elementwise, so DeepSpeed cannot "
@@ -191,17 +191,18 @@ def _read(source: Source, name: str, kind: str) -> torch.Tensor:
 
 
 def _common_step(source: Source, names: list[str]) -> Any:
-    """Return the step, as `_step` does, of the first of the parameters that has one; None without any."""
+    """Return the step, as `_step_count` does, of the first of the parameters that has one; None without any."""
     for name in names:
         for kind in _state_kinds(source, name):
             if state_key(kind) == "step":
-                return _step(_read(source, name, kind))
+                return _step_count(_read(source, name, kind))
     return None
 
 
-def _step(value: torch.Tensor) -> Any:
-    """Return a step count as optimizers keep it: an int for those that count in Python, the tensor itself if it is
-    floating-point."""
+def _step_count(value: torch.Tensor) -> Any:
+    """Return a stored step count as optimizers keep it: an int for those that count in Python, the tensor itself if it
+    is floating-point.
+    """
     return value if value.is_floating_point() else int(value)
 
 
@@ -214,7 +215,7 @@ def _save(value: Any, path: Path) -> None:
     replace_durably(path, content.getvalue())
 
 
-def _groups(source: Source, count: int) -> list[dict[str, Any]]:
+def _param_groups(source: Source, count: int) -> list[dict[str, Any]]:
     """Return hyperparameters per param group, from `param_groups` or a stored optimizer in the client state. Where it
     has none: `count` empty dicts, which change nothing in DeepSpeed."""
     client = source.client_state if isinstance(source.client_state, dict) else {}
@@ -243,7 +244,7 @@ def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
 def _optimizer_state(source: Source, names: list[str]) -> dict[str, Any]:
     """Return what `optimizer_state.pt` holds: hyperparameters per group, those that all groups share, and the common
     step."""
-    groups = _groups(source, len(names))
+    groups = _param_groups(source, len(names))
     common = {
         key: value for key, value in groups[0].items() if all(key in group and group[key] == value for group in groups)
     }
@@ -293,7 +294,7 @@ def _model_state(source: Source, names: list[str], members: dict[str, ModelTenso
     shapes = OrderedDict((name, torch.Size(_shape(source, name))) for name in names)
     return {
         **{str(key): value for key, value in client.items() if not _is_ours(value)},
-        "lr_scheduler": _schedule(source, client),
+        "lr_scheduler": _schedule_state(source, client),
         "module": module,
         "buffer_names": [name for name, kind in source.tensors if kind == "buffer"],
         "param_shapes": [shapes],
@@ -311,8 +312,8 @@ def _model_state(source: Source, names: list[str], members: dict[str, ModelTenso
     }
 
 
-def _schedule(source: Source, client: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a learning rate schedule; without one, where a schedule that began with training stands.
+def _schedule_state(source: Source, client: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the learning rate schedule; without one, that of a schedule that began with training.
 
     It is the entry `lr_scheduler` or `scheduler` of the client state `client`. DeepSpeed's schedules read
     `last_batch_iteration`, counted from 0, and torch's `last_epoch`, counted from 1.

@@ -61,8 +61,8 @@ class Stager:
         self._marks: dict[torch.device, torch.Event | None] = {}
 
     def mark(self, device: torch.device) -> None:
-        """Have later reads of tensors with `stays` on `device` wait for the work that this thread has queued on it so
-        far, and for nothing later.
+        """Make later reads of tensors on `device` that were given to `intervals` with `stays` wait for the work that
+        this thread has queued on it so far, and for nothing later.
 
         They may happen on any thread, however much later.
         """
