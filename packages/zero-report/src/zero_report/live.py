@@ -37,7 +37,7 @@ def live(
                 display.update(view(run))
                 over = run.over
             except RecordError:
-                display.update(_text(f"waiting for a record in {record}"))
+                display.update(_printable_text(f"waiting for a record in {record}"))
                 over = False
             rounds = None if rounds is None else rounds - 1
             if over or rounds == 0:
@@ -57,23 +57,23 @@ def view(run: Run) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_row("step", f"{found['steps']:,.0f}", f"{found['step_seconds'] * 1e3:,.1f} ms per step")
     if len(drawn["step"]):
-        table.add_row("loss", _number(drawn["loss"]), _sparkline(drawn["loss"]))
+        table.add_row("loss", _last_value_text(drawn["loss"]), _sparkline(drawn["loss"]))
         rate = drawn["tokens"] if np.nansum(drawn["tokens"]) else drawn["samples"]
         with np.errstate(invalid="ignore", divide="ignore"):
             speed = rate / drawn["seconds"]
         unit = "tokens/s" if np.nansum(drawn["tokens"]) else "samples/s"
-        table.add_row(unit, _number(speed), _sparkline(speed))
+        table.add_row(unit, _last_value_text(speed), _sparkline(speed))
         table.add_row("memory", f"{found['process_bytes'] / 2**30:.2f} GiB", _sparkline(drawn["process"]))
     for share in judged.causes.by_kind[:3]:
         bar = "█" * round(share.share * _WIDTH / 2)
         table.add_row({"tier": "tiers", "link": "links"}.get(share.kind, share.kind), f"{share.share:.0%}", bar)
-    lines: list[RenderableType] = [_text(judged.verdict.sentence, "bold"), table]
+    lines: list[RenderableType] = [_printable_text(judged.verdict.sentence, "bold"), table]
     if judged.verdict.ended:
-        lines.append(_text(judged.verdict.ended, "dim"))
-    return Panel(Group(*lines), title=_text(str(run.path)), expand=False)
+        lines.append(_printable_text(judged.verdict.ended, "dim"))
+    return Panel(Group(*lines), title=_printable_text(str(run.path)), expand=False)
 
 
-def _text(words: str, style: str = "") -> Text:
+def _printable_text(words: str, style: str = "") -> Text:
     """Return ``words`` for rich, in which characters that control a terminal are question marks."""
     return Text("".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in words), style=style)
 
@@ -89,7 +89,7 @@ def _sparkline(values: Array) -> str:
     return "".join(_BARS[round((float(value) - low) * scale)] for value in chosen)
 
 
-def _number(values: Array) -> str:
-    """Return the last value that is not NaN, as text with four significant digits; a dash if there is none."""
+def _last_value_text(values: Array) -> str:
+    """Return the last of ``values`` that is not NaN as text with four significant digits; a dash if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return f"{known[-1]:,.4g}" if len(known) else "–"

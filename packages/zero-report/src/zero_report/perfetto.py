@@ -25,7 +25,7 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
     with Path(path).open("w", encoding="utf-8", errors="replace") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         separator = ""
-        for event in _events(run.last):
+        for event in _trace_events(run.last):
             file.write(separator + json.dumps(event, separators=(",", ":")))
             separator = ",\n"
             count += event["ph"] == "X" and not _is_waiting_track(event["tid"])
@@ -33,7 +33,7 @@ def write_perfetto(record: str | os.PathLike[str], path: str | os.PathLike[str])
     return count
 
 
-def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
+def _trace_events(attempt: Attempt) -> Iterator[dict[str, Any]]:
     """Yield the trace events of an attempt: per rank the names of processes and threads, then the spans of all
     steps."""
     for rank in attempt.ranks:
@@ -47,7 +47,7 @@ def _events(attempt: Attempt) -> Iterator[dict[str, Any]]:
             block = record.block(step)
             for span in () if block is None else block.spans:
                 assert block is not None
-                yield from _span(span, rank, step, block.began * 1e6)
+                yield from _span_events(span, rank, step, block.began * 1e6)
 
 
 def _is_waiting_track(number: int) -> bool:
@@ -55,8 +55,8 @@ def _is_waiting_track(number: int) -> bool:
     return number % 2 == 1
 
 
-def _span(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
-    """Yield the event of a span, and one for the part of it that was waited, if any.
+def _span_events(span: Span, rank: int, step: int, origin: float) -> Iterator[dict[str, Any]]:
+    """Yield the trace event of a span, and one for the part of it that was waited, if any.
 
     ``origin``: Unix microseconds at which the rank's step began.
     """

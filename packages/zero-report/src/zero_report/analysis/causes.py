@@ -160,7 +160,7 @@ def _waited_for(loss: Loss) -> str:
 
 
 def _largest_first(shares: Sequence[Share]) -> list[Share]:
-    """Return the shares sorted by the share of the step that was lost, the largest first."""
+    """Return the shares sorted by their ``share`` of the step, the largest first."""
     return sorted(shares, key=lambda share: -share.share)
 
 

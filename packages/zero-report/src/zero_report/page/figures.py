@@ -120,7 +120,7 @@ def _main_ranks(share: Share, analysis: Analysis) -> list[str]:
     """Return a text for each of the three ranks (or fewer) that caused most seconds of the kind of ``share``, the most
     first, such as "rank 3, forward: 12.5 %".
 
-    It names what was waited for longest, and the share of the step that the rank that lost most of it lost.
+    A text names what was waited for longest, and the largest share of its time that any rank lost by it.
     """
     found = []
     for own in sorted(analysis.causes.of_kind(share.kind), key=lambda own: -own.seconds)[:3]:

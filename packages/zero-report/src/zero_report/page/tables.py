@@ -32,21 +32,21 @@ def table_page(title: str, tables: Iterable[PageTable], *, sentence: str = "") -
         '<meta name="color-scheme" content="light dark">\n'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">\n<link rel="icon" href="data:,">\n'
-        f"<style>{_style()}</style>\n</head>\n<body>\n<header><h1>{escape(title)}</h1></header>\n<main>\n{head}"
-        + "".join(map(_section, tables))
+        f"<style>{_page_style()}</style>\n</head>\n<body>\n<header><h1>{escape(title)}</h1></header>\n<main>\n{head}"
+        + "".join(map(_table_html, tables))
         + "</main>\n</body>\n</html>\n",
         sentence,
     )
 
 
-def _style() -> str:
+def _page_style() -> str:
     """Return the report's style as CSS; without the report's script, the system chooses between light and dark."""
     style = asset_text("page/assets/page.css")
     dark = style.partition(':root[data-theme="dark"] {')[2].partition("}")[0]
     return f"{style}@media (prefers-color-scheme: dark) {{ :root {{{dark}}} }}\n"
 
 
-def _section(table: PageTable) -> str:
+def _table_html(table: PageTable) -> str:
     """Return one table with its title and note as HTML; a column whose cells all begin with a digit, or are empty, is
     one of numbers."""
     rows = [tuple(row) for row in table.rows]
@@ -54,7 +54,7 @@ def _section(table: PageTable) -> str:
         index > 0 and all(row[index].lstrip("+-")[:1].isdigit() or not row[index] for row in rows)
         for index in range(len(table.columns))
     ]
-    lines = [_row(table.columns, numeric, "th"), *(_row(row, numeric, "td") for row in rows)]
+    lines = [_row_html(table.columns, numeric, "th"), *(_row_html(row, numeric, "td") for row in rows)]
     note = f'<p class="quiet">{escape(table.note)}</p>\n' if table.note else ""
     return (
         f'<section><h2>{escape(table.title)}</h2>\n<div class="scroll"><table>\n'
@@ -63,7 +63,7 @@ def _section(table: PageTable) -> str:
     )
 
 
-def _row(cells: Sequence[str], numeric: Sequence[bool], tag: str) -> str:
+def _row_html(cells: Sequence[str], numeric: Sequence[bool], tag: str) -> str:
     """Return a row of a table as HTML; ``numeric``: which columns hold numbers; ``tag``: of each cell, `th` or `td`."""
     found = [
         f'<{tag} class="{"number" if number else "name"}">{escape(cell)}</{tag}>'

@@ -163,7 +163,8 @@ class Timeline:
         self._unwritten: list[bytes] = []
 
     def indices_to_keep(self, first: int, count: int) -> list[int]:
-        """Return which of ``count`` ended steps, the first of them ``first``, to append, as indices from 0.
+        """Return which of ``count`` consecutive ended steps, from step number ``first`` on, to append, as indices from
+        0.
 
         They are the last `RECENT_STEPS`, and multiples of the stride before them. Doubles the stride until older steps
         have room; the next `append` thins the file's own steps to it.

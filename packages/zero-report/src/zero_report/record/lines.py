@@ -67,7 +67,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def _split_lines(data: bytes) -> Iterator[bytes]:
-    """Yield the lines with their newlines; the last one may lack it."""
+    """Yield the lines of a file's content with their newlines; the last one may lack it."""
     start = 0
     while start < len(data):
         end = data.find(b"\n", start) + 1 or len(data)

@@ -37,7 +37,7 @@ def is_note(value: Any) -> bool:
     kind = value["note"]
     numbers = {"checkpoint": ("bytes", "seconds", "blocked_s"), "plan": ("bytes",)}.get(kind, ())
     return (
-        _fit(value, is_count, "step", "of_step")
+        _all_fit(value, is_count, "step", "of_step")
         and all(value.get(name) is None or is_number(value[name]) for name in numbers)
         and (kind != "peak" or is_number(value.get("bytes_per_second")))
     )
@@ -49,12 +49,12 @@ def is_head(value: Any) -> bool:
         return False
     facts = value.get("facts", {})
     return (
-        _fit(value, is_count, "schema")
-        and _fit(value, lambda size: is_count(size) and size > 0, "world_size")
-        and _fit(value, is_number, "began")
+        _all_fit(value, is_count, "schema")
+        and _all_fit(value, lambda size: is_count(size) and size > 0, "world_size")
+        and _all_fit(value, is_number, "began")
         and isinstance(facts, dict)
-        and _fit(facts, lambda rows: isinstance(rows, list), "configuration")
-        and _fit(facts, lambda found: isinstance(found, dict), "machine", "versions")
+        and _all_fit(facts, lambda rows: isinstance(rows, list), "configuration")
+        and _all_fit(facts, lambda found: isinstance(found, dict), "machine", "versions")
     )
 
 
@@ -65,8 +65,8 @@ def is_block(value: Any) -> bool:
     names, spans, memory = (value.get(name) for name in ("names", "spans", "memory"))
     return (
         is_number(value.get("began"))
-        and _fit(value, is_count, "under_way")
-        and _fit(value, lambda state: isinstance(state, bool), "open")
+        and _all_fit(value, is_count, "under_way")
+        and _all_fit(value, lambda state: isinstance(state, bool), "open")
         and isinstance(names, list)
         and all(isinstance(name, str) for name in names)
         and isinstance(spans, list)
@@ -82,7 +82,7 @@ def is_block(value: Any) -> bool:
 def failure_fault(value: Any) -> str:
     """Return what is wrong with the content of `failure.json`, empty if nothing is."""
     if not isinstance(value, dict):
-        return f"expected an object, got {_shown(value)}"
+        return f"expected an object, got {_short_json(value)}"
     for name, wanted, fits in (
         ("at", "a number of Unix seconds", is_number),
         ("text", "a string", lambda text: isinstance(text, str)),
@@ -91,12 +91,14 @@ def failure_fault(value: Any) -> str:
         ("flight", "an array of objects, each with an array as last", _is_flight),
     ):
         if name in value and not fits(value[name]):
-            return f"expected {wanted} under {name!r}, got {_shown(value[name])}"
+            return f"expected {wanted} under {name!r}, got {_short_json(value[name])}"
     return ""
 
 
-def _fit(value: Mapping[str, Any], fits: Callable[[Any], bool], *names: str) -> bool:
-    """Return whether each of ``names`` that is in ``value`` fits."""
+def _all_fit(value: Mapping[str, Any], fits: Callable[[Any], bool], *names: str) -> bool:
+    """Return whether ``fits`` is true for the values under ``names`` in ``value``; names that are absent are passed
+    over.
+    """
     return all(fits(value[name]) for name in names if name in value)
 
 
@@ -113,7 +115,7 @@ def _is_flight(value: Any) -> bool:
     )
 
 
-def _shown(value: Any) -> str:
+def _short_json(value: Any) -> str:
     """Return ``value`` as JSON, shortened to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -234,7 +234,7 @@ class RecordWriter:
         note = {"note": kind, "at": self._unix + self._clock(), "step": self._step, **facts}
         with self._file_lock:
             if not self._closed:
-                self._attempt(lambda: self._notes.add(note))
+                self._try_to_write(lambda: self._notes.add(note))
 
     def flush(self) -> None:
         """Write everything that is not in the files yet, including the current step so far; does nothing once the
@@ -243,7 +243,7 @@ class RecordWriter:
         with self._file_lock:
             if not self._closed:
                 self._write_handed_over(self._under_way())
-                self._attempt(self._notes.flush)
+                self._try_to_write(self._notes.flush)
 
     def close(self) -> None:
         """Write the rest, mark the record as closed and close its files. Does nothing the second time or in a forked
@@ -263,9 +263,9 @@ class RecordWriter:
             self._closed, self._has_warned = True, False  # what is missing now stays so
             self._write_handed_over((), closing=True)
             last = {"note": "closed", "at": self._unix + self._clock(), "step": self._step}
-            self._attempt(lambda: self._notes.finish(last))
+            self._try_to_write(lambda: self._notes.finish(last))
             for file in (self._table, self._timeline, self._notes):
-                self._attempt(file.close)
+                self._try_to_write(file.close)
         atexit.unregister(self.close)
 
     def _clear_step(self) -> None:
@@ -295,10 +295,10 @@ class RecordWriter:
             kept = [StepBlock(*finished[place][:-2]) for place in places]
             lines = [(block.step, block.encode(self._unix)) for block in kept if block.spans or block.memory]
             line = b"" if under_way is None else under_way.encode(self._unix)
-            self._attempt(lambda: self._timeline.append(lines, line))
-            self._attempt(self._table.flush)
+            self._try_to_write(lambda: self._timeline.append(lines, line))
+            self._try_to_write(self._table.flush)
 
-    def _attempt(self, write: Callable[[], object]) -> None:
+    def _try_to_write(self, write: Callable[[], object]) -> None:
         """Call ``write``, which keeps what it cannot write for the next call; warn of its first OSError. A record must
         not end the training."""
         try:
