@@ -10,7 +10,7 @@ _TILE = 2048  # elements of the sum that one program holds
 
 
 @triton.jit
-def _sum(
+def _sum_kernel(
     first,
     out,
     numel,
@@ -41,7 +41,7 @@ def sum_evenly_spaced(
     """Sum ``count`` slices as `SliceSum` says. ``first``: the first of them; the others follow in memory, each
     ``stride`` elements after the one before. ``out``: float32, contiguous, and as long as a slice."""
     with torch.cuda.device_of(out):
-        _sum[(triton.cdiv(out.numel(), _TILE),)](
+        _sum_kernel[(triton.cdiv(out.numel(), _TILE),)](
             first,
             out,
             out.numel(),

@@ -58,12 +58,14 @@ def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: tim
         while (count := store.add(here, 0)) < place.world_size:
             waited, missing = time.monotonic() - began, f"{place.world_size - count} of {where}"
             if waited >= timeout.total_seconds():
-                absent = _absent(store, number, place.world_size)
-                raise PeerError(f"rank {place.rank} waited {waited:.0f} s for {missing}: {_names(absent)} not come")
+                absent = _absent_ranks(store, number, place.world_size)
+                raise PeerError(
+                    f"rank {place.rank} waited {waited:.0f} s for {missing}: {_ranks_have(absent)} not come"
+                )
             if waited >= _SPEAK_AFTER_SECONDS and not said:
-                absent, said = _absent(store, number, place.world_size), True
+                absent, said = _absent_ranks(store, number, place.world_size), True
                 if absent and place.rank == min(set(range(place.world_size)) - set(absent)):
-                    logger.warning("waiting for %s: %s not come", missing, _names(absent))
+                    logger.warning("waiting for %s: %s not come", missing, _ranks_have(absent))
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     except RuntimeError as error:
@@ -72,13 +74,13 @@ def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: tim
         raise PeerError(f"waiting for {where}: the process that keeps the ranks' store is gone: {error}") from error
 
 
-def _absent(store: Store, number: int, world_size: int) -> list[int]:
+def _absent_ranks(store: Store, number: int, world_size: int) -> list[int]:
     """Return the ranks that have not begun call ``number`` of `await_ranks`."""
     return [rank for rank in range(world_size) if store.add(f"zero-comm/came/{rank}", 0) < number]
 
 
-def _names(ranks: list[int]) -> str:
-    """Return `rank 1 has` or `ranks 1, 2 and 3 more have` for a message."""
+def _ranks_have(ranks: list[int]) -> str:
+    """Return `rank 1 has` or `ranks 1, 2 and 3 more have` for a message about ``ranks``."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     named = ", ".join(map(str, ranks[:_MOST_NAMES]))
     return f"rank {named} has" if len(ranks) == 1 else f"ranks {named}{more} have"

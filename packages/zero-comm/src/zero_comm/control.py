@@ -169,7 +169,7 @@ class Control:
         rare = [message.request, message.announced]
         body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
         if self.world_size == 1:
-            return [_decode(body)]
+            return [_decode_message(body)]
         self._require_open(message)
         if not self._takes_part:
             raise CommError(
@@ -179,7 +179,7 @@ class Control:
         tag = Tag("control", message.kind, message.step)
         deadline = None if patience is None else time.monotonic() + patience
         self.is_torn = True
-        frames = self._all_gather(_frame(body), tag, message, deadline)
+        frames = self._all_gather(_make_frame(body), tag, message, deadline)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
         inline = _FRAME_BYTES - 4
         bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
@@ -189,7 +189,7 @@ class Control:
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
         self.is_torn = False
         self.watched.last = message
-        decoded = {body: _decode(body) for body in set(bodies)}
+        decoded = {body: _decode_message(body) for body in set(bodies)}
         return [decoded[body] for body in bodies]
 
     def agree(self, message: Message) -> list[Any]:
@@ -320,7 +320,7 @@ class Control:
             self.world_size,
             give_up,
             self.leave_note,
-            carried=functools.partial(_carried_by_gloo, _ports(self._store)),
+            carried=functools.partial(_carried_by_gloo, _store_ports(self._store)),
             stopped_after=stopped_after,
         )
 
@@ -357,10 +357,10 @@ class Control:
         """
         if self.world_size > _DIRECT_RANKS:
             received = [bytearray(len(body)) for _ in range(self.world_size)]
-            tensors = list(map(_tensor, received))
+            tensors = list(map(_tensor_over, received))
             self._count(tag, len(body))
             ticket = self._track.start(tag, 0)
-            work = dist.all_gather(tensors, _tensor(bytearray(body)), group=self._process_group, async_op=True)
+            work = dist.all_gather(tensors, _tensor_over(bytearray(body)), group=self._process_group, async_op=True)
             gathering = Work(
                 tag,
                 [(work, None)],
@@ -369,7 +369,7 @@ class Control:
                 watched=self._shown,
                 ledger=self.ledger,
             )
-            gathering.wait(_left(deadline))
+            gathering.wait(_time_left(deadline))
             return list(map(bytes, received))
         awaited: int | None = None
         ticket = self._track.start(tag, 0)
@@ -381,7 +381,7 @@ class Control:
             with ticket or nullcontext():
                 for peer, arrival in pending:
                     awaited = peer
-                    arrival.wait(*(() if (left := _left(deadline)) is None else (left,)))
+                    arrival.wait(*(() if (left := _time_left(deadline)) is None else (left,)))
             now = time.perf_counter()
             self.ledger.count_seconds(tag, now - began, now - before)
         except RuntimeError as error:
@@ -406,7 +406,7 @@ class Control:
         self._sequence = (self._sequence + 1) % (1 << 30)
         self._count(tag, len(body))
         received = [bytearray(body if r == self.rank else len(body)) for r in range(self.world_size)]
-        tensors = list(map(_tensor, received))
+        tensors = list(map(_tensor_over, received))
         pending: list[tuple[int, Any]] = []
         for distance in range(1, self.world_size):
             source, target = (self.rank - distance) % self.world_size, (self.rank + distance) % self.world_size
@@ -416,13 +416,13 @@ class Control:
         return received, pending
 
 
-def _left(deadline: float | None) -> timedelta | None:
+def _time_left(deadline: float | None) -> timedelta | None:
     """Return the time until ``deadline`` (of `time.monotonic`), at least a millisecond, as gloo takes zero for no
     limit; None for None."""
     return None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-def _ports(store: Store) -> list[int]:
+def _store_ports(store: Store) -> list[int]:
     """Return the port of the TCP store under prefixes, in a list; an empty one for other stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -442,16 +442,16 @@ def _distinct(messages: Sequence[Message]) -> list[Message]:
     return list(dict(zip(map(id, messages), messages, strict=True)).values())
 
 
-def _frame(body: bytes) -> bytes:
+def _make_frame(body: bytes) -> bytes:
     """Return the frame of fixed size for ``body``: its length, and as much of it as fits."""
     return (len(body).to_bytes(4, "little") + body[: _FRAME_BYTES - 4]).ljust(_FRAME_BYTES, b"\0")
 
 
-def _tensor(body: bytearray) -> torch.Tensor:
+def _tensor_over(body: bytearray) -> torch.Tensor:
     """Return ``body`` as a uint8 tensor in the same memory: bytes are read there, for `Tensor.numpy` needs NumPy."""
     return torch.frombuffer(body, dtype=torch.uint8)
 
 
-def _decode(body: bytes) -> Message:
+def _decode_message(body: bytes) -> Message:
     """Return the message of a body that `Control._exchange` has encoded."""
     return Message(*json.loads(body))

@@ -22,7 +22,7 @@ def sum_slices_on_device(
     The kernel reads each slice once, where plain torch reads and writes the sum for each. It is used where the slices
     lie evenly spaced in memory and are summed in float32, and triton can be imported; results are bitwise equal.
     """
-    stride = _stride(slices)
+    stride = _common_stride(slices)
     kernel = _triton_sum() if out.device.type == "cuda" and stride and out.numel() else None
     if kernel is None or out.dtype is not torch.float32 or slices[0].dtype not in _NARROW or not out.is_contiguous():
         sum_slices(slices, out, divisor=divisor, accumulate=accumulate)
@@ -30,9 +30,10 @@ def sum_slices_on_device(
         kernel(slices[0], out, stride=stride, count=len(slices), divisor=divisor, accumulate=accumulate)
 
 
-def _stride(slices: Sequence[torch.Tensor]) -> int:
-    """Return the elements from the beginning of each slice to that of the next; 0 if that differs, if it is no whole
-    number, or if there are fewer than two slices or one that is not contiguous."""
+def _common_stride(slices: Sequence[torch.Tensor]) -> int:
+    """Return the elements from the beginning of each slice to that of the next in memory; 0 if that differs, if it is
+    no whole number, or if there are fewer than two slices or one that is not contiguous.
+    """
     if len(slices) < 2 or not all(s.is_contiguous() for s in slices):
         return 0
     places = [s.data_ptr() for s in slices]

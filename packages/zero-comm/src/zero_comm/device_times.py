@@ -39,19 +39,19 @@ class DeviceMarks:
     def __init__(self, device: torch.device, *, timed: bool) -> None:
         self.timed = timed
         self._device = device
-        self._launched = self._mark() if timed else None
+        self._launched = self._record_event() if timed else None
         self._needed: torch.Event | None = None
 
     def begin_wait(self) -> None:
         """Mark in the current stream that it needs the result from here on; do nothing if the marks are not timed."""
-        self._needed = self._mark() if self.timed else None
+        self._needed = self._record_event() if self.timed else None
 
     @cached_property
     def complete(self) -> torch.Event:
         """The event that completes with the result, recorded in the current stream when it is first asked for: ask
         after the wait.
         """
-        return self._mark()
+        return self._record_event()
 
     def seconds(self) -> tuple[float, float]:
         """Return the seconds from the launch, and from the need, to completion, once `complete` has completed; timed
@@ -59,7 +59,7 @@ class DeviceMarks:
         """
         return _seconds_between(self._launched, self.complete), _seconds_between(self._needed, self.complete)
 
-    def _mark(self) -> torch.Event:
+    def _record_event(self) -> torch.Event:
         """Return an event recorded now in the current stream."""
         event = torch.Event(self._device, enable_timing=self.timed)
         event.record()

@@ -53,8 +53,9 @@ def local_rank() -> int:
 
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by torchrun's variables, RANK and WORLD_SIZE; None without them. Without local variables it is
-    alone on its host; without MASTER_PORT the port is 29500. Raises as `discover` does."""
+    """Return this process's rank and sizes by torchrun's variables; None without RANK and WORLD_SIZE. Without local
+    variables it is alone on its host; without MASTER_PORT the port is 29500. Raises as `discover` does.
+    """
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -67,7 +68,7 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by Open MPI's variables; None without them. Raises as `discover` does."""
+    """Return this process's rank and sizes by Open MPI's variables; None without them. Raises as `discover` does."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
@@ -78,8 +79,9 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by PMI's variables; None without them, and under Slurm. Without local variables it counts as
-    alone on its host. Raises as `discover` does."""
+    """Return this process's rank and sizes by PMI's variables; None without them, and under Slurm. Without local
+    variables it counts as alone on its host. Raises as `discover` does.
+    """
     if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
@@ -90,9 +92,10 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by the variables of Slurm's srun; None outside of srun. Rank 0's address is MASTER_ADDR, else the
-    first host of the step, or 127.0.0.1 on a single host; the port is MASTER_PORT, else one that follows from the
-    step's id."""
+    """Return this process's rank and sizes by the variables of Slurm's srun; None outside of srun. Rank 0's address is
+    MASTER_ADDR, else the first host of the step, or 127.0.0.1 on a single host; the port is MASTER_PORT, else one that
+    follows from the step's id.
+    """
     # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
@@ -108,8 +111,9 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return the rank by the index that Kubernetes gives each pod of an indexed Job, one rank per pod;
-    None without it. Raises as `discover` does."""
+    """Return this process's rank and sizes by the index that Kubernetes gives each pod of an indexed Job, one rank per
+    pod; None without it. Raises as `discover` does.
+    """
     if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
         return None
     sizes = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)

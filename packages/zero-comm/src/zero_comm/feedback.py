@@ -63,11 +63,11 @@ class FeedbackAverage:
         def finish() -> None:
             """Wait for the slices of all ranks, and send and receive the averages."""
             first.wait()
-            self._answer(arrived, x, tag)
+            self._exchange_averages(arrived, x, tag)
 
         return Work(tag, buffers=(x, sent, arrived), finish=finish)
 
-    def _answer(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
+    def _exchange_averages(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
         """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks' averages, and
         write them into ``x``; waits. Collective."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)

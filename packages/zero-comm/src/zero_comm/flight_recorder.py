@@ -92,8 +92,8 @@ class FlightRecorder:
             same_bytes,
             time.time(),
             group,
-            _text(tag.phase),
-            _text(tag.name),
+            _entry_text(tag.phase),
+            _entry_text(tag.name),
             call_site(),
         )
         self._count = self._words[_COUNT] = number
@@ -211,8 +211,8 @@ def process_recorder() -> FlightRecorder | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _text(text: str) -> bytes:
-    """Return the UTF-8 of ``text``; of a long one the last 112 bytes."""
+def _entry_text(text: str) -> bytes:
+    """Return the UTF-8 of ``text`` for a slot's string; of a long one the last 112 bytes."""
     return text.encode()[-112:]
 
 
@@ -223,7 +223,7 @@ def call_site() -> bytes:
     while frame is not None:
         path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
         if not is_library(path):
-            return _site(path, frame.f_lineno)
+            return _file_and_line(path, frame.f_lineno)
         frame = frame.f_back
     return b""
 
@@ -257,6 +257,6 @@ def _is_distribution(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _site(path: str, line: int) -> bytes:
+def _file_and_line(path: str, line: int) -> bytes:
     """Return the file's name and the line as bytes; of a long one the end."""
     return f"{os.path.basename(path)}:{line}".encode()[-64:]

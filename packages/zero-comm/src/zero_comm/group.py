@@ -347,7 +347,9 @@ class Group:
 
 
 def _check_size(fits: bool, tag: Tag, expected: str, got: int) -> None:
-    """Raise ValueError unless ``fits``; ``got`` is the number of elements that the caller passed."""
+    """Raise ValueError unless ``fits``. ``expected``: what was expected, in words; ``got``: the number of elements that
+    the caller passed.
+    """
     if not fits:
         raise ValueError(
             f"{tag}: expected {expected}, got {got} elements; pad the flat buffer to a multiple of the world size"

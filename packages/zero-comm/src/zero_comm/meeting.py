@@ -26,7 +26,7 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
         store.set(f"rank {rank}", json.dumps([call, payload]))
         if store.add(f"arrived {rank}", 1) == 1 and store.add("here", 1) == world_size:
             store.compare_set(_VERDICT, "", _ALL)
-        _wait(store, world_size, call, patience)
+        _await_verdict(store, world_size, call, patience)
         verdict = store.get(_VERDICT).decode()
         if verdict != _ALL:
             raise PeerError(verdict)
@@ -37,7 +37,7 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
         raise PeerError(f"{call}: the process that keeps the ranks' store is gone: {error}") from error
 
 
-def _wait(store: Store, world_size: int, call: str, patience: float) -> None:
+def _await_verdict(store: Store, world_size: int, call: str, patience: float) -> None:
     """Wait until the meeting has a verdict; after ``patience`` seconds set one that names the missing ranks, unless
     another rank has set one."""
     began, pause = time.monotonic(), 0.001

@@ -99,7 +99,7 @@ class ReplicatedReduce:
             return _ReplicatedReduction(first, partial, wire, tag, out, accumulate)
 
         if flat.device.type != "cpu":
-            end = self._streams.run(flat.device, lambda: _waited(begin()), self._finish_across)
+            end = self._streams.run(flat.device, lambda: _wait_for_hop(begin()), self._finish_across)
             return Work(tag, [(end, None)], buffers=(flat, out, partial), ledger=self._ledger)
         reduction = begin()
         self._open.append(reduction)
@@ -167,7 +167,7 @@ class _ReplicatedReduction:
             self._out.copy_(average)
 
 
-def _waited(reduction: _ReplicatedReduction) -> _ReplicatedReduction:
+def _wait_for_hop(reduction: _ReplicatedReduction) -> _ReplicatedReduction:
     """Wait for the running hop of ``reduction``, and return it."""
     reduction.last.wait()
     return reduction

@@ -74,7 +74,7 @@ def failed_backward() -> tuple[BaseException, BaseException] | None:
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
     if failure is None:
-        failure = _ended_by()
+        failure = _main_thread_failure()
     found, cause = None, failure
     for _ in range(_CAUSES):
         if cause is None:
@@ -86,13 +86,14 @@ def failed_backward() -> tuple[BaseException, BaseException] | None:
 
 
 def excused_exceptions() -> frozenset[int]:
-    """Return the `id` of the exception that this thread is handling, and of the one that the main thread has ended by;
-    that of None where there is none."""
-    return frozenset((id(sys.exc_info()[1]), id(_ended_by())))
+    """Return the exceptions for which the watch does not give up, when a call begins: the `id` of the one that this
+    thread is handling, and of the one by which the main thread has ended; that of None where there is none.
+    """
+    return frozenset((id(sys.exc_info()[1]), id(_main_thread_failure())))
 
 
-def _ended_by() -> BaseException | None:
-    """Return the exception that the main thread has ended by, None while it runs."""
+def _main_thread_failure() -> BaseException | None:
+    """Return the exception by which the main thread has ended; None while it runs, or if it has ended without one."""
     found: BaseException | None = vars(sys).get("last_value")  # getattr would make and drop an exception in each pass
     return found
 

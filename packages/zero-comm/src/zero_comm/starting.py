@@ -49,7 +49,7 @@ def starting_together(what: str, timeout: timedelta | None = None, *, alike: str
         raise
     meeting.add("through", 1)
     try:
-        _wait(meeting, store, number, what, timeout or timedelta(minutes=30))
+        _wait_until_through(meeting, store, number, what, timeout or timedelta(minutes=30))
     except dist.DistError as error:
         raise PeerError(f"{what}: the process that keeps the ranks' store is gone: {error}") from error
 
@@ -61,7 +61,7 @@ def _check_alike(meeting: Store, what: str, alike: str) -> None:
         raise DesyncError(f"{what}: expected the same on every rank, got {theirs} on rank {first} and {alike} here")
 
 
-def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
+def _wait_until_through(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
     """Wait until all ranks are through; log after 10 s who is missing. Raises PeerError when one has failed, or after
     ``timeout``.
 
@@ -75,16 +75,16 @@ def _wait(meeting: Store, store: Store, number: int, what: str, timeout: timedel
             raise PeerError(f"{what}: rank {rank} failed: {reason}")
         waited = time.monotonic() - begin
         if waited > _SPEAK_AFTER_SECONDS and not said:
-            logger.warning("%s: has waited %.0f s for %s", what, waited, _absent(store, number))
+            logger.warning("%s: has waited %.0f s for %s", what, waited, _describe_absent(store, number))
             said = True
         if waited > timeout.total_seconds():
-            raise PeerError(f"{what}: waited {waited:.0f} s for {_absent(store, number)}")
+            raise PeerError(f"{what}: waited {waited:.0f} s for {_describe_absent(store, number)}")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _absent(store: Store, number: int) -> str:
-    """Describe for a message the ranks that have not begun call ``number``; if all have, say that some are slow."""
+def _describe_absent(store: Store, number: int) -> str:
+    """Return words for a message: the ranks that have not begun call ``number``, or that some are slow in it."""
     absent = [rank for rank in range(dist.get_world_size()) if store.add(f"calls/{rank}", 0) < number]
     if not absent:
         return "ranks that are slow in it"

@@ -105,7 +105,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         for rank, (_, connection) in enumerate(workers):
             connection.send((fn, args, rank, world_size, prefix))
-        results, failures = _answers([connection for _, connection in workers], timeout)
+        results, failures = _collect_answers([connection for _, connection in workers], timeout)
         if failures:
             raise RanksFailedError(failures)
     except BaseException:  # also what a test's own time limit raises: workers may be in the middle of the call
@@ -114,7 +114,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     return [results[rank] for rank in range(world_size)]
 
 
-def _answers(connections: list[Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect_answers(connections: list[Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Return the results of the ranks that returned and the tracebacks of those that raised, once all have answered.
     ``connections``: by rank. Raises TimeoutError when no rank has answered for ``timeout`` seconds."""
     results: dict[int, Any] = {}
@@ -150,7 +150,7 @@ def _serve(connection: Connection, port: int) -> None:
         except EOFError:
             return
         try:
-            connection.send((True, _run(call, store, cores)))
+            connection.send((True, _run_call(call, store, cores)))
         except BaseException:  # every failure goes back to the caller with its traceback, unpicklable results too
             connection.send((False, traceback.format_exc()))
         gc.collect()  # reference cycles of the call hold process groups, whose threads wake 100 times a second
@@ -167,7 +167,7 @@ def cores_of(rank: int, world_size: int, cores: Sequence[int]) -> Sequence[int]:
     return [cores[rank]] if world_size == len(cores) else cores
 
 
-def _run(call: bytes, store: Store, cores: Sequence[int]) -> Any:
+def _run_call(call: bytes, store: Store, cores: Sequence[int]) -> Any:
     """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys in ``store``).
 
     torch.distributed is initialised for the call and destroyed after it. ``cores``: those that this process may run on;

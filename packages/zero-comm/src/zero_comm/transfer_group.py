@@ -34,7 +34,7 @@ class TransferGroup:
         self._store = store
         self._connections = Connections()
         with self._connections.recording():
-            self._group = _open(store, rank, world_size, device, timeout)
+            self._group = _open_backend(store, rank, world_size, device, timeout)
 
     @classmethod
     def serve(cls, store: Store, world_size: int, device: torch.device, timeout: timedelta) -> TransferGroup:
@@ -145,7 +145,7 @@ def are_here(store: Store, world_size: int) -> bool:
     return store.check([f"here/{rank}" for rank in range(1, world_size)])
 
 
-def _open(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:
+def _open_backend(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:
     """Return the backend's own process group for ``device``. Raises `PeerError` when ranks do not come, ValueError for
     a device without one."""
     try:

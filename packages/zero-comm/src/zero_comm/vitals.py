@@ -36,7 +36,7 @@ def own_process() -> Process | None:
     """Return the identity of this process for others on its host; None where the system has no /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat("self")[_STARTED])
+        return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat_fields("self")[_STARTED])
     except OSError:
         return None
 
@@ -45,7 +45,7 @@ def processor_ticks(process: Process) -> int | None:
     """Return the kernel's ticks of processor time that a process of this host has used;
     None if it is stopped or has ended."""
     try:
-        fields = _stat(str(process.pid))
+        fields = _stat_fields(str(process.pid))
     except OSError:
         return None
     if fields[0] in _STOPPED_OR_ENDED or fields[_STARTED] != process.started:
@@ -53,7 +53,7 @@ def processor_ticks(process: Process) -> int | None:
     return int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
 
 
-def _stat(pid: str) -> list[str]:
+def _stat_fields(pid: str) -> list[str]:
     """Return the fields of `/proc/PID/stat` from the state on. ``pid``: a number, or
     `self`. Raises OSError if there is none."""
     return Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()

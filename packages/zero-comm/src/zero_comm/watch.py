@@ -113,7 +113,7 @@ class Watch:
         self._thread = threading.Thread(
             target=_run, args=(weakref.ref(self), self._ended), daemon=True, name="zero-watch"
         )
-        self._at_exit = _ending(weakref.ref(self))
+        self._at_exit = _exit_handler(weakref.ref(self))
         atexit.register(self._at_exit)
         weakref.finalize(self, self._ended.set).atexit = False
         self._thread.start()
@@ -231,7 +231,8 @@ class Watch:
 
     def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
         """Give up or log, by the heartbeats that were read, as [Note: the watch] says; giving up ends the thread.
-        ``waiting``: see `Watched.waiting`. ``now``: `time.monotonic`."""
+        ``waiting``: `Watched.waiting` of this rank. ``now``: `time.monotonic`.
+        """
         for rank, (_, answered) in self._seen.items():
             since = max(answered, self._ran.get(rank, answered))
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:
@@ -311,7 +312,7 @@ def _check(reference: weakref.ref[Watch]) -> bool:
     return True
 
 
-def _ending(reference: weakref.ref[Watch]) -> Callable[[], None]:
+def _exit_handler(reference: weakref.ref[Watch]) -> Callable[[], None]:
     """Return the atexit handler of a watch, which leaves a note for ranks that may wait, and ends its thread.
 
     It does nothing in a forked process, which is no rank and shares the rank's connection to the store.

@@ -73,7 +73,9 @@ class WeightServerClient:
         self._post("finish_weight_update", {})
 
     def _post(self, route: str, content: dict[str, Any]) -> None:
-        """Post ``content`` as JSON to ``route`` and wait for the answer."""
+        """Post ``content`` as JSON to ``route`` and wait for the answer, whose content is dropped. Raises `PeerError`
+        as the class says.
+        """
         connection = self._connection(self._host, self._port, timeout=self._timeout)
         cut = _Cut(self._timeout)
         try:
@@ -170,7 +172,7 @@ class _Cut:
             self._cut()
 
     def cancel(self) -> None:
-        """Cut nothing."""
+        """Drop the connection: from now on nothing is cut."""
         self._timer.cancel()
         with self._lock:
             connection, self._connection = self._connection, None
@@ -220,7 +222,7 @@ class ServerCall:
         return self._answer.result()
 
     def _run(self, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        """Make the call."""
+        """Make the call, and keep its answer or exception for `result`; the thread's function."""
         try:
             self._answer.set_result(call(*arguments))
         except BaseException as error:

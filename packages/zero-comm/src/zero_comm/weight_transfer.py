@@ -84,13 +84,13 @@ class WeightSender:
         last: list[WeightBucket] = []
         try:
             if self._is_sender:
-                self._update(_noting(passing, last))
+                self._update(_remember_last(passing, last))
             else:
                 for _ in passing:
                     pass
         except BaseException as failure:
             self.close(abort=True)
-            _end(passing, last, failure)
+            _pass_on_failure(passing, last, failure)
             raise
 
     def close(self, *, abort: bool = False) -> None:
@@ -130,7 +130,9 @@ class WeightSender:
             self._ask("finish_weight_update", self._server.finish_weight_update).result()
 
     def _connected(self) -> TransferGroup:
-        """Return the process group with the server's ranks, opened if there is none."""
+        """Return the process group with the server's ranks; the first time open it, and learn which weights each rank
+        wants.
+        """
         if self._group is None:
             self._group = self._connect(*self._address)
             self._needs = self._group.hear_needs()
@@ -139,7 +141,9 @@ class WeightSender:
         return self._group
 
     def _connect(self, address: str, port: int) -> TransferGroup:
-        """Open the process group with the server's ranks."""
+        """Listen on ``address`` and ``port``, have the server's ranks connect there, and return the process group with
+        them. Raises `PeerError` when they do not come in time.
+        """
         store, port = open_transfer_store(address, port, self._timeout)
         world_size = 1 + self._ranks
         told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
@@ -165,7 +169,9 @@ class WeightSender:
     def _ask(
         self, name: str, call: Callable[..., object], *arguments: Any, failed: Callable[[], object] | None = None
     ) -> ServerCall:
-        """Begin the server's ``call``."""
+        """Start ``call``, the server's call ``name``, with ``arguments`` on a thread of its own, and return it to be
+        waited for. ``failed``: called on that thread if it raises.
+        """
         return ServerCall(name, call, *arguments, timeout=self._timeout.total_seconds(), failed=failed)
 
     def _send(self, group: TransferGroup, bucket: WeightBucket) -> None:
@@ -279,7 +285,7 @@ class WeightReceiver:
             group.close()
 
 
-def _noting(buckets: Iterator[WeightBucket], last: list[WeightBucket]) -> Iterator[WeightBucket]:
+def _remember_last(buckets: Iterator[WeightBucket], last: list[WeightBucket]) -> Iterator[WeightBucket]:
     """Yield ``buckets``, and keep in ``last`` the one that was yielded last, until the next one is asked for."""
     for bucket in buckets:
         last[:] = [bucket]
@@ -287,7 +293,7 @@ def _noting(buckets: Iterator[WeightBucket], last: list[WeightBucket]) -> Iterat
         last.clear()
 
 
-def _end(buckets: Iterator[WeightBucket], last: list[WeightBucket], failure: BaseException) -> None:
+def _pass_on_failure(buckets: Iterator[WeightBucket], last: list[WeightBucket], failure: BaseException) -> None:
     """Throw ``failure`` into ``buckets`` if it is a generator, and give it to the ``stop`` of the ``last`` bucket; an
     engine's tells the trainer's other ranks."""
     calls: list[Callable[[BaseException], object]] = [bucket.stop for bucket in last if bucket.stop is not None]

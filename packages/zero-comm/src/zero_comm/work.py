@@ -121,7 +121,7 @@ class Work:
         self._buffers = ()
 
     def _compute(self, computation: Callable[[], None]) -> None:
-        """Run ``computation``, which runs once; later waits raise what it raises."""
+        """Run ``computation``, which is ``finish`` or ``advance`` and runs once; later waits raise what it raises."""
         try:
             computation()
         except BaseException as failure:
