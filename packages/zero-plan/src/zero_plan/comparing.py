@@ -85,8 +85,8 @@ def _rank_rows(plan: RankPlan, attempt: Attempt, world_size: int, machine: Machi
 
 
 def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Iterator[ComparedRow]:
-    """Yield the states in memory by owner, and the peak, planned and measured; ``on_host``: the run computed on the
-    CPU. What was not measured has no row.
+    """Yield rows of the model states in memory, by owner, and of the peak of memory, planned and measured; ``on_host``:
+    the run computed on the CPU. What was not measured has no row.
     """
     held = dict.fromkeys(_OWNERS.values(), 0)
     for row in plan.held:
@@ -103,8 +103,8 @@ def _memory_rows(plan: RankPlan, measured: _Measured, *, on_host: bool) -> Itera
 
 
 def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
-    """Yield the bytes that a step sends, by phase and those that leave the node, reads from and writes to drives,
-    planned and measured. What was not measured has no row.
+    """Yield rows of the bytes that a step sends (by phase, in all, to other nodes), reads from drives and writes to
+    them, planned and measured. What was not measured has no row.
     """
     sent: dict[str, int] = {}
     for row in plan.sent:
@@ -121,7 +121,7 @@ def _moved_rows(plan: RankPlan, measured: _Measured) -> Iterator[ComparedRow]:
 
 
 def _row_if_measured(rank: int, what: str, planned: int, measured: float | None) -> Iterator[ComparedRow]:
-    """Yield a row in bytes, unless nothing was measured, or neither planned nor measured."""
+    """Yield one row in bytes; none if nothing was measured (``measured`` is None), or both numbers are 0."""
     if measured is not None and (planned or measured):
         yield ComparedRow(rank, what, "B", planned, measured)
 

@@ -136,7 +136,7 @@ class GradientBytes:
 
     @classmethod
     def of(cls, setup: Setup) -> GradientBytes:
-        """Return the bytes of a setup."""
+        """Return the bytes per element of the gradients that the engine holds with this setup."""
         parameter, wire = setup.bytes.parameter, setup.bytes.gradient
         accumulated = max(ACCUMULATED, wire)
         several, wider = setup.accumulation > 1, accumulated != parameter

@@ -81,7 +81,7 @@ class SavedPlan:
 
     @property
     def written(self) -> int:
-        """Return the bytes that the rank writes."""
+        """Return the bytes that the rank writes: those of `files` that are not linked."""
         return sum(row.nbytes for row in self.files if row.name not in self.linked)
 
     def as_dict(self) -> dict[str, Any]:

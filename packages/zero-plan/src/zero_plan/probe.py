@@ -205,8 +205,8 @@ class _Drive:
         self._windows = [range(at, min(at + BLOCKS_IN_TURN, blocks)) for at in range(0, blocks, BLOCKS_IN_TURN)]
 
     def rates(self) -> dict[str, float]:
-        """Return the bytes/s of reading, writing, and both at once, by the machine's keys: of the fastest of up to
-        `REPETITIONS` passes over the file; of what the time allowed if it did not allow a pass.
+        """Return the bytes/s of reading, writing, and both at once, by the machine's keys: of each the fastest of up to
+        `REPETITIONS` passes over the file, or of as much of one pass as the time allowed.
         """
         self._write_file()
         best: dict[str, float] = {}
@@ -224,7 +224,7 @@ class _Drive:
         """
         end = self._end - 2 / 3 * DISK_SECONDS
         for number, window in enumerate(self._windows):
-            _finish(self._write(window))
+            _wait_for_all(self._write(window))
             if time.perf_counter() > end:
                 self._windows = self._windows[: number + 1]
                 return
@@ -244,7 +244,7 @@ class _Drive:
             }
             for key, start in ways.items():
                 begin = time.perf_counter()
-                _finish(start())
+                _wait_for_all(start())
                 seconds[key] += time.perf_counter() - begin
                 moved[key] += len(window) * BLOCK_BYTES
             if time.perf_counter() > self._end and number + 1 < len(self._windows):
@@ -252,20 +252,20 @@ class _Drive:
         return {key: moved[key] / seconds[key] for key in moved}, True
 
     def _write(self, blocks: range) -> list[Any]:
-        """Start to write blocks; return the requests."""
+        """Start to write the blocks with these numbers; return the pending requests."""
         return [self._engine.write(self._file, self._data, n * BLOCK_BYTES) for n in blocks]
 
     def _read(self, blocks: range) -> list[Any]:
-        """Start to read blocks; return the requests."""
+        """Start to read the blocks with these numbers; return the pending requests."""
         return [self._engine.read(self._file, self._into, n * BLOCK_BYTES) for n in blocks]
 
     def _both(self, written: range, read: range) -> list[Any]:
-        """Start to write some blocks and to read others; return the requests."""
+        """Start to write some blocks and to read others, by number; return the pending requests."""
         return [*self._write(written), *self._read(read)]
 
 
-def _finish(requests: list[Any]) -> None:
-    """Wait until all requests are done."""
+def _wait_for_all(requests: list[Any]) -> None:
+    """Wait until all requests to a drive are done."""
     for request in requests:
         request.wait()
 
@@ -283,7 +283,7 @@ def _scratch_file(folder: Path) -> Iterator[Path]:
 
 
 def _device_name(device: torch.device) -> str:
-    """Return a name of ``device`` for people."""
+    """Return a name of ``device`` for a person to read."""
     import torch
 
     if device.type == "cpu":

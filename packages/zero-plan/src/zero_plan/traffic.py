@@ -157,5 +157,5 @@ def _quantized_nbytes(elements: int, bits: int, setup: Setup) -> int:
 
 
 def _ranks_in(group: Group, setup: Setup) -> int:
-    """Return the number of ranks in one group of this kind."""
+    """Return the number of ranks in one group of the kind "all", "node" or "across"."""
     return {"all": setup.world_size, "node": setup.per_node, "across": setup.nodes}[group]

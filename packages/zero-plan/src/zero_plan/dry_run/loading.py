@@ -22,8 +22,8 @@ from .recorder import DryRunRecorder
 def plan_ranks(
     run: DryRun, ranks: Iterable[int], world_size: int, *, checkpoint: bool, saved_by: int
 ) -> list[RankPlan]:
-    """Return what each of ``ranks`` needs, in their order; ``checkpoint``: to save one too, and to load one of
-    ``saved_by`` ranks. Raises `PlanError`.
+    """Return the plan of each of ``ranks``, in their order. ``checkpoint``: plan a save too, and a load of a checkpoint
+    that ``saved_by`` ranks saved. Raises `PlanError`.
     """
     found = {rank: plan_rank(run, rank, world_size, checkpoint=checkpoint) for rank in ranks}
     if not checkpoint:

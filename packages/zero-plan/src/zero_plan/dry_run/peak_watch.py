@@ -125,11 +125,11 @@ class PeakWatch:
         self._before_engine = []
 
     def _before_forward(self, module: nn.Module, _inputs: object) -> None:
-        """Enter a module: forward pre-hook of every torch module."""
+        """Note that a module begins to run: forward pre-hook of every torch module."""
         self._running.append(self._names.get(id(module), ""))
 
     def _after_forward(self, _module: nn.Module, _inputs: object, _output: object) -> None:
-        """Leave a module, also after an exception: forward hook of every torch module."""
+        """Note that the innermost running module has ended, by an exception too: forward hook of every torch module."""
         self._last_done = self._running.pop() or self._last_done
 
     def _phase_and_place(self) -> tuple[str, str]:

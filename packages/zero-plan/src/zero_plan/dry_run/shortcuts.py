@@ -152,12 +152,12 @@ class Shortcuts:
         return bool(made.nbytes() == own.nbytes())
 
     def _make(self, shape: Shape) -> FakeTensor:
-        """Return a new tensor of a shape."""
+        """Return a new fake tensor of the mode with this shape, dtype and device."""
         with in_kernel_invocation_manager(self._mode):
             made = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device="meta")
         return FakeTensor(self._mode, made, shape.device)
 
 
 def _shape_of(tensor: FakeTensor) -> Shape:
-    """Return the shape from which a tensor like ``tensor`` can be made."""
+    """Return the sizes, strides, dtype and device from which `Shortcuts` makes a tensor like ``tensor``."""
     return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.fake_device)

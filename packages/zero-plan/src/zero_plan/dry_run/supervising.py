@@ -67,7 +67,7 @@ class DryRunSupervisor(Unsupervised):
         return {**plain, "steps_per_print": 0, **{section: {"enabled": False} for section in _MONITORS}}
 
     def budget(self, processes: int) -> HostBudget:
-        """Return a budget without limits."""
+        """Return a budget of this host's memory and disk without limits; ``processes``: the ranks that share it."""
         return HostBudget(limits={"memory": (), "locked": (), "shared": (), "disk": ()}, processes=processes)
 
     def observer(self, engine: Engine) -> Observer:
