@@ -198,8 +198,9 @@ def _sweep_action(path: Path) -> str | None:
 
 
 def is_remains(path: Path) -> bool:
-    """Return whether `path` is named as a save or a removal names what it works on: `.saving-`, `.replaced-` or
-    `.deleting-`, and a token at the end."""
+    """Return whether the name of `path` is one that an unfinished save or removal leaves: `.saving-`, `.replaced-` or
+    `.deleting-` at its beginning, and a token at its end.
+    """
     return _REMAINS.fullmatch(path.name) is not None
 
 
@@ -357,7 +358,9 @@ def is_root(directory: Path) -> bool:
 
 
 def roots_below(directory: Path) -> list[str]:
-    """Return the names of the folders in `directory` that are roots, sorted; what cannot be listed counts as none."""
+    """Return the names of the folders in `directory` that are roots (see `is_root`), sorted; what cannot be listed
+    counts as none.
+    """
     try:
         return [path.name for path in sorted(directory.iterdir()) if _is_readable_root(path)]
     except OSError:

@@ -67,7 +67,7 @@ def open_checkpoint(
 
 
 def damage_advice(directory: Path, damaged: Collection[str]) -> str:
-    """Return what to do about the tags ``damaged`` of a root, as the last line of an error."""
+    """Return advice on what to do about the damaged tags of a root, as the last line of an error."""
     others = [name for name in list_tags(directory) if name not in damaged]
     instead = f", or open another tag: {', '.join(others)}" if others else ""
     return f"`zero-ckpt verify {directory}` lists what is damaged; try `zero-ckpt repair`{instead}"

@@ -179,7 +179,7 @@ class _Decoding:
         return table
 
     def _spend(self, nbytes: int) -> None:
-        """Count memory. Raises ValueError when no more is allowed."""
+        """Count `nbytes` of memory. Raises ValueError when so much is not allowed."""
         self._left -= nbytes
         if self._left < 0:
             raise ValueError("its lists and maps take too much memory for its size")

@@ -202,7 +202,7 @@ class _Memory:
         return [view[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def free(self) -> None:
-        """Drop the block, which ends with the last view of it."""
+        """Drop the block; its memory is freed with the last view of it."""
         self._block = None
 
     def has(self, data: object) -> bool:

@@ -78,15 +78,17 @@ class _Unpickler(pickle._Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
     def load_build(self) -> None:
-        """Give an object its state. Raises UnpicklingError for a class or a function, which belong to the process and
-        not to the file."""
+        """Give an object its state: the opcode BUILD. Raises UnpicklingError for a class or a function, which belong to
+        the process and not to the file.
+        """
         if callable(self.stack[-2]):
             raise pickle.UnpicklingError(f"{self.stack[-2]!r} is not allowed to get a state in checkpoint metadata")
         super().load_build()  # type: ignore[misc]
 
     def load_reduce(self) -> None:
-        """Call something allowed. Raises UnpicklingError for a mapping or set that is made with arguments: one is to be
-        filled item by item, where its keys are checked."""
+        """Call what is on the stack, which is allowed: the opcode REDUCE. Raises UnpicklingError for a mapping or set
+        that is made with arguments: one is to be filled item by item, where its keys are checked.
+        """
         if self.stack[-2] in (dict, set, OrderedDict) and self.stack[-1]:
             raise pickle.UnpicklingError(f"{self.stack[-2].__name__}(…) is not allowed in checkpoint metadata")
         super().load_reduce()  # type: ignore[misc]

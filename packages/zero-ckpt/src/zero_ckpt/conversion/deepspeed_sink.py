@@ -216,7 +216,7 @@ class _RankFiles:
             yield names, pieces_of_group(names, sizes, self._rank, self._ranks)
 
     def _gaps(self, group: Sequence[str]) -> list[int]:
-        """Return the padding behind each parameter of a group."""
+        """Return the elements of padding behind each parameter of a group."""
         itemsize = ITEMSIZE[self._source.tensors[group[0], "param"].dtype]
         return alignment_gaps([self._numel(name) for name in group], itemsize, aligned=self._form.aligned)
 

@@ -82,7 +82,7 @@ def write_filled(
         try:
 
             def note(tensors: dict[str, int], nbytes: int, fd: int = fd) -> None:
-                """Record tensors as on disk, after the file's data is."""
+                """Sync the file's data, then record `tensors` (name to CRC-32), `nbytes` more than before, as done."""
                 os.fdatasync(fd)
                 record.note(name, dict(tensors), nbytes)
 

@@ -27,12 +27,12 @@ class ModelTensor:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return numel(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the output."""
+        """The bytes that the tensor takes in the output."""
         return self.numel * ITEMSIZE[self.dtype]
 
 

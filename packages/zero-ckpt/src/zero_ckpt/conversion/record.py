@@ -73,7 +73,9 @@ class ConversionRecord:
         self._note(file, _stamp(status), RECORD_BYTES if now else nbytes)
 
     def _note(self, file: str, what: dict[str, int], nbytes: int) -> None:
-        """Set the entry of a file to `what`, of which `nbytes` bytes are new; write the record once 256 MiB are new."""
+        """Set the entry of a file to `what`, after `nbytes` more bytes of it are on disk; write the record once 256 MiB
+        are new.
+        """
         with self._lock:
             self._files[file] = what
             self._unrecorded_nbytes += nbytes

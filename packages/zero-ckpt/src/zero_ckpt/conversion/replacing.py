@@ -16,7 +16,8 @@ from ..locking import root_lock
 
 
 def put_in_place(directory: Path, target: Path) -> None:
-    """Give `directory` the name `target`, in the same folder; what had it has that of `directory` afterwards.
+    """Give `directory` the name `target`, in the same folder; a directory that had that name gets the name of
+    `directory`.
 
     The names are on disk on return. To be called under the lock of the folder. Raises OSError, with both as before.
     """

@@ -56,8 +56,9 @@ def read_training_state(directory: Path) -> tuple[dict[str, Any], int]:
 
 
 def _optimizer_state(directory: Path) -> tuple[Mapping[str, Any], Path]:
-    """Return the first rank's optimizer state, or what a universal checkpoint has in common, and its file; an empty map
-    without one."""
+    """Return the first rank's optimizer state, or the state that a universal checkpoint keeps for all parameters, and
+    its file; an empty map where there is none.
+    """
     common = directory / "zero" / "optimizer_state.pt"
     if (directory / "zero").is_dir():
         found: Any = load_structure(common) if common.is_file() else {}

@@ -47,7 +47,7 @@ def load(
     group = coordinator or default_coordinator()
 
     def fill(checkpoint: Checkpoint) -> LoadReport:
-        """Load `state` from one checkpoint and return the report; what `restore` calls."""
+        """Load `state` from one checkpoint and return the report; called by `restore`."""
         return _Load(checkpoint, state, rename or (lambda name: name), group.rank).run(strict)
 
     return restore(root, fill, tag, coordinator=group)[1]

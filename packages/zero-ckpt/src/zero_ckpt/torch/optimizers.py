@@ -185,7 +185,7 @@ def _matching_options(stored: dict[str, Any], options: dict[str, Any]) -> dict[s
 
 
 def _refuse_tensor(name: str) -> torch.Tensor:
-    """Raise MismatchError naming the tensor: what `decode` calls to read one, where none may be."""
+    """Raise MismatchError naming the tensor: a `read` function for `decode` where there must be no tensors."""
     raise MismatchError(f"a param group cannot hold the tensor {name!r}")
 
 
