@@ -180,7 +180,9 @@ class Ticket:
         self._complete: torch.Event | None = None
 
     def ends_with(self, complete: torch.Event) -> None:
-        """Say inside the context that the wait has only ordered streams: the entry is complete with this event."""
+        """Record, inside the context, that the wait has only ordered streams, so that the entry is complete with the
+        event ``complete``.
+        """
         self._complete = complete
 
     def __enter__(self) -> None:

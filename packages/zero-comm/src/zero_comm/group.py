@@ -277,8 +277,9 @@ class Group:
             raise CommError(f"{tag}: the group of rank {self.rank} of {self.world_size} is closed")
 
     def _count(self, tag: Tag, slice_bytes: int) -> None:
-        """Count in the ledger a collective in which this rank sends ``slice_bytes`` bytes to every other rank, and what
-        of it goes to other nodes; `issued` is the caller's to raise."""
+        """Count in the ledger a collective in which this rank sends ``slice_bytes`` bytes to every other rank, and the
+        part of it that goes to other nodes; the caller raises `issued`.
+        """
         self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)
 
     def _uses_direct_messages(self, tensor: torch.Tensor) -> bool:

@@ -31,8 +31,10 @@ class HopStreams:
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def run(self, device: torch.device, begin: Callable[[], Started], rest: Callable[[Started], None]) -> StreamEnd:
-        """Queue on ``device``, behind the current stream, what ``begin`` does, and in the second stream, behind that,
-        ``rest`` with its result; return the end of all of it. Waits inside only order streams."""
+        """Queue ``begin`` in the first stream, behind the current stream of ``device``, and ``rest`` with its result in
+        the second, behind the first; return the end of the second. Waits inside ``begin`` and ``rest`` only order
+        streams.
+        """
         if self._streams is None:
             self._streams = torch.Stream(device), torch.Stream(device)
         inside, across = self._streams

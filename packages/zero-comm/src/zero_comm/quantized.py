@@ -208,7 +208,7 @@ class _QuantizedReduction:
         self._across_hop: _Hop | None = None
 
     def summed(self) -> _QuantizedReduction:
-        """Wait for the sums of the node, once; return this reduction."""
+        """Wait, at the first call, until the node's sums are complete; return this reduction."""
         if not self._is_summed:
             self._is_summed = True
             self._inside_hop.add_to(self._sums)

@@ -62,8 +62,8 @@ def _check_alike(meeting: Store, what: str, alike: str) -> None:
 
 
 def _wait_until_through(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
-    """Wait until all ranks are through; log after 10 s who is missing. Raises PeerError when one has failed, or after
-    ``timeout``.
+    """Wait until all ranks are through their blocks; log after 10 s who is missing. Raises PeerError when one has
+    failed, or after ``timeout``.
 
     ``meeting``: the store's part for this call. ``store``: the part for all calls. ``number``: of this call among the
     process's calls of `starting_together`. ``what``: names the user's call.

@@ -270,7 +270,7 @@ class Watch:
         )
 
     def _awaited(self) -> str:
-        """Return the ranks that do not wait themselves, as text."""
+        """Return the ranks that do not wait themselves as text, such as "ranks 1, 2"; "one another" if all wait."""
         late = [str(rank) for rank, (report, _) in sorted(self._seen.items()) if report is None or not report.waits]
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "one another"
 

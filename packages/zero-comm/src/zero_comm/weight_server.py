@@ -165,7 +165,7 @@ class _Cut:
         return left
 
     def watch(self, connection: socket.socket) -> None:
-        """Cut ``connection``, also after it was wrapped for TLS, at once if it is time already."""
+        """Cut ``connection`` when the time is over, at once if it is already; also if it is wrapped for TLS later."""
         with self._lock:
             self._connection = connection.dup()
         if self.is_due:
@@ -180,7 +180,7 @@ class _Cut:
                 connection.close()
 
     def _cut(self) -> None:
-        """Cut the connection, if there is one."""
+        """Cut the connection, if there is one; called when the time is over."""
         with self._lock:
             self.is_due = True
             if self._connection is not None:
