@@ -63,8 +63,8 @@ class MomentLoad:
     def of(
         cls, shape: Transformer, micro_batch: int, *, checkpointing: str, itemsize: int, on_host: bool
     ) -> MomentLoad:
-        """Return the needs of ``micro_batch`` sequences; ``on_host``: the inputs of blocks wait there. Raises
-        `PlanError` as `activation_bytes` does.
+        """Return the device memory that ``micro_batch`` sequences need beside the engine; ``on_host``: the inputs of
+        blocks wait there. Raises `PlanError` as `activation_bytes` does.
 
         A norm without bias (RMSNorm) counts as it computes in eager mode, in float32: its input in float32 and its
         normalized input stay for backward too.

@@ -214,7 +214,9 @@ def _is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copies_in_place(out: torch.Tensor, given: torch.Tensor, *_: object) -> bool:
-    """Return whether a copy has no effect on shapes or memory, and nothing that torch would refuse."""
+    """Return whether the operation ``copy_`` from ``given`` to ``out`` changes no shape and no memory and is valid, so
+    that it can be left out: both are fake tensors of one shape and device, and ``out`` is contiguous.
+    """
     if not isinstance(out, FakeTensor) or not isinstance(given, FakeTensor):
         return False
     return out.shape == given.shape and bool(out.fake_device == given.fake_device) and out.is_contiguous()

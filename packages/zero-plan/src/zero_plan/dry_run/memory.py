@@ -97,7 +97,7 @@ class LiveMemory:
         self._resizing[key] = self.held[key]
 
     def reassign(self, held: LiveStorage, tier: str, rows: tuple[LiveRow, ...]) -> None:
-        """Assign a storage to another tier and to the owners in ``rows``. Never raises ``peak``."""
+        """Assign a storage to another tier and to the owners in ``rows``. ``peak`` does not change."""
         nbytes = held.nbytes
         self._change(held, 0)
         held.tier, held.rows = tier, rows
@@ -105,7 +105,7 @@ class LiveMemory:
 
     def refresh_sizes(self) -> None:
         """Re-read the size of every live storage and correct ``now``, for storages that were resized without a use of a
-        tensor over them. Never raises ``peak``.
+        tensor over them. ``peak`` does not change.
         """
         self._refresh(self.held.values())
 

@@ -92,7 +92,7 @@ class ScriptSupervisor(DryRunSupervisor):
         return _PhaseObserver(engine, self)
 
     def begin_phase(self, phase: str) -> None:
-        """Set the engine's phase ("forward", "backward" or "step"), which names the place of peaks."""
+        """Set the phase of training ("forward", "backward" or "step") to which later peaks of memory belong."""
         self._recorder.watch.phase = phase
 
     def after_step(self, engine: Engine) -> None:

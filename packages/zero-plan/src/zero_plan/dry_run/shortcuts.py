@@ -81,7 +81,9 @@ class Shortcuts:
         return type(found)(FakeTensor(self._mode, one, device) for one in found)
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the key of an operation; None for one whose results may be views or depend on more."""
+        """Return a hashable key by which the shapes of an operation's results are looked up; None for an operation
+        whose results may be views or depend on more.
+        """
         if not makes_memory(func):
             return None
         found = self._describe(args)
