@@ -117,8 +117,9 @@ class ForeignCheckpoint(Checkpoint):
         return self._folder.unreplaced()
 
     def summary(self) -> list[int | str]:
-        """Return what every rank must find alike: the step, the number of ranks that wrote it, and a checksum of the
-        names, kinds, shapes and dtypes of all tensors."""
+        """Return [step, number of ranks that wrote it, checksum of the names, kinds, shapes and dtypes of all tensors],
+        which all ranks that open the checkpoint must find alike.
+        """
         entries = [(entry.name, entry.kind, entry.shape, entry.dtype) for entry in self.tensors.values()]
         return [self.step, self.manifest.world_size, checksum(repr(entries).encode())]
 

@@ -73,7 +73,7 @@ class _Reader:
         self._source, self._progress, self._place = source, progress, place
 
     def __call__(self) -> bytearray:
-        """Return the piece's bytes in new memory."""
+        """Read the piece into new memory, report its bytes as progress, and return it."""
         name, kind, offset, nbytes = self._place
         out = bytearray(nbytes)
         self._source.read_into(name, kind, offset, out)

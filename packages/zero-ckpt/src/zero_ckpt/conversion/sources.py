@@ -32,30 +32,40 @@ class SourceTensor(Protocol):
     """Shape and dtype of a tensor that has not been read."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the full tensor."""
+        ...
 
     @property
-    def dtype(self) -> str: ...
+    def dtype(self) -> str:
+        """The dtype by its safetensors name, such as `BF16`."""
+        ...
 
 
 class Source(Protocol):
     """Tensors by (name, kind), in the order of the output, that can be read piece by piece; kinds are those of
     `Interval`, dtypes have their safetensors names. A `zero_ckpt.Checkpoint` is one.
-
-    `aliases` maps tied names to the name in `tensors`, `step` counts optimizer steps, `client_state` is plain data.
     """
 
     @property
-    def tensors(self) -> Mapping[tuple[str, str], SourceTensor]: ...
+    def tensors(self) -> Mapping[tuple[str, str], SourceTensor]:
+        """The tensors by (name, kind), in the order of the output."""
+        ...
 
     @property
-    def aliases(self) -> Mapping[str, str]: ...
+    def aliases(self) -> Mapping[str, str]:
+        """Tied names, each with the name in `tensors`."""
+        ...
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """The number of optimizer steps taken."""
+        ...
 
     @property
-    def client_state(self) -> Any: ...
+    def client_state(self) -> Any:
+        """The user's plain data, None without any."""
+        ...
 
     @property
     def frozen(self) -> Collection[str] | None:
