@@ -44,7 +44,8 @@ class FeedbackAverage:
         `Work.wait` on the result writes ``x``. The bits are the same on every rank; on a single rank ``x`` stays as it
         is. Collective, and `Work.wait` too: it sends the answers over the group, so every rank must wait at the same
         point among the group's collectives. Changes both errors: start an average when the one before was waited for.
-        Sends 2 (N-1) packets of s elements. Raises ValueError when ``x`` has another number of elements.
+        Sends 2 (N-1) packets of s elements (N ranks; s: see `slice_numel`). Raises ValueError when ``x`` has another
+        number of elements.
         """
         if x.numel() != self._numel:
             raise ValueError(f"{tag}: expected {self._numel} elements, as at the first average, got {x.numel()}")

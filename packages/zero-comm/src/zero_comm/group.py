@@ -99,8 +99,8 @@ class Group:
         return self._alone
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Start to fill ``out`` (1-D, N*s elements, contiguous) with the ranks' ``shard`` (s elements, contiguous, same
-        dtype) in rank order.
+        """Start to fill ``out`` (1-D, N*s elements, contiguous) with the N ranks' ``shard`` (s elements, contiguous,
+        same dtype) in rank order.
 
         ``out`` is complete, and ``shard`` may change, once `Work.wait` has returned. ``shard`` may be this rank's slice
         of ``out``. Sends s*(N-1) elements. Raises ValueError for other sizes.
@@ -140,7 +140,7 @@ class Group:
         )
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Start to average the ranks' ``flat`` (N*s elements) and to give slice r to rank r, in its ``out`` (s
+        """Start to average the N ranks' ``flat`` (N*s elements) and to give slice r to rank r, in its ``out`` (s
         elements).
 
         Both are 1-D and contiguous. ``out`` is complete, and ``flat`` may change, once `Work.wait` has returned; a
@@ -193,8 +193,8 @@ class Group:
         """Start to send slice r of ``flat`` to rank r, and to receive rank r's slice for this rank in slice r of
         ``out``.
 
-        Both are contiguous, of one dtype and N*s elements, in any shape. ``out`` is complete, and ``flat`` may change,
-        once `Work.wait` has returned. Sends s*(N-1) elements. Raises ValueError for other sizes.
+        Both are contiguous, of one dtype and N*s elements (for N ranks), in any shape. ``out`` is complete, and
+        ``flat`` may change, once `Work.wait` has returned. Sends s*(N-1) elements. Raises ValueError for other sizes.
         """
         size = flat.numel() // self.world_size
         _check_size(

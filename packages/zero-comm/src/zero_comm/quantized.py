@@ -36,8 +36,8 @@ class QuantizedGather:
         self.world_size = group.world_size
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Start to fill ``out`` (N*s elements, floating, contiguous) with the ranks' ``shard`` (s elements, floating),
-        encoded and decoded, in rank order.
+        """Start to fill ``out`` (N*s elements, floating, contiguous) with the N ranks' ``shard`` (s elements,
+        floating), encoded and decoded, in rank order.
 
         ``shard`` may be this rank's slice of ``out`` and is read before this returns; `Work.wait` writes ``out``. The
         bits are the same on every rank, and also those of a single rank are decoded ones. Sends N-1 packets of s
@@ -85,13 +85,13 @@ class QuantizedReduce:
         self._streams = HopStreams(inside.ledger)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Start to average the ranks' ``flat`` (1-D, floating, N*s elements) and to give slice r to rank r, in its
+        """Start to average the N ranks' ``flat`` (1-D, floating, N*s elements) and to give slice r to rank r, in its
         ``out`` (s elements).
 
         A shorter ``flat`` counts as padded with zeros. Sums run in rank order, in float32 (float64 for a float64
         ``out``), and are divided once by N; with ``accumulate`` the average is added to ``out``. Use neither tensor
-        until `Work.wait` has returned. Sends G*(L-1) packets of s elements inside the node, G-1 across. Raises
-        ValueError for a longer ``flat``.
+        until `Work.wait` has returned. With L ranks in each of G nodes, sends G*(L-1) packets of s elements inside the
+        node, G-1 across. Raises ValueError for a longer ``flat``.
 
         On the CPU the second hop starts in `Work.advance` or `Work.wait`, which first start those of earlier
         reductions; an accelerator gets both hops at once, see [Note: streams of the hops] in hop_streams.py. Every rank
@@ -164,7 +164,9 @@ class _Hop:
         self._work = group.all_to_all(self._arrived, sent, tag)
 
     def add_to(self, sums: torch.Tensor) -> None:
-        """Wait, and add the slices of all ranks, in rank order, to the k ``sums``: shape (k, s)."""
+        """Wait for the hop, and add the slices of all ranks, in rank order, to ``sums`` of shape (packets per rank,
+        elements of a packet).
+        """
         self._work.wait()
         decoded = torch.empty_like(sums[0])
         for rank in self._coded:

@@ -80,8 +80,8 @@ class ReplicatedReduce:
         self._streams = HopStreams(self._ledger)
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Start to average ``flat`` (S*s elements) of all S*R ranks, and to give slice r to its R owners, in their
-        ``out`` (s elements).
+        """Start to average ``flat`` (S*s elements) of all ranks, S in each of R replicas, and to give slice r to its R
+        owners, in their ``out`` (s elements).
 
         `Work.wait` writes ``out``. With ``accumulate`` the average is added to ``out``; sums run in ``out``'s dtype.
         Sends (S-1)*s elements of ``flat``'s dtype inside the replica, then 2*(R-1)/R*s of the same dtype (s rounded up

@@ -158,7 +158,7 @@ class _Cut:
         self._timer.start()
 
     def left(self) -> float:
-        """Return the seconds that are left. Raises TimeoutError if none are."""
+        """Return the seconds that are left until the connection is cut. Raises TimeoutError if none are."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
