@@ -219,7 +219,7 @@ class _Drive:
         return best
 
     def _write_file(self) -> None:
-        """Write the file for the first time, which is not measured, as drives give space then; a third of the time at
+        """Write the file once before measuring, as drives allocate space on a first write; take a third of the time at
         most: a slow drive gets a smaller file.
         """
         end = self._end - 2 / 3 * DISK_SECONDS

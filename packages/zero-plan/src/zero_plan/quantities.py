@@ -62,7 +62,7 @@ def _three_digits(value: float) -> str:
 
 
 def _in_base_unit(match: re.Match[str]) -> float | None:
-    """Return the matched number without its prefix, and bits as bytes; None if it is no number."""
+    """Return the matched number in base units, times its prefix and with bits as bytes; None if it is no number."""
     prefix = match["prefix"] or ""
     try:
         value = float(match["number"]) * (_BINARY[prefix] if prefix in _BINARY else _DECIMAL[prefix])

@@ -48,12 +48,12 @@ class StateBytes:
 
     @property
     def optimizer(self) -> int:
-        """Bytes of the master and the moments: K of the ZeRO paper."""
+        """Bytes of the master and the moments per parameter element: K of the ZeRO paper."""
         return self.master + self.moments
 
     @property
     def total(self) -> int:
-        """Bytes of all model state."""
+        """Bytes of all model state per parameter element."""
         return self.parameter + self.gradient + self.optimizer
 
 

@@ -93,7 +93,7 @@ def _peak_tables(peaks: Iterable[Peak], title: str) -> Iterator[TextTable]:
 
 
 def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
-    """Yield the peaks and files of a checkpoint's save; ``title``: text before the title of each table."""
+    """Yield tables of the peaks and files of a checkpoint's save; ``title``: text before the title of each."""
     yield from _peak_tables(saved.peaks, title)
     rows = [
         (row.name, format_quantity(row.nbytes, "B"), "linked" if row.name in saved.linked else "written")
@@ -107,7 +107,7 @@ def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
 
 
 def _load_tables(loaded: LoadedPlan, title: str) -> Iterator[TextTable]:
-    """Yield the peaks and bytes of a checkpoint's load; ``title``: text before the title of each table."""
+    """Yield tables of the peaks and bytes of a checkpoint's load; ``title``: text before the title of each."""
     yield from _peak_tables(loaded.peaks, title)
     rows = (
         ("read from the checkpoint", format_quantity(loaded.read, "B")),

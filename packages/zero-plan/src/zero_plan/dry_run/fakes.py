@@ -111,7 +111,7 @@ class PlanMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return _is_set_to(*args)
         if self._values.runs_for_real(func):
             return func(*args, **(kwargs or {}))
-        kwargs = _without_index(kwargs or {})
+        kwargs = _without_device_index(kwargs or {})
         outermost, self._in_operation = not self._in_operation, True
         try:
             result = self._run(func, types, args, kwargs)
@@ -238,7 +238,7 @@ def _grouped_product(
     return one.new_empty(shape, dtype=out_dtype or one.dtype)
 
 
-def _without_index(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_device_index(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return ``kwargs`` with the device "cpu" in place of "cpu:0", which fake tensors take for another device."""
     device = kwargs.get("device")
     named = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None

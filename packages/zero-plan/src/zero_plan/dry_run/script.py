@@ -116,7 +116,9 @@ class ScriptSupervisor(DryRunSupervisor):
             self._followed.destroy(unshard=False)
 
     def _before_forward(self, _engine: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        """Begin the phase "forward", and return the arguments of forward without floating-point values."""
+        """Begin the phase "forward", and return (args, kwargs) with fake tensors in place of real floating-point ones:
+        a forward pre-hook of the engine.
+        """
         self.begin_phase("forward")
         return tree_map(_without_float_values, (args, kwargs))
 
