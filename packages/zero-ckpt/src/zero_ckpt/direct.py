@@ -189,16 +189,16 @@ def read_ranges(
                 files[path] = engine.open(os.fspath(path), "r")
             pending.append(engine.read(files[path], view, begin, checksum=True))
             if len(pending) >= in_flight:
-                yield _finished(pending.popleft())
+                yield _wait_for_checksum(pending.popleft())
         while pending:
-            yield _finished(pending.popleft())
+            yield _wait_for_checksum(pending.popleft())
     finally:
         engine.close()
         for file in files.values():
             file.close()
 
 
-def _finished(request: Request) -> str:
+def _wait_for_checksum(request: Request) -> str:
     """Wait for a transfer and return the checksum of its bytes; empty if none was requested. Raises OSError if it
     failed."""
     request.wait()

@@ -112,7 +112,9 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _require_key(key: Any) -> None:
-    """Raise UnpicklingError unless `key` is of a kind that metadata has: hashing nested tuples may take forever."""
+    """Raise UnpicklingError unless `key` is a string, an integer or a `MetadataIndex`, as metadata has them: hashing
+    nested tuples may take forever.
+    """
     if type(key) in (str, int):
         return
     if isinstance(key, MetadataIndex):

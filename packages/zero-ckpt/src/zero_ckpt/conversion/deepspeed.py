@@ -226,7 +226,7 @@ def _add_optimizers(
 
 
 def _number(value: Any) -> int:
-    """Return an integer, also of a `StandIn` for an enum, whose first argument it is."""
+    """Return `value` as an integer; of a `StandIn` for an enum, its first argument."""
     return int(value.arguments[0]) if isinstance(value, StandIn) else int(value)
 
 

@@ -80,7 +80,9 @@ def pieces_of_group(names: Sequence[str], numels: Sequence[int], rank: int, rank
 
 
 def sub_groups(names: Sequence[str], numels: Sequence[int], ranks: int, limit: int) -> Iterator[list[str]]:
-    """Yield the names of each sub-group of a group at stage 3: as many as reach `limit` elements of a rank."""
+    """Yield the parameter names of each sub-group of a parameter group at stage 3: consecutive ones, until they have
+    `limit` elements or more on each rank.
+    """
     sizes = [-(-numel // ranks) for numel in numels]
     if limit >= sum(sizes):
         yield list(names)

@@ -273,15 +273,15 @@ class _RankFiles:
 
     def _compose_pieces(self, place: str, kind: str, names: Sequence[str]) -> torch.Tensor:
         """Return a template tensor for this rank's padded pieces of the parameters `names`, of kind `kind`; `place` is
-        a name of its own.
+        a name that no other tensor has.
         """
         flat = pieces_of_group(names, [self._numel(name) for name in names], self._rank, self._ranks)
         return self._compose(place, kind, flat, dict.fromkeys(names, kind), flat.numel)
 
     def _compose(self, place: str, kind: str, flat: FlatGroup, kinds: Mapping[str, str], length: int) -> torch.Tensor:
         """Return a template tensor for the first `length` elements of the flat tensor `flat`, composed of the tensors
-        that `kinds` names (parameter to kind); (`place`, `kind`) is a key of its own. Raises CheckpointError where
-        their dtypes differ.
+        that `kinds` names (parameter to kind); (`place`, `kind`) is a key that no other tensor has. Raises
+        CheckpointError where their dtypes differ.
         """
         dtypes = {name: self._source.tensors[name, found].dtype for name, found in kinds.items()}
         name, dtype = next(iter(dtypes.items()))
@@ -349,7 +349,9 @@ def _addresses(names: Sequence[str], flat: FlatGroup) -> OrderedDict[str, Fragme
 
 
 def _tensors(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """Yield the tensors in dicts, lists and tuples, each once, in order."""
+    """Yield the tensors in `value` and in the dicts, lists and tuples in it, each once, in order; `seen` has the `id`
+    of those that were yielded.
+    """
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:

@@ -40,7 +40,9 @@ def convert_dtype(data: Buffer, stored: str, wanted: str) -> memoryview:
 
 
 def _to_numpy(numpy: Any, data: Buffer, stored: str) -> Any:
-    """Return the elements as an array of the same values; BF16, which NumPy lacks, as F32."""
+    """Return the elements in `data`, of dtype `stored`, as an array of the same values; BF16, which NumPy lacks, as
+    F32.
+    """
     if stored != "BF16":
         return numpy.frombuffer(data, dtype=_NUMPY[stored])
     return (numpy.frombuffer(data, dtype="<u2").astype("<u4") << 16).view("<f4")

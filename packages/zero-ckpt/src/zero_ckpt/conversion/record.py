@@ -83,7 +83,9 @@ class ConversionRecord:
                 self._write()
 
     def _write(self) -> None:
-        """Write the record and replace the file by it, which is locked before; it is on disk on return."""
+        """Write the record to a new file, which is locked, and put that in the place of the old one; it is on disk on
+        return.
+        """
         fd = open_locked(self._next)
         try:
             os.ftruncate(fd, 0)  # a run that died may have left one

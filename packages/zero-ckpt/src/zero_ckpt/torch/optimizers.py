@@ -144,7 +144,9 @@ class OptimizerLoader:
                 options[name] = value
 
     def _was_saved(self, name: str, by_name: dict[str, list[str]]) -> bool:
-        """Return whether a parameter without state was the saved optimizer's: then it had no gradient yet."""
+        """Return whether the saved optimizer had a parameter of which the checkpoint has no state, as it never had a
+        gradient.
+        """
         if self._described is not None:
             return name in self._described["state"]
         return bool(by_name) and any((name, kind) in self._checkpoint.tensors for kind in MODEL_KINDS)
