@@ -62,8 +62,7 @@ class RunPlan:
 
 
 def _estimated_plan(path: str, data: Mapping[str, Any]) -> RunPlan:
-    """Return the plan in ``data``, which `zero-plan estimate` or `model` printed into the file ``path``; the same for
-    every rank.
+    """Return the plan in ``data``, which `zero-plan estimate` printed into the file ``path``; the same for every rank.
 
     Raises KeyError, ValueError or TypeError if it is no such plan.
     """
@@ -81,8 +80,8 @@ def _estimated_plan(path: str, data: Mapping[str, Any]) -> RunPlan:
 
 
 def _dry_run_plan(path: str, data: Mapping[str, Any], rank: int) -> RunPlan:
-    """Return the plan in ``data``, which `zero-plan run` printed into the file ``path``, for the planned rank nearest
-    to ``rank``.
+    """Return the plan in ``data``, which `zero-plan run` or `zero-plan model` printed into the file ``path``, for the
+    planned rank nearest to ``rank``.
 
     Made with ``--machine`` it has times and rates. Raises KeyError, IndexError, ValueError or TypeError if it is no
     such plan.

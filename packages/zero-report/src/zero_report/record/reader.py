@@ -318,7 +318,7 @@ def _read_lines(path: Path, problems: list[str], *, begins_empty: bool = True) -
     """Return the JSON of a file's undamaged lines; none if it cannot be read.
 
     A sentence about damage, or about a file that cannot be read, is added to ``problems``; also about an empty file,
-    unless ``begins_empty``: it has no line from the start on.
+    unless ``begins_empty``: files of this kind have no line at first.
     """
     try:
         found = lines.read(path)

@@ -277,8 +277,8 @@ class RecordWriter:
     def _write_handed_over(self, running: UnderWay, *, closing: bool = False) -> None:
         """Write the ended steps, and the current one with the spans ``running`` under way, if it has any spans.
 
-        When ``closing``, the current one only if it has computed. The caller holds the lock of the files, and not the
-        other one, which this takes for a moment.
+        When ``closing``, the current one only if it has computed. The caller holds `_file_lock`; this takes `_lock` for
+        a moment.
         """
         with self._lock:
             finished, self._finished = self._finished, []
