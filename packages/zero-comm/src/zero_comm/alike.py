@@ -109,7 +109,9 @@ class AlikeGroup(Group):
     """
 
     def coded_ranks(self, device: torch.device) -> Sequence[int]:
-        """Return this rank and, if there is one, another: on the CPU the slices of two stand for those of all."""
+        """Return, on the CPU, this rank and another if there is one, whose slices stand for those of all ranks;
+        elsewhere all ranks.
+        """
         if device.type != "cpu":
             return super().coded_ranks(device)
         return sorted({self.rank, (self.rank + 1) % self.world_size})

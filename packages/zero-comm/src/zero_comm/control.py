@@ -438,7 +438,7 @@ def _carried_by_gloo(but_ports: list[int]) -> int | None:
 
 
 def _distinct(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages in rank order, each object once."""
+    """Return the messages in rank order, each object once, as ranks that sent the same share one."""
     return list(dict(zip(map(id, messages), messages, strict=True)).values())
 
 

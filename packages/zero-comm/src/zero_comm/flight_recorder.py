@@ -116,8 +116,9 @@ class FlightRecorder:
         self.look_at_device()
 
     def look_at_device(self) -> None:
-        """Count the entries that the accelerator has finished. The first that is not, after none has been for 5 s, is
-        the one that this rank waits for, unless the host waits for another. Never blocks; any thread may call it.
+        """Count the entries that the accelerator has finished. If none has finished for 5 s, record the first
+        unfinished one as the one that this rank waits for, unless the host waits for another. Never blocks; any thread
+        may call it.
         """
         if not self._on_device:
             return

@@ -99,7 +99,7 @@ def _main_thread_failure() -> BaseException | None:
 
 
 def _passed_autograd(failure: BaseException) -> bool:
-    """Return whether ``failure`` came out of torch's call of autograd."""
+    """Return whether ``failure`` was raised inside a backward pass: it came through torch's call of autograd."""
     traceback = failure.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename != _AUTOGRAD:
         traceback = traceback.tb_next

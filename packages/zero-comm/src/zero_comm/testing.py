@@ -84,7 +84,7 @@ def _declared_modules() -> list[str]:
 
 @functools.cache
 def _pool() -> _Pool:
-    """Return this process's pool, which is closed at exit."""
+    """Return this process's pool of workers, which is closed at exit."""
     pool = _Pool()
     atexit.register(pool.close)
     return pool

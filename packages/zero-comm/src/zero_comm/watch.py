@@ -294,7 +294,7 @@ _ADVICE = (
 
 
 def _run(reference: weakref.ref[Watch], ended: threading.Event) -> None:
-    """Check every half second, until ``ended``; the thread's function."""
+    """Have the watch check every half second, until ``ended``; the thread's function."""
     while not ended.wait(_TICK) and _check(reference):
         pass
 

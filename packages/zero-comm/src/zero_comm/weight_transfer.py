@@ -294,8 +294,9 @@ def _remember_last(buckets: Iterator[WeightBucket], last: list[WeightBucket]) ->
 
 
 def _pass_on_failure(buckets: Iterator[WeightBucket], last: list[WeightBucket], failure: BaseException) -> None:
-    """Throw ``failure`` into ``buckets`` if it is a generator, and give it to the ``stop`` of the ``last`` bucket; an
-    engine's tells the trainer's other ranks."""
+    """Throw ``failure`` into ``buckets`` if it is a generator, and give it to the ``stop`` of the ``last`` bucket; that
+    of an engine's bucket tells the trainer's other ranks.
+    """
     calls: list[Callable[[BaseException], object]] = [bucket.stop for bucket in last if bucket.stop is not None]
     if isinstance(buckets, Generator):
         calls.insert(0, buckets.throw)
