@@ -66,7 +66,8 @@ def bounds(
 
 def one_after_another(rows: Sequence[Bound]) -> list[Bound]:
     """Return the bound of all that a device computes one after another, as a list of one row: its time is the sum over
-    the ``rows`` of the device's products and memory. Empty if fewer than two of these times are known.
+    those ``rows`` that the device itself bounds (products, attention, memory). Empty if fewer than two of these times
+    are known.
     """
     known = [row.seconds for row in rows if row.resource.startswith(_ON_DEVICE) and row.seconds is not None]
     return [Bound("device, all it computes", sum(known), 1.0, "device", is_sum=True)] if len(known) > 1 else []
