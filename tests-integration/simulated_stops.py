@@ -61,8 +61,8 @@ def by_step(
     return found
 
 
-def written_placeholder(write: Callable[[nn.Parameter], object]) -> str:
-    """Return the error of the steps after code has written into a released parameter."""
+def written_placeholder(write: Callable[[nn.Parameter], object], trains: bool) -> str:
+    """Return the error of the steps after code has written into a released parameter; ``trains``: after backward."""
     import zero_partition
 
     engine = made(engines.config(3, "bf16"))
@@ -70,7 +70,11 @@ def written_placeholder(write: Callable[[nn.Parameter], object]) -> str:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         write(engine.module.blocks[1].up.weight)
     try:
-        engines.steps(engine, range(2, 4))
+        if trains:
+            engines.steps(engine, range(2, 4))
+        else:
+            for _ in range(3):
+                engine.step()
     except zero_partition.ReleasedParameterError as error:
         return str(error)
     return "nothing was raised"

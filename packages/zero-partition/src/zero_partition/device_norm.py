@@ -18,7 +18,7 @@ class DeviceSquare:
     """The global sum of squares of a step's gradients, on an accelerator and on its way to the host.
 
     ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: this rank's sums, 1-D, of
-    ``units`` (names).
+    ``units`` (names); of no gradient, one 0 of "".
 
     Attributes:
         step: number of the step.
@@ -30,7 +30,7 @@ class DeviceSquare:
         self.step = step
         self.found_inf = torch.isfinite(total).logical_not_().float()
         self._total = total
-        self._by_unit: torch.Tensor | None = by_unit
+        self._by_unit = by_unit
         self._units = units
         self._arriving: HostCopy | None = HostCopy(total.view(1))
         self._value = math.nan
@@ -62,8 +62,8 @@ class DeviceSquare:
     def first_unit(self) -> str:
         """Return the name of the first unit whose gradients on this rank are not all finite; "" for none. Waits for the
         device."""
-        squares = [] if self._by_unit is None else self._by_unit.tolist()
-        return next((name for name, square in zip(self._units, squares, strict=True) if not math.isfinite(square)), "")
+        squares = zip(self._units, self._by_unit.tolist(), strict=True)
+        return next((name for name, square in squares if not math.isfinite(square)), "")
 
 
 class DeviceNorm:
@@ -83,7 +83,7 @@ class DeviceNorm:
         except at stage 0, where every rank has all gradients; not finite if code wrote into a released parameter."""
         partition, step = self._partition, self._partition.runtime.step
         reduced = [g for g in partition.runtime.gradients.values() if g.is_reduced and g.reduced is not None]
-        names = [gradients.unit.name for gradients in reduced]
+        names = [gradients.unit.name for gradients in reduced] or [""]
         flats = [gradients.reduced for gradients in reduced if gradients.reduced is not None]
         if partition.options.stage == 0:
             chunks = [flat.chunk(partition.world_size) for flat in flats]
