@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     loop_mount("ext4", tmp_path / "image", tmp_path / "small", 16)
     yield tmp_path / "small"
     unmount(tmp_path / "small")
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder for all users of the host, outside of pytest's, which are for one; needs root."""
+    if os.geteuid() != 0:
+        pytest.skip("being two users needs root")
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o1777)
+        yield Path(name)
 
 
 @pytest.fixture

@@ -320,15 +320,10 @@ ExtentStore(sys.argv[1])
 """
 
 
-def test_another_users_store_is_refused_by_name(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("being two users needs root")
-    for parent in tmp_path.parents[:2]:  # which pytest makes, for one user alone
-        parent.chmod(parent.stat().st_mode | 0o055)
-    tmp_path.chmod(0o1777)
-    ExtentStore(tmp_path).close(remove=True)
-    done = subprocess.run([sys.executable, "-c", SECOND_USER, str(tmp_path)], capture_output=True, text=True)
-    assert f"'store' in '{tmp_path}' is another user's store (uid 0); name a folder of your own" in done.stderr
+def test_another_users_store_is_refused_by_name(shared_folder: Path) -> None:
+    ExtentStore(shared_folder).close(remove=True)
+    done = subprocess.run([sys.executable, "-c", SECOND_USER, str(shared_folder)], capture_output=True, text=True)
+    assert f"'store' in '{shared_folder}' is another user's store (uid 0); name a folder of your own" in done.stderr
 
 
 SEALS = """

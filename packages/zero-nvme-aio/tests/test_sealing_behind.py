@@ -128,3 +128,16 @@ def test_a_sync_that_failed_is_not_tried_again_until_all_was_written_anew(tmp_pa
         store.write("x", b"2" * 8 * KIB)
         store.seal()
         assert get(store, "x", 8 * KIB) == b"2" * 8 * KIB
+
+
+def test_a_generation_that_is_not_durable_yet_keeps_its_files_until_a_later_one_is(tmp_path: Path) -> None:
+    with ExtentStore(tmp_path) as store:
+        store.write("x", b"one")
+        generation = store.seal(durable=False)
+        store.write("x", b"two").wait()
+        generation.release()
+        assert os.path.exists(generation.files[0])
+        store.seal()
+        assert not os.path.exists(generation.files[0])
+        store.close(remove=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["store.lock"]

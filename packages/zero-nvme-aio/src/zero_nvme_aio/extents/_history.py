@@ -164,7 +164,8 @@ class History:
         """
         if self._closed:
             return []
-        needed = {c.piece.generation for state in (self._live, self._durable_live) for cs in state.values() for c in cs}
+        states = [self._live, self._durable_live, *([] if self._unsynced is None else [self._unsynced[1]])]
+        needed = {c.piece.generation for state in states for covered in state.values() for c in covered}
         # A Generation may be collected, and this be entered again, at any point below: so copies and a default.
         idle = [i for i in list(self.files) if i < self.open_number and i not in needed and i not in self._pins]
         found = [files for files in [self.files.pop(index, None) for index in idle] if files is not None]
