@@ -153,5 +153,5 @@ def begun(folder: str) -> list[str]:
 
 def test_an_accumulation_that_has_begun_is_refused_with_its_micro_batches_left(tmp_path: Path) -> None:
     middle, counted = run_ranks(begun, 1, str(tmp_path))[0]
-    assert "1 micro-batches are counted already" in middle
+    assert "1 micro-batches are counted: end it by engine.step" in middle
     assert "its boundary was set by hand" in counted

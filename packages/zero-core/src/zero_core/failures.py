@@ -23,15 +23,16 @@ class Failures:
         self._accumulation = accumulation
 
     @contextmanager
-    def may_be_caught(self, call: str) -> Iterator[None]:
-        """If the block fails, abort all ranks, unless none can be waiting for this one: then the user may catch the
-        exception and continue; a backward pass that was cut short restarts the accumulation. ``call``: for messages."""
+    def may_be_caught(self, call: str, *, awaited: bool = False) -> Iterator[None]:
+        """If the block fails, abort all ranks, unless none can be waiting for this one, as with ``awaited`` others are:
+        then the user may catch the exception and continue; a backward pass that was cut short restarts the
+        accumulation. ``call``: for messages."""
         try:
             yield
         except BaseException as failure:
             runtime = self._state.partition.runtime
             alone = self._state.model_part.place.size == 1  # else a part's own collectives may be waited for
-            if not alone or not runtime.failed_in(call, failure):
+            if not alone or not runtime.failed_in(call, failure, awaited=awaited):
                 self._state.model_part.abort(failure)
                 runtime.abort(failure)  # which may wait for an update
             elif runtime.reducer.torn is not None:

@@ -140,13 +140,16 @@ class Training:
         if by_unit:
             stores = (self._offloading.forward, self._checkpointing.storing_inputs)
             during = self._instruments.during("backward")
-            with self._failures.may_be_caught("train_batch"), during, self._audit.backward(None):
+            with self._failures.may_be_caught("train_batch", awaited=True), during, self._audit.backward(None):
                 state.partition.runtime.run_unit_by_unit([partial(run, batch) for batch in given], stores)
-        for batch in given:
-            if not by_unit:
-                loss = loss_of(call_model(self.forward, batch), batch)
-                losses.append(self.backward(loss, retain_graph=False, divide=True))
-            self.step(stepping_with(None))
+        with self._failures.may_be_caught("step", awaited=True):  # which drops the gradients so far
+            for number, batch in enumerate(given, start=1):
+                if not by_unit:
+                    loss = loss_of(call_model(self.forward, batch), batch)
+                    losses.append(self.backward(loss, retain_graph=False, divide=True))
+                if number < steps:
+                    self.step(stepping_with(None))
+        self.step(stepping_with(None))
         return reduce(torch.add, losses)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

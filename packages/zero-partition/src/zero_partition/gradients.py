@@ -470,9 +470,10 @@ class UnitGradients:
         layout = self.unit.layout
         free = self.reduced is None and not self._travels  # late gradients come while the spare buffer is sent
         if self._spare is not None and free and self._spare.dtype == dtype:
-            self._flat, self._views = self._spare, self._spare_views
+            flat, views = self._spare, self._spare_views
         else:
-            self._flat, self._views = torch.empty(layout.numel, dtype=dtype, device=device), []
+            flat, views = torch.empty(layout.numel, dtype=dtype, device=device), []
         for start, end in layout.gaps:
-            self._flat[start:end].zero_()
-        self._views = self._views or self._slicer(self._flat)
+            flat[start:end].zero_()
+        self._views = views or self._slicer(flat)
+        self._flat = flat  # last: an interrupt leaves no buffer without views

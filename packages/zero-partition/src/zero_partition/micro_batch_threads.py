@@ -36,8 +36,9 @@ class MicroBatchThread(threading.Thread):
         self._context = contextvars.copy_context()
         self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
         self._turn = threading.Condition()
-        self._is_mine = False  # under _turn, as the next two
+        self._is_mine = False  # under _turn, as the next three
         self._cancelled = False
+        self._let_go = False
         self._ended = False
         self._answer: Any = None
         self._failure: BaseException | None = None
@@ -93,12 +94,29 @@ class MicroBatchThread(threading.Thread):
                 self._turn.notify_all()
         self.join()
 
+    def let_go(self) -> None:
+        """Have the thread unwind its code by itself, from where it waits next. Does not wait for it."""
+        with self._turn:
+            self._let_go = self._cancelled = True
+            self._turn.notify_all()
+
     def _await_turn(self) -> None:
         """Wait until the driver lets this thread go on. Raises `_Cancelled` where it is to end."""
         with self._turn:
-            self._turn.wait_for(lambda: self._is_mine)
+            self._turn.wait_for(lambda: self._is_mine or self._let_go)
             if self._cancelled:
                 raise _Cancelled
+
+
+def end_all(threads: Sequence[MicroBatchThread]) -> None:
+    """End all ``threads``, one after the other. If that is interrupted, those that are left unwind by themselves."""
+    try:
+        for thread in threads:
+            thread.end()
+    except BaseException:
+        for thread in threads:
+            thread.let_go()
+        raise
 
 
 class GeneratorStates:

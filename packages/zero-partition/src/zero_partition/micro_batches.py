@@ -29,7 +29,8 @@ def agreed_micro_batches(
     if begun == 0:
         found, refused = _take(batches, count)
     else:
-        how = "its boundary was set by hand" if begun is None else f"{begun} micro-batches are counted already"
+        counted = f"{begun} micro-batches are counted: end it by engine.step"
+        how = "its boundary was set by hand" if begun is None else counted
         found, refused = [], f"expected the beginning of an accumulation, counted by the engine; {how}"
     for rank, told in enumerate(agree("train_batch", "micro-batches", refused)):
         if told is not None:

@@ -31,7 +31,7 @@ from .agreement import END_OF_PASS
 from .errors import PartitionError
 from .gradients import UnitGradients, Unreduced
 from .hooks import ModuleHooks
-from .micro_batch_threads import MicroBatchThread
+from .micro_batch_threads import MicroBatchThread, end_all
 from .pass_parts import PassParts
 from .unit import Unit
 from .visits import Asked, Place, Visit
@@ -151,7 +151,8 @@ class _StepByUnit:
         self._unfinished: dict[tuple[int, int], Unreduced] = {}
 
     def run(self) -> None:
-        """Run all micro-batches to their end."""
+        """Run all micro-batches to their end. A failure leaves the random generators as they are now."""
+        generators = self._threads[0].generators.copy()
         for number, thread in enumerate(self._threads[1:], start=1):
             thread.generators.fork(number)
         self._begin()
@@ -164,11 +165,11 @@ class _StepByUnit:
             while (place := self._next_backward()) is not None:
                 self._visit_backward(place)
             self._end()
-            self._threads[0].generators.install()
+            generators = self._threads[0].generators
             self._parts.calls.in_backward = False  # after a failure it says that gradients are incomplete
         finally:
-            for thread in self._threads:
-                thread.end()
+            end_all(self._threads)
+            generators.install()
             self._release_turn()
             self._parts.arrivals.reduces_each = False
 
