@@ -37,6 +37,16 @@ class Offset(Net):
         return F.cross_entropy(self.head(hidden).flatten(0, 1), ids.roll(1, 1).flatten())
 
 
+class Functional(Net):
+    """Computes with a block's weight outside of the block, as with a tied head without a module."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden, torch.ones(()))
+        return F.cross_entropy(F.linear(hidden, self.embed.weight).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
 class Kept(Block):
     """Appends its output to a list that it is given."""
 
@@ -247,6 +257,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Callable[[nn.Module, int], list[Any
     (Net, two, ["UsageError", "gradient_accumulation_steps = 3", "got 2"]),
     (Cut, one_short, ["PartitionError", "micro-batch 0 runs module 'blocks.2' while micro-batch 1 runs module 'head'"]),
     (Offset, equal, ["PartitionError", "'offset'", "into a submodule"]),
+    (Functional, equal, ["ReleasedParameterError", "train_batch: parameter 'embed.weight'", "between the modules"]),
     (Listed, equal, ["PartitionError", "module 'blocks.0' changed a list or a dict"]),
     (
         Recomputed,

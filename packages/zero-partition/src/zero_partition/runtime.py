@@ -165,7 +165,7 @@ class Runtime:
         self._hooks = ModuleHooks(model, self.units, self.passes, self._calls, unannounced, self.gathers)
         self.hints = self._hooks.hints
         self._interception = Interception(model, self.units, unannounced)
-        self._unit_by_unit = UnitByUnit(model, self.gradients, parts, self._hooks, device)
+        self._unit_by_unit = UnitByUnit(model, self.units, self.gradients, parts, self._hooks, device)
         self._compiled: CompiledRegions | None = None
         zero_grads = watch_modules(model, self.discard_gradients) if self.gradients else []
         ends = (zero_grad.remove for zero_grad in zero_grads)

@@ -12,6 +12,7 @@ from .agreement import Liveness
 from .errors import ReleasedParameterError
 from .gatherer import Gatherer
 from .live import UnitState
+from .micro_batch_threads import MicroBatchThread
 from .ordered_gathers import OrderedGathers
 from .reducer import Reducer
 from .unit import Unit
@@ -56,6 +57,12 @@ class UnannouncedUse:
         pass nor runs a backward pass: its gathers would not be in the order that the ranks have agreed on.
         """
         self._liveness.check()
+        if isinstance(threading.current_thread(), MicroBatchThread):
+            raise ReleasedParameterError(
+                f"train_batch: parameter '{unit.names[0]}' or another one of its unit is used between the modules that "
+                "micro-batches visit, where it is released. Use it in the forward of the module that owns it, or use "
+                "the ordinary loop of engine(batch), engine.backward and engine.step."
+            )
         if self._thread not in (None, threading.get_ident()) and torch._C._current_graph_task_id() == -1:
             raise ReleasedParameterError(
                 f"parameter '{unit.names[0]}' or another one of its unit was read on thread "
@@ -74,12 +81,14 @@ class UnannouncedUse:
     def parameter_read(self, parameter: nn.Parameter) -> None:
         """Gather ``parameter``, which code has read from a module, if a pass runs and has not used its unit yet.
 
-        After a failure nothing is gathered, and the code gets the placeholder. Raises as `gather` does.
+        After a failure nothing is gathered, nor for the code of a micro-batch between its visits, which may read facts
+        such as a dtype: the code gets the placeholder. Raises as `gather` does.
         """
         unit = self.unit_of(parameter)
         runs = self._gathers.active and not self._liveness.failed
         if unit is not None and runs and not self._gathers.is_used(unit):
-            self.gather(unit)
+            if not isinstance(threading.current_thread(), MicroBatchThread):
+                self.gather(unit)
 
     def refuse_pickle(self, parameters: Sequence[nn.Parameter]) -> None:
         """Raise `ReleasedParameterError`, naming the first, if one of ``parameters`` is released, as a pickle would

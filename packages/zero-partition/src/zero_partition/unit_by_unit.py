@@ -34,6 +34,7 @@ from .hooks import ModuleHooks
 from .micro_batch_threads import MicroBatchThread, end_all
 from .pass_parts import PassParts
 from .unit import Unit
+from .visited_modules import VisitedModules
 from .visits import Asked, Place, Visit
 
 CALL = "train_batch"
@@ -49,22 +50,22 @@ Around = Sequence[Callable[[], AbstractContextManager[object]]]
 class UnitByUnit:
     """Runs the micro-batches of a step on ``model`` unit by unit (see [Note: unit by unit]).
 
-    ``gradients``: of the trained units, by index. ``parts``: of the same engine. ``hooks``: know which units a module
-    uses. ``device``: where modules compute.
+    ``units``: all of the model. ``gradients``: of the trained units, by index. ``parts``: of the same engine.
+    ``hooks``: know which units a module uses. ``device``: where modules compute.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        units: Sequence[Unit],
         gradients: dict[int, UnitGradients],
         parts: PassParts,
         hooks: ModuleHooks,
         device: torch.device,
     ) -> None:
-        self._model = model
         self._gradients = gradients
         self._parts = parts
-        self._hooks = hooks
+        self._modules = VisitedModules(model, hooks, units)
         self._device = device
         self._known: set[str] = set()
 
@@ -76,7 +77,7 @@ class UnitByUnit:
         for micro-batches that visit other modules than the first, and where that differs between ranks.
         """
         self._parts.liveness.check()
-        places = self._places()
+        places = self._modules.find()
         threads = [MicroBatchThread(n, partial(body, _backpropagate), self._device) for n, body in enumerate(bodies)]
         with _diverted(places, partial(_visit, around_inputs)), self._passes_paused():
             _StepByUnit(self._gradients, self._parts, threads, self._known).run()
@@ -89,43 +90,6 @@ class UnitByUnit:
             yield
         finally:
             self._parts.calls.paused = False
-
-    def _places(self) -> list[Place]:
-        """Return the modules whose calls are visits: the outermost that use units, and all units of the modules inside.
-
-        Raises `PartitionError` where a module uses parameters of its own beside those of units inside it.
-        """
-        found: list[Place] = []
-        self._collect("", self._model, found)
-        if len(found) < 2:
-            raise PartitionError(
-                f"{CALL}: the model has {'one module' if found else 'no module'} with sharded parameters to go by, so "
-                "there is no sequence of units. Use the ordinary loop of engine(batch), engine.backward and "
-                "engine.step."
-            )
-        return found
-
-    def _collect(self, name: str, module: nn.Module, found: list[Place]) -> None:
-        """Add to ``found`` the visited modules among ``module``, called ``name``, and those inside it."""
-        watch = self._hooks.watches.get(name)
-        used = {} if watch is None else {unit.index: unit for unit in watch.units}
-        inside = f"{name}." if name else ""
-        below = {u.index for n, w in self._hooks.watches.items() if n != name and n.startswith(inside) for u in w.units}
-        if used and below <= used.keys():
-            compiled = module._compiled_call_impl
-            call = module._call_impl if compiled is None else compiled
-            found.append(Place(name, module, tuple(used.values()), call))
-            return
-        for unit in used.values():
-            if unit.releasable:
-                own = next((n for n in unit.names if n.rpartition(".")[0] == name), unit.names[0])
-                raise PartitionError(
-                    f"{CALL}: module '{name or type(module).__name__}' uses parameter '{own}' in its own forward, "
-                    "around modules that have units of their own. Put the parameter into a submodule, or use the "
-                    "ordinary loop of engine(batch), engine.backward and engine.step."
-                )
-        for key, child in module.named_children():
-            self._collect(f"{inside}{key}", child, found)
 
 
 class _StepByUnit:
@@ -212,6 +176,8 @@ class _StepByUnit:
             visit.drop_graph()
         for unit in gathered:
             self._parts.calls.end_call(unit, place.name)
+            for inside in place.members(unit):
+                self._parts.calls.note_run(unit, inside)
             if not self._parts.calls.in_backward and self._parts.calls.is_done(unit):
                 self._parts.gatherer.release(unit)
         self._release_turn()

@@ -38,6 +38,10 @@ class Place:
         """Return whether one of the units is trained."""
         return any(unit.plan.trainable for unit in self.units)
 
+    def members(self, unit: Unit) -> list[str]:
+        """Return the names of the members of ``unit`` that lie inside this module, and so have run when it has."""
+        return [name for name in unit.plan.members if name.startswith(f"{self.name}.")]
+
 
 class Asked(NamedTuple):
     """What a micro-batch waits for: the forward of a ``visit``, or with ``gradients`` (of its outputs; None where there
