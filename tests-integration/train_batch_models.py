@@ -174,6 +174,7 @@ TRIALS: dict[str, Trial] = {
     "checkpointed gpt2": Trial(checkpointed_gpt2, text),
     "llama of other sizes": Trial(llama(), ragged_text),
     "llama under autocast": Trial(llama(), text, keys=AUTOCAST),
+    "bert under autocast": Trial(bert, masked, keys=AUTOCAST),
     "checkpointed lora": Trial(checkpointed_lora, text),
     "bert, whose head has a bias": Trial(bert, masked),
     "vit, whose embeddings have a token": Trial(vit, images),

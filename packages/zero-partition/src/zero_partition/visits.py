@@ -148,9 +148,11 @@ class Visit:
             return _backpropagate(inputs, outputs, gradients)
 
     def _run(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        """Call the module as the micro-batch did, with new leaves of the graph in place of ``tensors``; return these
-        and its output. Raises `PartitionError` if it has changed one of its arguments."""
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        """Call the module as the micro-batch did, with views of new leaves of the graph in place of ``tensors``; return
+        the leaves and its output. Raises `PartitionError` if it has changed one of its arguments."""
+        starts = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad():  # autocast would keep casts of leaves, and sum their gradients in another dtype
+            inputs = [x.view_as(x) if x.requires_grad and x.layout == torch.strided else x for x in starts]
         leaves = [inputs[x.number] if isinstance(x, _Input) else x for x in self._leaves]
         args, kwargs = tree_unflatten(leaves, cast(TreeSpec, self._spec))
         with ExitStack() as stack:
@@ -175,7 +177,7 @@ class Visit:
                 "runs twice for each micro-batch, so it has to leave its arguments alone: use the ordinary loop of "
                 "engine(batch), engine.backward and engine.step."
             )
-        return inputs, output
+        return starts, output
 
     def _wrote(self, what: str) -> PartitionError:
         """Return the error for a module that has written to ``what`` in place."""
