@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -49,6 +50,31 @@ def test_questions_are_answered_within_two_clicks(monkeypatch: pytest.MonkeyPatc
         "docs/questions.md",
         "docs/questions.md",
     ]
+
+
+def test_answers_are_two_clicks_from_the_front_page_of_the_built_site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tool("build_site", monkeypatch)
+    monkeypatch.setattr(site, "SITE", tmp_path)
+    monkeypatch.setattr(site, "QUESTIONS", 2)
+    (tmp_path / "questions").mkdir()
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "index.html").write_text('<h2 id="why">')
+    (tmp_path / "index.html").write_text('<a href="questions/">')
+    row = '<tr>\n<td>Why is <code>{0}</code> so?</td>\n<td><a href="../{1}">{0}</a></td>\n</tr>'
+    page = tmp_path / "questions" / "index.html"
+    page.write_text(row.format("a", "answers/") + row.format("b", "answers/#why"))
+    items = [{"location": "questions/", "text": "Why is <code>a</code> so? a Why is <code>b</code> so? b"}]
+    (tmp_path / "search.json").write_text(json.dumps({"items": items}))
+    assert not list(site.not_answered())
+    page.write_text(row.format("a", "answers/#how") + row.format("b", "gone/") + row.format("c", "answers/"))
+    assert [line.split("?")[0] for line in site.not_answered()] == [
+        f"questions: Why is {letter} so" for letter in "abc"
+    ]
+    page.write_text("")
+    (tmp_path / "index.html").write_text("")
+    assert len(list(site.not_answered())) == 2
 
 
 def test_figures_of_the_front_page_are_those_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,14 @@
 
 Zensical reads one folder of pages, so the pages are copied to build/pages first, and links between them follow. The
 build is strict: a link without a page or heading fails it, and so does a public name that no page of docs/api shows.
+In what was built, the answer to each of docs/questions.md has to be two clicks from the front page.
 Needs zensical and mkdocstrings, and none of the packages: names and docstrings are read from the sources.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import os
 import re
 import shutil
@@ -15,11 +18,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_docs import FENCE, ROOT, SHOWN, exported
+from check_docs import FENCE, QUESTIONS, ROOT, SHOWN, exported
 
 DOCS = ROOT / "docs"
 PAGES = ROOT / "build" / "pages"
 SITE = ROOT / "build" / "site"
+TAG = re.compile(r"<[^>]*>")
+ROW = re.compile(r"<tr>\s*<td>(.*?\?)</td>\s*<td>(.*?)</td>", re.DOTALL)
+HREF = re.compile(r'href="(?![a-z]+:)([^"#]*)#?([^"]*)"')
+"""A row of the table of questions, and a link within the site with its anchor."""
 TARGET = re.compile(r"(?<=\]\()(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]+)?(?=\))")
 
 
@@ -84,12 +91,12 @@ def not_shown() -> Iterator[str]:
         if not page.is_file():
             yield f"docs/api/{page.name} is missing: it shows the public names of {package.name}"
             continue
-        html = (SITE / "api" / package.name / "index.html").read_text(encoding="utf-8")
+        built = (SITE / "api" / package.name / "index.html").read_text(encoding="utf-8")
         shown = SHOWN.findall(page.read_text(encoding="utf-8"))
         for full in (f"{module}.{name}" for module in shown for name in exported(module)):
             # A name that a module of the package has too is shown by itself, from that module.
             own = f"{full}.{full.rpartition('.')[2]}"
-            if f'id="{full}"' not in html and full not in shown and own not in shown:
+            if f'id="{full}"' not in built and full not in shown and own not in shown:
                 yield f"docs/api/{page.name}: {full} is public and not on the built page; does it have a docstring?"
 
 
@@ -104,6 +111,37 @@ def not_listed() -> Iterator[str]:
             yield f"{place}: llms.txt does not name the page"
 
 
+def plain(text: str) -> str:
+    """Return the text of a piece of HTML."""
+    return html.unescape(TAG.sub("", text))
+
+
+def is_there(page: Path, anchor: str) -> bool:
+    """Return whether the built site has a page in this folder, with this heading unless ``anchor`` is empty."""
+    file = page / "index.html"
+    return file.is_file() and (not anchor or f'id="{anchor}"' in file.read_text(encoding="utf-8"))
+
+
+def not_answered() -> Iterator[str]:
+    """Yield a complaint about every question whose answer is not two clicks from the front page of the built site: the
+    page of questions, then each link of the row, to a heading that is there. The search has to know the question, too.
+    """
+    if 'href="questions/"' not in (SITE / "index.html").read_text(encoding="utf-8"):
+        yield "index.html: no link to the questions"
+    folder = SITE / "questions"
+    rows = ROW.findall((folder / "index.html").read_text(encoding="utf-8"))
+    if len(rows) < QUESTIONS:
+        yield f"questions: expected at least {QUESTIONS} questions on the built page, got {len(rows)}"
+    items = json.loads((SITE / "search.json").read_text(encoding="utf-8"))["items"]
+    searched = plain(" ".join(item["text"] for item in items if item["location"].startswith("questions/")))
+    for question, answer in ((plain(question), answer) for question, answer in rows):
+        links = HREF.findall(answer)
+        if not links or not all(is_there(folder / path, anchor) for path, anchor in links):
+            yield f"questions: {question} a link to its answer leads nowhere on the built site, or there is none"
+        if question not in searched:
+            yield f"questions: {question} the search index does not have it"
+
+
 def main() -> int:
     """Build the site; print every complaint; the exit status is 1 when there is one."""
     try:
@@ -116,7 +154,7 @@ def main() -> int:
     built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_COLOR": "1"}, check=False)
     if built.returncode:
         return 1
-    complaints = [*not_shown(), *not_listed()]
+    complaints = [*not_shown(), *not_listed(), *not_answered()]
     print("\n".join(complaints) or f"site: {len(list(SITE.rglob('index.html')))} pages in {SITE.relative_to(ROOT)}")
     return 1 if complaints else 0
 
