@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -140,7 +141,7 @@ RESULT = {
     "bench": "tests-integration/bench_zero.py",
     "machine": "two cores",
     "date": "2026-01-02",
-    "commit": "not recorded",
+    "commit": "0123abcd",
     "versions": {"torch": "2.13.0"},
     "columns": ["step", "median"],
     "rows": [["ours", "1.00"]],
@@ -151,7 +152,7 @@ MADE = """
 |---|---|
 | ours | 1.00 |
 
-Machine: two cores. Date: 2026-01-02. Commit: not recorded. Versions: torch 2.13.0.
+Machine: two cores. Date: 2026-01-02. Commit: 0123abcd. Versions: torch 2.13.0.
 
 """
 
@@ -180,6 +181,8 @@ def test_tables_of_the_benchmarks_are_those_of_the_result_files(
         ({"rows": [["ours"]]}, BETWEEN.format(""), "expected 2 cells"),
         ({"bench": "tests-integration/bench_none.py"}, BETWEEN.format(""), "there is no benchmark"),
         ({"machine": None}, BETWEEN.format(""), "expected the fields"),
+        ({"commit": "not recorded"}, BETWEEN.format(""), "expected a commit"),
+        ({"date": "last week"}, BETWEEN.format(""), "expected a date"),
     ],
 )
 def test_a_table_without_a_whole_result_file_is_an_error(
@@ -196,6 +199,9 @@ def test_a_benchmark_leaves_a_result_file(tmp_path: Path, monkeypatch: pytest.Mo
     results, page = tool("bench_results", monkeypatch), tool("benchmark_page", monkeypatch)
     for module in (results, page):
         monkeypatch.setattr(module, "ROOT", tmp_path)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "measured"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     script = tmp_path / "bench_small.py"
     script.write_text("import sys; print('ratio', sys.argv[1])")
     monkeypatch.setenv("ZERO_BENCH_RESULTS", "")

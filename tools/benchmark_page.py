@@ -22,15 +22,21 @@ RESULTS = ROOT / "docs" / "results"
 PLACE = re.compile(r"^<!-- (?P<name>[\w-]+\.json) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 FIELDS = {"bench": str, "machine": str, "date": str, "commit": str, "versions": dict, "columns": list, "rows": list}
 
+RECORDED = {"date": re.compile(r"\d{4}-\d{2}-\d{2}\b"), "commit": re.compile(r"[0-9a-f]{8}\b")}
+"""How the date and the commit of a result begin."""
+
 
 def read_result(path: Path) -> dict[str, Any]:
     """Return a result file's content. Raises ValueError, naming the file, for a field or a cell too many or too few,
-    and for a benchmark that is not there."""
+    for a benchmark that is not there, and for a result that does not say its date or commit."""
     found = json.loads(path.read_text(encoding="utf-8"))
     if {key: type(value) for key, value in found.items()} != FIELDS:
         raise ValueError(f"docs/results/{path.name}: expected the fields {', '.join(FIELDS)}, got {', '.join(found)}")
     if not (ROOT / found["bench"]).is_file():
         raise ValueError(f"docs/results/{path.name}: there is no benchmark {found['bench']}")
+    for name, form in RECORDED.items():
+        if not form.match(found[name]):
+            raise ValueError(f"docs/results/{path.name}: expected a {name} at the beginning, got {found[name]!r}")
     if wrong := [row for row in found["rows"] if len(row) != len(found["columns"])]:
         raise ValueError(f"docs/results/{path.name}: expected {len(found['columns'])} cells, got {wrong[0]}")
     return found
