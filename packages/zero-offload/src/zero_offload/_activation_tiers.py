@@ -247,7 +247,9 @@ class FiledActivations:
         self._writing_bytes += buffer.numel()
 
     def start(self, place: str, form: TensorForm) -> tuple[str, Request, torch.Tensor, TensorForm]:
-        """Start reading a saved tensor into new host memory; return what `finish` needs."""
+        """Start reading a saved tensor into new host memory; return (place, request, that memory as uint8, form), for
+        `finish`.
+        """
         flat = torch.empty(form.nbytes, dtype=torch.uint8)
         with naming(place, "read"):
             request = self._store.read(place, flat)

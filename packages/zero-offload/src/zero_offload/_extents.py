@@ -41,10 +41,15 @@ class PathShares(Protocol):
     """The folders of a store, with the share of the bytes that each gets and what it is called in messages."""
 
     @property
-    def folders(self) -> Sequence[str]: ...
+    def folders(self) -> Sequence[str]:
+        """Return the paths of the folders."""
+
     @property
-    def names(self) -> Sequence[str]: ...
-    def shares(self) -> Sequence[float]: ...
+    def names(self) -> Sequence[str]:
+        """Return what each folder is called in messages."""
+
+    def shares(self) -> Sequence[float]:
+        """Return the share of the store's bytes that each folder gets, from 0 to 1."""
 
 
 def measured_rates(folders: Sequence[str]) -> list[float]:

@@ -21,41 +21,53 @@ class Request(Protocol):
 
 
 class Extent(Protocol):
-    """A range of a name's bytes in a file. Named as the class that satisfies it.
-
-    ``nbytes`` from ``offset_bytes`` of the name are at ``file_offset_bytes`` of the file ``path``. ``checksum``:
-    xxh3_64 as text, empty while unsealed. ``key``: the entry if the file is a safetensors file, else empty.
-    """
+    """A range of a name's bytes in a file. Named as the class that satisfies it."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """Return the path of the file."""
+
     @property
-    def file_offset_bytes(self) -> int: ...
+    def file_offset_bytes(self) -> int:
+        """Return where in the file the range begins."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Return the length of the range."""
+
     @property
-    def checksum(self) -> str: ...
+    def checksum(self) -> str:
+        """Return the xxh3_64 of the range as text; empty while it is not sealed."""
+
     @property
-    def offset_bytes(self) -> int: ...
+    def offset_bytes(self) -> int:
+        """Return where in the name's bytes the range begins."""
+
     @property
-    def key(self) -> str: ...
+    def key(self) -> str:
+        """Return the entry of the safetensors file that holds the range; empty if the file has another format."""
 
 
 class Generation(Protocol):
-    """The extents written between two seals; their files are never written again. Named as the class that satisfies it.
-
-    ``index``: its number, from 1. ``extents``: by name, in order of offset. ``files``: their paths. ``kind``:
-    "safetensors" or "raw".
+    """The extents written between two seals; their files are never written again. Named as the class that satisfies
+    it.
     """
 
     @property
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """Return its number, from 1."""
+
     @property
-    def extents(self) -> Mapping[str, tuple[Extent, ...]]: ...
+    def extents(self) -> Mapping[str, tuple[Extent, ...]]:
+        """Return its extents by name, in the order of their offsets."""
+
     @property
-    def files(self) -> tuple[str, ...]: ...
+    def files(self) -> tuple[str, ...]:
+        """Return the paths of its files."""
+
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Return the format of its files: "safetensors" or "raw"."""
 
     def release(self) -> None:
         """Allow the store to remove the files as soon as it does not need them itself; hard links to them stay."""
@@ -67,24 +79,31 @@ class Generation(Protocol):
 
 
 class PathUse(Protocol):
-    """What a store has done with one of its folders. Named as the class that satisfies it.
-
-    ``name``: what it is called in messages. ``share``: of the bytes written from now on, from 0 to 1. ``state``: "in
-    use", "full", "failed" or "slow". ``bytes_per_s``: while it had transfers; 0 if there were none.
-    """
+    """What a store has done with one of its folders. Named as the class that satisfies it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return what the folder is called in messages."""
+
     @property
-    def share(self) -> float: ...
+    def share(self) -> float:
+        """Return its share of the bytes that the store writes from now on, from 0 to 1."""
+
     @property
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """Return "in use", "full", "failed" or "slow"."""
+
     @property
-    def bytes_written(self) -> int: ...
+    def bytes_written(self) -> int:
+        """Return the bytes written to it so far."""
+
     @property
-    def bytes_read(self) -> int: ...
+    def bytes_read(self) -> int:
+        """Return the bytes read from it so far."""
+
     @property
-    def bytes_per_s(self) -> float: ...
+    def bytes_per_s(self) -> float:
+        """Return its rate of reading and writing together while it had transfers; 0 if it had none."""
 
 
 class ExtentStore(Protocol):

@@ -24,8 +24,8 @@ class _Written(Protocol):
 
 
 def wear_report(name: str, tier: _Written) -> list[str]:
-    """Return a line on what ``tier``, called ``name``, has written to drives, and one for each folder if there are
-    several; none if that is nothing.
+    """Return lines of text that begin with ``name``: one with the bytes that ``tier`` has written to drives, and one
+    for each folder if there are several; an empty list if it has written nothing.
     """
     if not tier.bytes_written():
         return []

@@ -32,7 +32,7 @@ def folder_problem(name: str, *, create: bool) -> str | None:
 
 
 def _unreachable(name: str) -> str | None:
-    """Return the system's reason why the folder ``name`` cannot be looked at; None where it only does not exist."""
+    """Return the text of the error with which ``os.stat`` of the folder fails, but None if nothing is there."""
     try:
         os.stat(name)
     except (FileNotFoundError, NotADirectoryError):
@@ -43,5 +43,5 @@ def _unreachable(name: str) -> str | None:
 
 
 def _shortened(name: str) -> str:
-    """Return the folder ``name`` in quotes; of a long one its first 200 characters and the number of all."""
+    """Return the folder ``name`` in quotes; one longer than 200 characters is cut there, followed by its length."""
     return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name)} characters)"

@@ -150,7 +150,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         construction; OffloadError after `close`.
         """
         self._check_open()
-        self._check()
+        self._check_gradients()
         norm = math.sqrt(self._norm_squared()) * abs(grad_scale)
         finite = norm < float("inf")
         if error_if_nonfinite and not finite:
@@ -173,7 +173,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_open()
-        self._check()
+        self._check_gradients()
         gradients = self._kept_gradients() if self._hooks is None else None
         updated = [m for m in self._members if m.param.numel() and self._has_gradient(m, gradients)]
         for member in updated:
@@ -235,7 +235,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     squared += norm_squared([gradient])
         return squared
 
-    def _check(self) -> None:
+    def _check_gradients(self) -> None:
         """Raise TypeError or ValueError for gradients that the kernels cannot read, or of parameters unfrozen too
         late.
         """

@@ -44,8 +44,7 @@ class UpdateParts:
     ``slices``: all of them. ``in_memory``: if some slices are in files, the slices that are not. ``tier``: keeps
     masters and moments. ``gradients``: what the step reads. ``staged``: brings gradients and weights to the kernels.
     ``on_device``: updates the slices that stay on an accelerator. ``on_host``: updates the others, where there is no
-    kernel. ``plan``: bytes by what holds them. ``paths``: the
-    folders of the files, None without files.
+    kernel. ``plan``: bytes by what holds them. ``paths``: the folders of the files, None without files.
     """
 
     slices: Sequence[Slice]

@@ -1,6 +1,6 @@
 """The arithmetic of torch's optimizer, over masters and moments of slices that stay on an accelerator, and of all
 slices where there is no kernel. A slice is the spans of fragments that are updated together; a kind is one tensor of
-state: ``master`` or a moment.
+state: ``master`` or a moment. Numbers are the 0-D states that an optimizer keeps of a fragment beside ``step``.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class DeviceSteps:
                 parameter.data = parameter.new_empty(0)
 
     def begin(self) -> None:
-        """Forget the numbers of a step that did not come to its `commit`."""
+        """Begin a step: forget the numbers computed in an earlier one that ended without `commit`."""
         self._numbers = {}
 
     def commit(self) -> None:
-        """Give the fragments the numbers that the optimizer has computed of them; called once all slices have been
-        updated.
+        """Store the numbers that this step has computed in the fragments (`KeptFragment.numbers`); called once all
+        slices have been updated.
         """
         for fragment, numbers in self._numbers.items():
             fragment.numbers = numbers
@@ -135,7 +135,7 @@ class DeviceSteps:
             self._counted[parameter] = 1
             return
         if self._rule.make is not None and fragment.unwritten:
-            raise self._lacks(fragment, min(fragment.unwritten))
+            raise self._missing_state(fragment, min(fragment.unwritten))
         state, group = optimizer.state[parameter], optimizer.param_groups[0]
         begins_anew = self._rule.template is torch.optim.SGD and not fragment.has_moments
         for kind in fragment.moments:
@@ -150,15 +150,15 @@ class DeviceSteps:
         self._counted[parameter] = fragment.step + 1
 
     def _number(self, fragment: KeptFragment, name: str, like: Any, where: torch.device) -> Any:
-        """Return the number ``name`` that was kept of a fragment, in the type of ``like``; OffloadError if there is
-        none.
+        """Return a fragment's number ``name`` in the type of ``like``: a new tensor on the device ``where`` if that is
+        a tensor, else a Python number. OffloadError if the fragment has none.
         """
         kept = fragment.numbers.get(name)
         if kept is None:
-            raise self._lacks(fragment, name)
+            raise self._missing_state(fragment, name)
         return kept.to(where, like.dtype, copy=True) if isinstance(like, torch.Tensor) else type(like)(kept.item())
 
-    def _lacks(self, fragment: KeptFragment, name: str) -> OffloadError:
+    def _missing_state(self, fragment: KeptFragment, name: str) -> OffloadError:
         """Return the error for states of a fragment that were written without ``name``, whose first value only the
         optimizer knows.
         """

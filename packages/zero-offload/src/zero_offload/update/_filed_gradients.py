@@ -240,13 +240,13 @@ def _extent_name(shard: ShardPlan) -> str:
 
 
 def _shard_pack(shard: ShardPlan) -> Pack:
-    """Return the pack for a shard's gradient: its extent, all bytes."""
+    """Return the pack, what one buffer holds, with all of a shard's gradient."""
     return lay_out(_extent_name(shard), [(_extent_name(shard), 0, shard.numel * shard.grad_dtype.itemsize)])
 
 
 def _slice_pack(index: int, slice_: Slice, only: set[str] | None = None) -> tuple[Pack, dict[str, int]]:
-    """Return the pack that slice number ``index`` reads, and the place of each shard's gradient in the
-    buffer.
+    """Return the pack (what one buffer holds) that slice number ``index`` reads, and the place of each shard's gradient
+    in the buffer.
 
     The pack has one range of bytes for each shard in the slice, or in the slice and ``only``: from the shard's first
     span to the end of its last. A place is the offset, in bytes, at which element 0 of the shard's gradient would be;

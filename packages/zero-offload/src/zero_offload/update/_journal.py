@@ -57,7 +57,9 @@ def chosen_shards(shards: Sequence[ShardPlan], nbytes: Mapping[str, int], limit:
 
 
 def _digests(weights: torch.Tensor) -> torch.Tensor:
-    """Return a digest of each block of a shard's weights (1-D, in host memory)."""
+    """Return a digest (int64) of each 256 KiB of a shard's weights (1-D, in host memory), to tell later whether they
+    have changed.
+    """
     nbytes = nbytes_of(weights)
     found = torch.empty(-(-nbytes // _DIGESTED), dtype=torch.int64)
     digests(weights.data_ptr(), found.data_ptr(), nbytes, block=_DIGESTED)
@@ -82,8 +84,8 @@ class Journal:
 
     Call order per shard and step: `compute`, in one thread, which writes nothing but the journal; for weights that are
     updated in place `has_read`, which says whether the result still holds; then `commit`, after which the states are
-    the tier's, and `installed`, for the caller to copy the weights. A result is dropped by calling none of them; the
-    next `compute` replaces it.
+    the tier's, and `pending_copies`, for the caller to copy the weights. A result is dropped by calling none of them;
+    the next `compute` replaces it.
 
     The constructor reserves memory of exactly the size of the states and weights. What is not pinned becomes resident
     only in `touch` or when it is first written. ``rule``: of the optimizer. ``slices``: all of the tier; states of
@@ -153,7 +155,7 @@ class Journal:
 
     def commit(self, shard: str) -> None:
         """Make the computed states of a shard those of the tier; the old ones become memory of the journal. Nothing is
-        copied, and the weights stay where they are; see `installed`.
+        copied, and the weights stay where they are; see `pending_copies`.
         """
         for place in self._places[shard]:
             new = self._states.tensors(place.own_index, place.own_number)
@@ -166,9 +168,9 @@ class Journal:
         """
         self._states.reset()
 
-    def installed(self, shard: str, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what is to be copied into ``weights``, a shard in the memory that forward reads, after `commit`:
-        (target, source) of each span, 1-D.
+    def pending_copies(self, shard: str, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the copies that publish a shard's computed weights, left to the caller after `commit`: (target,
+        source) of each span, 1-D. Targets are views of ``weights``, the shard in the memory that forward reads.
         """
         mirror = self._weights.borrow(shard)
         spans = [place.span for place in self._places[shard]]

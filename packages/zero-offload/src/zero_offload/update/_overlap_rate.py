@@ -33,7 +33,7 @@ class OverlapRate:
         self._last: deque[bool] = deque(maxlen=_WINDOW)
 
     def note(self, *, replay: bool) -> None:
-        """Count a step, and switch `is_on` if that is due."""
+        """Count a step, with ``replay`` one that speculation assumes wrongly; switch `is_on` if that is due."""
         self.steps += 1
         self.replays += replay
         self._last.append(replay)
@@ -46,7 +46,7 @@ class OverlapRate:
             self._last.clear()
 
     def text(self) -> str:
-        """Return the counts as one line."""
+        """Return the counts, the rate of replays, and whether speculation is on, as one line for people."""
         rate = self.replays / self.steps if self.steps else 0.0
         return (
             f"{self.committed} updates of shards beside backward, {self.redone} computed again, {self.left} "

@@ -105,8 +105,8 @@ def _kept_after_step(probe: Any, parameter: nn.Parameter) -> set[str]:
 
 
 def _own_values(optimizer: Any) -> dict[str, Any]:
-    """Return the text of the attributes and of the options of the param group, by name; those of torch, of schedules
-    and of parameters are left out."""
+    """Return the repr() of each attribute of an optimizer and of each option of its first param group, by name, to tell
+    what a step changes. Attributes of torch and of schedules, and ``params``, are left out."""
     ours = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
     attributes = {name: value for name, value in ours.items() if name not in _OF_TORCH | _OF_SCHEDULES}
     options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}

@@ -52,11 +52,11 @@ class StateKind:
     block: int = 1
 
     def items(self, elements: int) -> int:
-        """Return the number of items for ``elements`` elements; an incomplete block counts as one."""
+        """Return the number of items for ``elements`` elements: one per block, also for an incomplete one."""
         return -(-elements // self.block)
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes of the items for ``elements`` elements."""
+        """Return the bytes of this kind of state for ``elements`` elements."""
         return self.items(elements) * self.dtype.itemsize
 
 

@@ -69,8 +69,8 @@ class Speculations:
         return list(self._begun)
 
     def may_begin(self, shard: str) -> bool:
-        """Return whether a shard's update can begin beforehand: the journal has a place for it, and its states exist
-        already; and whether that pays.
+        """Return whether to begin a shard's update beforehand: the journal has a place for it, its states exist
+        already, and speculation is on (`OverlapRate.is_on`).
         """
         fragments = self._fragments[shard]
         return self._rate.is_on and shard in self._journal and bool(fragments) and _are_settled(fragments)
@@ -97,21 +97,22 @@ class Speculations:
         assumed: Assumed,
         events: Sequence[torch.Event | None],
     ) -> None:
-        """Compute a shard's new states in the journal; called in the thread."""
+        """Compute a shard's new states and weights in the journal, after ``events``; called in the thread."""
         for event in events:
             if event is not None and not event.query():
                 event.synchronize()
         with torch.no_grad(), traced(self._trace, shard):
             self._journal.compute(shard, assumed.options, gradient, weights, assumed.grad_scale)
 
-    def validate(self, shard: str, true: Assumed, absent: Collection[str]) -> bool:
-        """Return whether the new states of a shard are computed and right, so that `commit` may follow: what they
-        assume is ``true``, and no fragment of the shard is named in ``absent``. They are dropped if not.
+    def validate(self, shard: str, actual: Assumed, absent: Collection[str]) -> bool:
+        """Return whether the new states of a shard are computed and right, so that `commit` may follow: they assume
+        ``actual``, what the step is called with, and no fragment of the shard is named in ``absent``, those that the
+        step leaves out. They are dropped if not.
 
         Waits for what is being computed, and drops what has not begun. Warns of a computation that failed. No state
         changes here.
         """
-        future, assumed = self._begun.get(shard, (None, true))
+        future, assumed = self._begun.get(shard, (None, actual))
         computed = future is not None and not future.cancel()
         if future is not None and computed:
             wait([future])
@@ -123,7 +124,7 @@ class Speculations:
         if (error := future.exception()) is not None:
             text = f"'{shard}': the update beside backward failed and is computed again: {error}"
             warnings.warn(text, stacklevel=3)
-        elif assumed.equals(true) and _are_settled(fragments) and not any(f.name in absent for f in fragments):
+        elif assumed.equals(actual) and _are_settled(fragments) and not any(f.name in absent for f in fragments):
             return True
         self._rate.redone += 1
         return False

@@ -19,8 +19,9 @@ __all__ = ["SplitGradients", "host_parts"]
 
 
 def host_parts(shards: Sequence[ShardPlan], kept: Sequence[Slice]) -> list[ShardPlan]:
-    """Return the shards cut off where their part on the device begins: at the first element of ``kept``, the slices
-    that stay there, which are the last fragments of a shard, or all of them.
+    """Return the plan of each shard with ``numel`` reduced to the elements whose gradients go to host memory: those
+    before the first element of ``kept``, the slices that stay on the device. They hold a shard's last fragments, or all
+    of them (``numel`` is 0 then).
     """
     begins: dict[str, int] = {}
     for span in (span for slice_ in kept for span in slice_):

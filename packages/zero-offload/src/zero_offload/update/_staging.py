@@ -239,6 +239,6 @@ class StagedSlices:
 
 
 def _wait(event: torch.Event | None) -> None:
-    """Block until the event has completed; None is an event that has."""
+    """Block until the event has completed; return at once for None."""
     if event is not None and not event.query():
         event.synchronize()

@@ -167,7 +167,7 @@ class HostTier:
         return 0
 
     def path_use(self) -> Sequence[PathUse]:
-        """Return nothing: there are no files."""
+        """Return an empty sequence: there are no files."""
         return ()
 
     def flush(self) -> None:

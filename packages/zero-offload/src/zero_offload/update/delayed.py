@@ -200,7 +200,9 @@ class DelayedUpdate:
         return False
 
     def half_written(self) -> str | None:
-        """Wait for the running step; return what `OffloadedUpdate.half_written` does. The error stays for `finish`."""
+        """Wait for the running step; return words for messages about it if it failed in the middle, so that some states
+        have taken it and others not, else None. Its error stays for `finish`.
+        """
         if self._running is not None:
             wait([self._running])
         return self._inner.half_written()
@@ -302,7 +304,7 @@ class DelayedUpdate:
         return self._with_own_bytes(self._inner.plan)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now, by the names of `plan`."""
+        """Return the bytes held now by what holds them, with the names that `plan` has."""
         return self._with_own_bytes(self._inner.memory())
 
     def _with_own_bytes(self, inner: Mapping[str, int]) -> dict[str, int]:

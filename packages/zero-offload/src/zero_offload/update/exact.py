@@ -149,7 +149,7 @@ class ExactUpdate(OffloadedUpdate):
 
     @contextmanager
     def _changed_gradient(self, shard: str) -> Iterator[torch.Tensor]:
-        """Yield a shard's gradient, once nothing reads it any more; return the context manager of `gradient`."""
+        """Return the context manager of `gradient` with ``dirty``, which waits until nothing reads the gradient."""
         self._prepare_change(shard)
         with super().gradient(shard, dirty=True) as tensor:
             yield tensor
@@ -173,8 +173,8 @@ class ExactUpdate(OffloadedUpdate):
         return self._gradients
 
     def _prepare_change(self, shard: str) -> None:
-        """Wait for a shard's update, and drop what was computed beforehand: its gradient, or its weights, change.
-        ShardError for an unknown shard.
+        """Make it safe to change a shard's gradient or weights: wait for its update, and drop what was computed from
+        them beforehand. ShardError for an unknown shard.
         """
         known_shard(self._by_shard, shard)
         self._await(shard)
@@ -238,8 +238,8 @@ class ExactUpdate(OffloadedUpdate):
         self._asked.clear()
         self._gradients.flush()
         weights = {shard: self._lent.lend(shard) for shard in shards}
-        true = Assumed(self._options, grad_scale)
-        right = {shard for shard in shards if self._speculations.validate(shard, true, absent)}
+        actual = Assumed(self._options, grad_scale)
+        right = {shard for shard in shards if self._speculations.validate(shard, actual, absent)}
         self._failed = True
         for shard in right:
             if not self._is_in_place(shard):
@@ -266,12 +266,13 @@ class ExactUpdate(OffloadedUpdate):
         return StagedSlices.is_away(weights) or any(f.shard.read_at_once for f in self._by_shard[shard])
 
     def _is_in_place(self, shard: str) -> bool:
-        """Return whether a shard's weights are updated in place, so that a write to them that left no trace counts."""
+        """Return whether a shard's weights are updated in place; what code writes into them past torch then counts."""
         return any(fragment.shard.in_place for fragment in self._by_shard[shard])
 
     def _is_taken(self, shard: str, weights: torch.Tensor, right: bool) -> bool:
-        """Return whether the computed states of a shard are those of its tier: they were found ``right``, and its
-        ``weights``, where these are updated in place, are still those that were read; then this commits them.
+        """Return whether the update of a shard that was computed beforehand is used: it was found ``right``, and
+        ``weights``, where they are updated in place, still have the values that it has read. In place, this commits it;
+        `step` has committed the others.
         """
         return right and (not self._is_in_place(shard) or self._speculations.commit_if_read(shard, weights))
 
@@ -296,7 +297,7 @@ class ExactUpdate(OffloadedUpdate):
         """
         taken = {shard for shard in weights if self._is_taken(shard, weights[shard], shard in right)}
         for shard in taken:
-            for target, source in self._journal.installed(shard, weights[shard]):
+            for target, source in self._journal.pending_copies(shard, weights[shard]):
                 self._copied = self._copies.copy(target, source)
         self._copies.join(self._copied)
         if len(taken) < len(weights):
@@ -326,7 +327,7 @@ class ExactUpdate(OffloadedUpdate):
                 self._run_with({shard: self._gradients.memory_of(shard)}, grad_scale, absent)
                 return
             with torch.no_grad(), traced(self._trace, shard):
-                for target, source in self._journal.installed(shard, weights):
+                for target, source in self._journal.pending_copies(shard, weights):
                     target.copy_(source)
         except BaseException as error:
             self._failed_late = f"the update of '{shard}' in step {number}"
@@ -344,7 +345,7 @@ class ExactUpdate(OffloadedUpdate):
         self._await(shard)
 
     def _await(self, shard: str) -> None:
-        """Do what `await_update` does, without taking note of the order."""
+        """Do what `await_update` does, but do not remember that the shard was asked for."""
         future = self._late.get(shard)
         if future is not None:
             wait([future])
@@ -370,8 +371,8 @@ class ExactUpdate(OffloadedUpdate):
         return False
 
     def half_written(self) -> str | None:
-        """Wait for the updates that `step` has left running; return what `OffloadedUpdate.half_written` does, with step
-        and shard of an update that failed since.
+        """Wait for the updates that `step` has left running; return words for messages about what failed in the middle,
+        with step and shard of an update that failed since; None if nothing did.
         """
         wait(self._late.values())
         return self._failed_late or super().half_written()
@@ -386,7 +387,9 @@ class ExactUpdate(OffloadedUpdate):
     # States
 
     def held(self, fragment: str) -> tuple[int, dict[str, torch.dtype]]:
-        """`finish`, then return what `OffloadedUpdate.held` does."""
+        """`finish`, then return the steps taken by a fragment, and the dtype of each kind of state that it has, as
+        `OffloadedUpdate.held`.
+        """
         self.finish()
         return super().held(fragment)
 
@@ -445,7 +448,7 @@ class ExactUpdate(OffloadedUpdate):
         return self._with_own_bytes(super().plan)
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now, by the names of `plan`."""
+        """Return the bytes held now by what holds them, with the names that `plan` has."""
         return self._with_own_bytes(super().memory())
 
     def _with_own_bytes(self, others: Mapping[str, int]) -> dict[str, int]:

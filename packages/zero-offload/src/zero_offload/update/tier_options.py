@@ -72,8 +72,8 @@ class TierOptions:
         """Raise ValueError if the update of ``optimizer`` cannot be where these options put it.
 
         Without a kernel for it, moments must have the update's dtype, and it cannot be ``beside`` forward and backward.
-        What stays on an accelerator (``tier="host"`` with a ``ratio`` below 1 and a ``device`` that is not the CPU) can
-        have neither as well, and torch must have the optimizer.
+        What stays on an accelerator (``tier="host"`` with a ``ratio`` below 1 and a ``device`` that is not the CPU) has
+        the same two limits, and torch must have the optimizer.
         """
         rule = find_rule(optimizer)
         name, stays = rule.template.__name__, self.tier == "host" and self.ratio != 1.0 and device.type != "cpu"

@@ -401,7 +401,7 @@ class OffloadedUpdate:
         return self._parts.plan
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now, by the names of `plan`."""
+        """Return the bytes held now by what holds them, with the names that `plan` has."""
         tier, gradients = self._parts.tier.memory(), self._parts.gradients.memory()
         return {
             "device": tier["device"] + gradients["device"],
