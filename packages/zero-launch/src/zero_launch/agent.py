@@ -297,10 +297,10 @@ class Agent(LocalElasticAgent):
 
     def _report_restart(self) -> None:
         """Print the failure that leads to a restart, and the number of the restart."""
-        number, total = self._attempt() + 1, self._worker_group.spec.max_restarts
+        number, total = self._restarts_so_far() + 1, self._worker_group.spec.max_restarts
         print(f"zero-launch: {self.error([])}\nzero-launch: restart {number} of {total}", file=sys.stderr, flush=True)
 
-    def _attempt(self) -> int:
+    def _restarts_so_far(self) -> int:
         """Return the number of restarts so far."""
         return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
 

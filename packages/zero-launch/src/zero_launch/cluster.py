@@ -158,7 +158,8 @@ class Cluster(abc.ABC):
 
     @abc.abstractmethod
     def _terms(self, peer: Peer) -> dict[str, Any] | None:
-        """Return an elastic job's terms for the host, as `ElasticCluster._terms` describes them; None in other jobs."""
+        """Return what the host needs to meet the others of an elastic job: its ``place`` and ``address``, the bounds of
+        a round, and its ranks' imports (see `ElasticCluster._terms`); None in other jobs."""
 
     @abc.abstractmethod
     def _lead(self) -> None:
@@ -260,7 +261,7 @@ class Cluster(abc.ABC):
         peer.state = "greeted"
 
     def _on_asked(self, peer: Peer, message: Message) -> None:
-        """End the job: someone on the host has asked its part to end."""
+        """Have the ranks of all hosts save and leave, as the host has been asked by a signal to end its part."""
         self._ask_to_end(f"{title(peer)} is asked to end")
 
     def _on_environment(self, peer: Peer, message: Message) -> None:
@@ -327,7 +328,7 @@ class Cluster(abc.ABC):
                 self._stop("the ranks diverged")
 
     def _on_notice(self, peer: Peer, message: Message) -> None:
-        """Print what the host has to say, with its name."""
+        """Print the text of the message, with the host's name behind it."""
         self._remark(f"{message['text']} on {peer.name}")
 
     def _on_presence(self, peer: Peer, message: Message) -> None:

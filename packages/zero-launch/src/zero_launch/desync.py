@@ -49,7 +49,7 @@ class RecordedCollective:
 
     @property
     def ends_by_itself(self) -> bool:
-        """True for the question of a failed rank whether the others failed too: it waits a few seconds for answers."""
+        """True for the message by which a failed rank asks whether others failed too, as its wait has a time limit."""
         return (self.phase, self.name) == ("control", "failed")
 
     def __str__(self) -> str:

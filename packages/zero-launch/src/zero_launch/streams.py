@@ -34,7 +34,8 @@ def prefix(rank: int, *, colour: bool) -> str:
 
 @dataclass
 class _Tail:
-    """One file that is being read. ``path``, ``prefix``, ``sink``: what to read, and where its lines go behind what.
+    """One file that is being read. ``path``: of the file. ``prefix``: what each of its lines is shown behind. ``sink``:
+    where the lines go.
 
     ``file``: None until it exists. ``rest``: what came after its last whole line. ``shown_at``: when a line was last
     shown (`time.monotonic`).

@@ -39,7 +39,7 @@ class Transport:
     connect_seconds: int = 10
 
     def check(self) -> None:
-        """Raise FileNotFoundError when the program is not installed here."""
+        """Raise FileNotFoundError when the launcher's program (ssh or pdsh) is not installed here."""
         if self.launcher != "local" and shutil.which(self.launcher) is None:
             raise FileNotFoundError(
                 f"--launcher {self.launcher}: no {self.launcher} in PATH; install it, or choose another launcher"
