@@ -79,7 +79,7 @@ Text = Annotated[str, Strict()]
 
 
 class FrozenMap(Mapping[str, Any]):
-    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`). ``items``: are copied, so later
+    """An immutable mapping of plain data; what it holds is frozen too (see `freeze`). ``items`` are copied, so later
     changes of them have no effect.
     """
 

@@ -80,7 +80,7 @@ def _offload_problems(config: ConfigFile) -> list[Problem]:
 
 
 def _folder_problems(config: ConfigFile) -> list[Problem]:
-    """Return the problems of folders of files: none where device is "nvme", and weights that are not one for each."""
+    """Return the problems of folders of files: no folder where `device` is "nvme", and another number of weights."""
     zero, problems = config.zero_optimization, []
     for section, used in (
         (zero.offload_param, zero.stage >= 3),

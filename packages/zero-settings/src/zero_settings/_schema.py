@@ -19,8 +19,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _describe(schema: dict[str, Any], properties: dict[str, Any], section: type[Section], path: str) -> None:
-    """Give each of ``properties``, of the ``section`` at ``path`` (with a dot at the end, or empty), a description
-    where it has none, and those of the sections inside. ``schema``: the whole."""
+    """Set the descriptions in ``properties``, the JSON Schemas of the keys of ``section`` at ``path`` (with a dot at
+    the end, or empty), and of the keys of the sections inside, whose schemas are in ``$defs`` of ``schema``, the whole.
+    """
     for key, field in section.model_fields.items():
         inner = section.section_of(key, {})
         said = field.description or _verdict(f"{path}{key}") or (_summary(inner) if inner is not None else "")
