@@ -131,8 +131,8 @@ class UlyssesAttention:
 
     @contextmanager
     def _dropout(self, probability: float, device: torch.device) -> Iterator[None]:
-        """Inside the block, draw from a generator of this rank alone, seeded by the one that the ranks may have in
-        common. Does nothing for a ``probability`` of 0.
+        """Return a context manager, inside which torch draws from a generator of this rank alone, seeded by the one
+        that the ranks may have in common. It does nothing for a ``probability`` of 0.
 
         Recomputed under restored generators, it draws the same again.
         """

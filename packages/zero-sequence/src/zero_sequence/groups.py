@@ -118,7 +118,7 @@ class SequenceGroups:
         return self._data.world_size
 
     def get_data_parallel_rank(self) -> int:
-        """Return the number of this rank's sequence group."""
+        """Return this rank's index in its data group, which is the number of its sequence group."""
         return self._data.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup | None:

@@ -120,5 +120,5 @@ def _factors(
 
 
 def _weights(terms: EntropyTerms, like: torch.Tensor) -> torch.Tensor | None:
-    """Return the classes' weights in the `loss_dtype`; None if all are 1."""
+    """Return the classes' weights in the `loss_dtype` of ``like``, the logits; None if all are 1."""
     return None if terms.weight is None else terms.weight.to(loss_dtype(like))

@@ -55,7 +55,7 @@ def tiled_cross_entropy(
 
     Raises `SequenceError` for arguments that do not fit.
     """
-    _check(hidden, labels, tile_tokens, label_smoothing, reduction, num_items)
+    _check_arguments(hidden, labels, tile_tokens, label_smoothing, reduction, num_items)
     flat, targets = hidden.reshape(-1, hidden.size(-1)), labels.reshape(-1)
     terms = EntropyTerms(ignore_index, label_smoothing, z_loss, weight)
     divisor: int | float | torch.Tensor = 1
@@ -67,7 +67,7 @@ def tiled_cross_entropy(
     return total / divisor
 
 
-def _check(
+def _check_arguments(
     hidden: torch.Tensor,
     labels: torch.Tensor,
     tile_tokens: int,
@@ -121,7 +121,7 @@ class _EntropyWork:
         return logits
 
     def collect(self, span: TileSpan, output: torch.Tensor) -> None:
-        """Add the tile's losses to the sum."""
+        """Add the losses of a tile's tokens to the sum; ``output``: its logits."""
         loss = losses_of(output, self._labels_at(span), self._terms).sum()
         self._total = loss if self._total is None else self._total + loss
 

@@ -228,16 +228,16 @@ def _leaf_nodes(output: torch.Tensor) -> Iterator[Any]:
 
 @contextmanager
 def _saved_as_they_are() -> Iterator[None]:
-    """A context in which saved-tensor hooks of the code around (offloading, for example) do not get what a tile's graph
-    saves: moving it would cost more than it holds."""
+    """Return a context manager, inside which saved-tensor hooks of the code around (offloading, for example) do not get
+    what a tile's graph saves: moving it would cost more than it holds."""
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
 @contextmanager
 def _hooks_silent(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """A context in which the hooks that code has registered on the leaves do not run, as they would for each tile; they
-    run for the sum."""
+    """Return a context manager, inside which the hooks that code has registered on the leaves do not run, as they would
+    for each tile; they run for the sum."""
     kept = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
     for hooks, _ in kept:
         hooks.clear()

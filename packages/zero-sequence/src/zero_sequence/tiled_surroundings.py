@@ -65,7 +65,7 @@ class TileSurroundings:
 
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> TileSurroundings:
-        """Return the present surroundings of a computation with ``tensors``."""
+        """Return the present random states, and states of autocast, of the host and of the devices of ``tensors``."""
         types = {"cpu", _device_type(tensors)}
         usable = [kind for kind in sorted(types) if torch.amp.is_autocast_available(kind)]
         return TileSurroundings(RandomState.of(tensors), tuple(AutocastState.of(kind) for kind in usable))

@@ -110,8 +110,8 @@ class Ulysses:
             )
 
     def _agree(self, model: nn.Module, named: dict[str, Any]) -> ForwardInputs:
-        """Return what the ranks hold together: the inputs of the full sequence behind the ``named`` inputs of their
-        shards. Collective. Raises `SequenceError` on every rank if their shards do not fit."""
+        """Return the inputs of the full sequence, of whose shards ``named`` has this rank's, once all ranks have told
+        each other the sizes of theirs. Collective. Raises `SequenceError` on every rank if these do not fit."""
         try:
             said: Any = _facts(model, named)
         except SequenceError as error:
