@@ -181,7 +181,7 @@ class OneBitAdam(OneBitOptimizer):
         self.freeze_step = freeze_step
 
     def _uses_own_gradients(self, number: int) -> bool:
-        """Return whether step ``number`` (from 1) comes after the first ``freeze_step`` steps."""
+        """Return whether step ``number`` (from 1) uses this rank's own gradients: one after ``freeze_step``."""
         return number > self.freeze_step
 
     def _take_step(self, number: int, own: bool) -> None:

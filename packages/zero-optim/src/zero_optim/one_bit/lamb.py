@@ -49,7 +49,7 @@ class OneBitLamb(OneBitOptimizer):
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
 
     def _uses_own_gradients(self, number: int) -> bool:
-        """Return whether step ``number`` (from 1) comes after the first ``freeze_step`` steps."""
+        """Return whether step ``number`` (from 1) uses this rank's own gradients: one after ``freeze_step``."""
         return number > self.freeze_step
 
     def _new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -77,7 +77,9 @@ class ZeroOneAdam(OneBitOptimizer):
         return True
 
     def _uses_own_gradients(self, number: int) -> bool:
-        """Return whether step ``number`` (from 1) leaves the variance as it is."""
+        """Return whether step ``number`` (from 1) uses this rank's own gradients: one that leaves the variance as it
+        is.
+        """
         return self.variance_steps(number) == self.variance_steps(number - 1)
 
     def _take_step(self, number: int, own: bool) -> None:
