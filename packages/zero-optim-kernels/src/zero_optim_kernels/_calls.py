@@ -66,7 +66,8 @@ class _DryRunKernels:
         """Return 0 without reading memory."""
         return 0
 
-    def _write_nothing(self, first: Any, /, *arguments: Any) -> None: ...
+    def _write_nothing(self, first: Any, /, *arguments: Any) -> None:
+        """Do nothing, in place of a kernel that writes an output."""
 
     norms_squared = digests = scale = cast = sum_slices = quantize = dequantize = _write_nothing
 

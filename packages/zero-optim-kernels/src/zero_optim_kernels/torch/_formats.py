@@ -64,7 +64,7 @@ class Moment:
 
     @property
     def code(self) -> Code:
-        """Return the code of 8-bit state, see `quantize_blocks`."""
+        """Return the code of `quantize_blocks` for 8-bit state: "u5e3", unsigned, for a second moment, else "e4m3"."""
         return "u5e3" if self.second else "e4m3"
 
 

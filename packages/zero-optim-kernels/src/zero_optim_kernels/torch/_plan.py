@@ -29,8 +29,8 @@ def addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def adjacent_runs(numbers: Iterable[int], positions: list[int], sizes: list[int]) -> Iterator[list[int]]:
-    """Yield runs of consecutive ``numbers`` whose tensors are adjacent, so that one call counts their elements rightly;
-    one empty run if there are no numbers.
+    """Yield runs of consecutive ``numbers`` whose tensors are adjacent, so that one call, which counts elements from
+    the first tensor's position, has the right position of each; one empty run if there are no numbers.
 
     ``positions``, ``sizes``: by number, the global index of a tensor's first element, and its elements. A tensor is
     adjacent to the one before it if it begins at the first multiple of a block (256 elements) behind that one's end.
