@@ -134,8 +134,8 @@ class _Runs:
             return _CANNOT
 
     def _explain(self, found: Difference, judge: Judge) -> int:
-        """Run stage 0 again: if it differs from itself, print that and return `_CANNOT`; else print ``found`` and
-        return 1."""
+        """Run stage 0 again: if it differs from itself, print that and return 2; else print ``found``, the difference
+        from the configuration's run, and return 1. ``judge`` compares both runs at stage 0."""
         from .variants import Variant
 
         _say(f"{self._name} differs from stage 0; once more at stage 0, to see whether the script repeats itself")

@@ -74,7 +74,7 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
         where = expected.engines[engine].name if len(expected.engines) > 1 else ""
         steps = expected.count(engine), got.count(engine)
         for number, (ours, theirs) in enumerate(zip(expected.steps(engine), got.steps(engine), strict=False)):
-            found = _first(number, ours, theirs, judge)
+            found = _first_difference(number, ours, theirs, judge)
             if found is not None:
                 what, name, detail, others = found
                 return Difference(where, number, what, name, detail, others)
@@ -86,7 +86,9 @@ def compare(expected: Recording, got: Recording, judge: Judge) -> Difference | N
     return None
 
 
-def _first(number: int, expected: Step, got: Step, judge: Judge) -> tuple[str, str, str, tuple[str, ...]] | None:
+def _first_difference(
+    number: int, expected: Step, got: Step, judge: Judge
+) -> tuple[str, str, str, tuple[str, ...]] | None:
     """Return (what, name, detail, others) of the first difference in a step, as in `Difference`; None without one."""
     found = list(judge.reads(expected, got))
     if found:
@@ -120,12 +122,14 @@ class Bitwise:
     """A `Judge` that accepts bitwise equal values only; gradient norms up to their order of summation."""
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Accept equal losses, and two that are not a number."""
+        """Return "" for equal losses, and for two that are not a number, else both as text."""
         same = expected == got or (math.isnan(expected) and math.isnan(got))
         return "" if same else _scalars(expected, got)
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Accept norms whose relative difference is at most `_NORM_TOLERANCE`, as by another order of a float64 sum."""
+        """Return "" for norms that differ by `_NORM_TOLERANCE` at most, relatively, as by another order of a float64
+        sum, else both as text.
+        """
         close = math.isclose(expected, got, rel_tol=_NORM_TOLERANCE)
         return "" if close else self.loss(number, expected, got)
 
@@ -146,7 +150,7 @@ class Bitwise:
                 yield name, _elements(ours, theirs)
 
     def should_continue(self, expected: Step, got: Step) -> bool:
-        """Compare all steps."""
+        """Return True: all steps are compared."""
         return True
 
 
@@ -163,7 +167,9 @@ class Within:
         self.bound = bound
 
     def loss(self, number: int, expected: float, got: float) -> str:
-        """Accept a relative difference of up to the bound per step taken; what is not finite as `Bitwise` does."""
+        """Return "" for a relative difference of up to the bound times the steps so far, and for values that are not
+        finite but alike; else both losses, and what is allowed, as text.
+        """
         if not (math.isfinite(expected) and math.isfinite(got)):
             return Bitwise().loss(number, expected, got)
         limit = self.bound * (number + 1)
@@ -172,7 +178,7 @@ class Within:
         return f"{_scalars(expected, got)}; allowed are {limit:.3g} of it"
 
     def norm(self, number: int, expected: float, got: float) -> str:
-        """Accept what `loss` accepts."""
+        """Return what `loss` returns for two losses of these values."""
         return self.loss(number, expected, got)
 
     def reads(self, expected: Step, got: Step) -> Iterator[tuple[str, str]]:

@@ -155,7 +155,7 @@ class EngineRecorder:
                 yield from Stager().intervals(self._names[id(parameter)], kind, full.cpu().contiguous())
 
     def _on_read(self, module: nn.Module, _args: Any) -> None:
-        """A forward pre-hook: keep digests of the weights that ``module`` is about to read. Reads in compiled regions
+        """Keep digests of the weights that ``module`` is about to read: its forward pre-hook. Reads in compiled regions
         and without gradients are not kept."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
@@ -172,5 +172,5 @@ def _digest(value: torch.Tensor, dtype: torch.dtype | None) -> str:
 
 
 def _inputs_in_float32(_engine: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A forward pre-hook: return the arguments with floating-point tensors in float32."""
+    """Return the engine's arguments with floating-point tensors in float32: its forward pre-hook."""
     return cast_floating((args, kwargs), torch.float32)

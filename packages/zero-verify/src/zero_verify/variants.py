@@ -26,7 +26,7 @@ class Variant(enum.Enum):
 def variant_config(given: Any, variant: Variant, world_size: int) -> dict[str, Any]:
     """Return the configuration of one run as plain data, made from ``given``, the user's (as for `initialize`).
 
-    Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal (DESIGN.md, section 4).
+    Gradients are reduced per micro-batch in all of them, which makes the stages bitwise equal.
     Monitors are off: these runs are not the user's. Where the user's dtypes need stage 1 (16-bit masters), the
     reference is at stage 1. Raises `ConfigError`.
     """
