@@ -65,12 +65,14 @@ class DeepSpeedWriter:
         user = from_plain(client_state["client"])
 
         def checked() -> Iterator[Interval]:
-            """Yield the intervals, where an error reaches all ranks."""
+            """Yield the intervals after a check of the user's keys: what is raised while they are read reaches all
+            ranks.
+            """
             _require_the_users_own(user)
             yield from intervals
 
         def form(checkpoint: Checkpoint) -> DeepSpeedForm:
-            """Return what the files say besides tensors."""
+            """Return what the files hold besides tensors, by `_form`."""
             return self._form(user)
 
         return save_deepspeed(
@@ -78,7 +80,9 @@ class DeepSpeedWriter:
         )
 
     def _form(self, user: Mapping[str, Any]) -> DeepSpeedForm:
-        """Return what the files say besides tensors; ``user``: the user's client state."""
+        """Return the names, options, counters and loss scale that the files hold besides tensors, and ``user``, the
+        client state of the user.
+        """
         state, zero = self._state, self._state.config.zero_optimization
         frozen = set(frozen_names(named_parameters(state.module)))
         given = "sub_group_size" in zero.model_fields_set
@@ -140,7 +144,7 @@ def _require_the_users_own(client_state: Mapping[str, Any]) -> None:
 
 
 def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
-    """Return the optimizer. Raises `UsageError` as `DeepSpeedWriter` does."""
+    """Return the engine's optimizer. Raises `UsageError` if DeepSpeed's format cannot hold its states."""
     wrong = ""
     if state.optimizer is None:
         wrong = "there is no optimizer, whose states it consists of"
@@ -154,7 +158,7 @@ def _writable_optimizer(state: TrainingState) -> ShardedOptimizer:
 
 
 def _scaler(state: TrainingState, optimizer: ShardedOptimizer) -> DeepSpeedObject:
-    """Return the loss scale as DeepSpeed has it."""
+    """Return the loss scale as the object that DeepSpeed pickles: a dynamic scaler, or one of a constant."""
     held, fp16 = optimizer.loss_scale.state_dict(), state.config.fp16
     if held["kind"] != "dynamic":
         return ConstantScaler(cur_scale=optimizer.loss_scale.scale, dynamic=False)

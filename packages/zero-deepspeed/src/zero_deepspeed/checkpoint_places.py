@@ -72,7 +72,9 @@ def newest(engine: Engine, folder: str) -> Newest:
 
 
 def _told(engine: Engine, call: str, given: list[Any]) -> list[Any]:
-    """Return what every rank has ``given``, by rank. Collective."""
+    """Return the values ``given`` by every rank, in the order of the ranks; ``call``: the engine's method, for errors.
+    Collective.
+    """
     told: list[Any] = engine.partition.runtime.agree(call, "", given)
     if engine.model_part.coordinator is not None:
         told = [each for part in engine.model_part.coordinator.all_gather_object(told) for each in part]

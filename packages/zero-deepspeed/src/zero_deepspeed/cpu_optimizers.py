@@ -62,7 +62,7 @@ class DeepSpeedCPUAdam(CPUAdam):
 
 
 def _check_replaced(eps: Sequence[Any]) -> None:
-    """Raise `UsageError` for an ``eps`` that is no number."""
+    """Raise `UsageError` for an ``eps`` that is no number, as that of an Adafactor which a framework replaces."""
     for given in eps:
         if not isinstance(given, Real):
             raise UsageError(

@@ -51,8 +51,8 @@ class DeepSpeedEngine(nn.Module):
 
     Names with the same meaning (`Delegated`) are those of the `Engine` that it holds, ``core``. ``optimizer`` is a
     `ZeROOptimizer` (at stage 3 without an optimizer a `ParameterOffload`, at stage 0 in float32 the torch optimizer
-    itself), and parameters at stage 3 have DeepSpeed's
-    attributes (`ZeroParameter`). Any other attribute is one of `GETTERS`, or is looked up in the model.
+    itself), and parameters at stage 3 have DeepSpeed's attributes (`ZeroParameter`). Any other attribute is one of
+    `GETTERS`, or is looked up in the model.
 
     Attributes:
         zero_engine: the engine that trains.
@@ -300,9 +300,8 @@ class DeepSpeedEngine(nn.Module):
         Without a ``tag`` it is the one that the file `latest` names, else, and first with `checkpoint.load_universal`,
         the one of `latest_universal`; without either file the newest whole checkpoint, with a warning, as a run whose
         checkpoints are there must not begin anew (DeepSpeed loads nothing then). A folder without any checkpoint gives
-        ``(None, None)``, with a warning.
-        Where ranks pass different folders or tags, the first rank's are used, as in `save_checkpoint`. Raises
-        `zero_ckpt.CheckpointError` on every rank.
+        ``(None, None)``, with a warning. Where ranks pass different folders or tags, the first rank's are used, as in
+        `save_checkpoint`. Raises `zero_ckpt.CheckpointError` on every rank.
         """
         folder, tag = agreed_place(self.zero_engine, "load_checkpoint", load_dir, tag)
         if tag is None:

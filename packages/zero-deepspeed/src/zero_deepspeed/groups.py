@@ -134,7 +134,7 @@ def _of_model_parallel(what: str, otherwise: Any) -> Any:
 
 
 def no_group() -> dist.ProcessGroup:
-    """Raise `UnsupportedError`: there is no such group."""
+    """Raise `UnsupportedError`, for every group of expert parallelism, and of tensor parallelism without an mpu."""
     raise UnsupportedError(
         "there is no expert parallelism here, and tensor parallelism only with initialize(mpu=…): use the group of all "
         "ranks"

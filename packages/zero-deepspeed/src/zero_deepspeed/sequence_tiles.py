@@ -46,7 +46,7 @@ def sequence_tiled_compute(
     names = list(kwargs_to_shard)
 
     def of_tile(*tiles: torch.Tensor) -> torch.Tensor:
-        """Call ``fn`` with one tile of each sharded argument and the other arguments."""
+        """Return ``fn`` of one tile of each sharded argument, and of the other arguments."""
         return fn(**dict(zip(names, tiles, strict=True)), **kwargs_to_pass)
 
     outputs = tiled(
