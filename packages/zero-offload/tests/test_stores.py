@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +72,42 @@ def test_dirty_shards_are_kept(store: Store) -> None:
         want = shard.add(1).add(2).add(3)
         assert torch.equal(store.acquire(name), want)
         store.release(name, dirty=False)
+
+
+class LateCopies(DeviceCopies):
+    """Copies of a device that is busy: a copy to it ends only when it is waited for."""
+
+    def fetch(self, name: str, host: torch.Tensor) -> Any:
+        super().fetch(name, host)
+        return LateEvent()
+
+
+class LateEvent:
+    """An event of a busy device, which completes when it is waited for."""
+
+    def __init__(self) -> None:
+        self.completed = False
+
+    def query(self) -> bool:
+        return self.completed
+
+    def synchronize(self) -> None:
+        self.completed = True
+
+
+def test_flush_writes_a_shard_that_was_changed_while_its_copy_to_the_device_was_under_way(tmp_path: Path) -> None:
+    with NvmeStore(tmp_path, device="cpu", buffer_count=3, verify=True) as store:
+        store._copies = LateCopies(torch.device("cpu"))
+        store.put("a", torch.zeros(5000))
+        store.flush()
+        store.acquire("a").fill_(7)
+        store.release("a", dirty=True)
+        store.flush()
+        (extent,) = store.seal(flush=False).extents["a"]
+        with open(extent.path, "rb") as file:
+            file.seek(extent.file_offset_bytes)
+            kept = torch.frombuffer(bytearray(file.read(extent.nbytes)), dtype=torch.float32)
+        assert torch.equal(kept, torch.full((5000,), 7.0))
 
 
 def test_nested_acquires_see_one_shard_and_the_last_release_keeps_it(store: Store) -> None:

@@ -264,6 +264,10 @@ class NvmeStore:
         held are not written.
         """
         self._host.flush()
+        for event, _ in self._copying:  # a buffer that a copy reads is not written before its release
+            if event is not None:
+                event.synchronize()
+        self._release_arrived()
         self._ring.flush()
 
     def carried_bytes(self) -> int:
