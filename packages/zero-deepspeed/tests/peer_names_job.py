@@ -170,6 +170,61 @@ def each_builder_has_its_line_in_the_table_of_operators(folder: Path) -> None:
     assert deepspeed.ops.__compatible_ops__["cpu_adam"]
 
 
+@statement
+def numbers_of_hosts_or_ranks_are_refused_beside_a_filter(folder: Path) -> None:
+    from deepspeed.launcher.runner import main as command
+
+    for numbers in (["--num_nodes", "2"], ["--num_gpus", "2"], ["--num_nodes", "2", "--num_gpus", "2"]):
+        for choice in ("--include", "--exclude"):
+            assert refused(command, [*numbers, choice, "localhost:0", str(folder / "train.py")])
+
+
+@statement
+def what_an_inner_init_built_has_names_before_the_outer_one_ends(folder: Path) -> None:
+    import torch
+    from deepspeed.runtime.zero import Init
+
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+    with Init(config_dict_or_path=config):
+        with Init(config_dict_or_path=config):
+            first = torch.nn.Linear(3, 3)
+        assert first.weight.ds_id >= 0 and first.bias.ds_numel == 3
+        second = torch.nn.Linear(3, 3)
+    assert len({parameter.ds_id for model in (first, second) for parameter in model.parameters()}) == 4
+    with Init(config_dict_or_path=config, enabled=False):
+        with Init(config_dict_or_path=config):
+            inside = torch.nn.Linear(3, 3)
+        outside = torch.nn.Linear(3, 3)
+    assert hasattr(inside.weight, "ds_id") and not hasattr(outside.weight, "ds_id")
+
+
+@statement
+def a_model_trains_with_gradients_that_are_accumulated_in_half(folder: Path) -> None:
+    import deepspeed
+    import torch
+
+    for stage in (1, 2, 3):
+        for mode, accumulated in ((None, "bf16"), (None, "fp16"), ("bf16", "fp16"), ("bf16", "bf16")):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(4, 1)
+            config = {
+                "train_batch_size": 1,
+                "zero_optimization": {"stage": stage},
+                "data_types": {"grad_accum_dtype": accumulated},
+                **({mode: {"enabled": True}} if mode else {}),
+            }
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+            x = torch.ones(1, 4, dtype=torch.bfloat16 if mode else torch.float32, device=engine.device)
+            losses = []
+            for _ in range(3):
+                loss = engine(x).square().sum()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            assert losses[0] > losses[1] > losses[2], (stage, mode, accumulated, losses)
+
+
 def main(folder: Path) -> None:
     import deepspeed
 

@@ -25,6 +25,24 @@ MICRO = {"train_micro_batch_size_per_gpu": 1}
 
 
 @pytest.mark.parametrize(
+    ("sections", "given", "kept"),
+    [
+        ({}, "bf16", None),
+        ({}, "fp32", "fp32"),
+        ({"fp16": {"enabled": True}}, "bf16", None),
+        ({"fp16": {"enabled": True}}, "fp16", "fp16"),
+        ({"bf16": {"enabled": "true"}}, "bf16", "bf16"),
+    ],
+)
+def test_a_dtype_of_accumulation_that_holds_less_is_said_and_not_used(
+    sections: dict[str, Any], given: str, kept: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config({**MICRO, **sections, "data_types": {"grad_accum_dtype": given}}, 1)
+    assert config.data_types.grad_accum_dtype == kept
+    assert ("grad_accum_dtype" in caplog.text) == (kept is None)
+
+
+@pytest.mark.parametrize(
     ("given", "path", "value"),
     [
         ({"zero_allow_untested_optimizer": 1}, "zero_allow_untested_optimizer", True),

@@ -19,10 +19,15 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command `deepspeed` and return its exit status, that of `zero-launch`.
 
     ``args``: its words; None for those of `sys.argv`. Without `--no_local_rank` and `--no_python`, each rank runs
-    the script through with_local_rank.py.
+    the script through with_local_rank.py. Raises ValueError for a number of hosts or ranks beside a filter of hosts.
     """
     words = list(sys.argv[1:] if args is None else args)
     options = parser().parse_args(words)
+    if (options.include or options.exclude) and (options.num_nodes is not None or options.nproc is not None):
+        problem = "--num_nodes or --num_gpus beside --include or --exclude: give either numbers or a filter"
+        if args is None:
+            parser().error(problem)
+        raise ValueError(problem)
     if not options.no_local_rank and not options.no_python:
         target = [options.target, *options.args]
         own = words[: len(words) - len(options.args)]

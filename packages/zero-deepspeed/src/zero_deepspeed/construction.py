@@ -37,8 +37,8 @@ class Init:
     ``module``: an existing model, which is sharded at once. ``config_dict_or_path`` (or ``config``): the configuration,
     in which frameworks may have left values "auto"; stage 3 without one. ``mpu``: as for `initialize`. ``enabled``:
     false to do nothing. Initial values are those that a single process draws. At the end parameters are cast to
-    ``dtype``, by default the configuration's: bf16, fp16 or float32. Inside another `Init`, and below stage 3, it does
-    nothing.
+    ``dtype``, by default the configuration's: bf16, fp16 or float32. Below stage 3 it does nothing; inside another
+    `Init` that shards only this: at its end what was built so far has DeepSpeed's attributes.
 
     ``data_parallel_group`` and ``sequence_data_parallel_group`` must contain all ranks. Shards are on the device on
     which the model's code creates its parameters, or in the files of ``offload_param``; ``remote_device`` and
@@ -93,11 +93,10 @@ class Init:
                 self._cast_and_name(module.parameters())
 
     def __enter__(self) -> Init:
-        """Begin to shard what is built, unless another `Init` is open or it is not enabled. Collective then."""
-        active = _ACTIVE.get()
-        if self._enabled and not active:
+        """Begin to shard what is built, unless another `Init` does or it is not enabled. Collective then."""
+        if self._enabled and _opened() is None:
             self._open()
-        _ACTIVE.set((*active, self))
+        _ACTIVE.set((*_ACTIVE.get(), self))
         return self
 
     def __exit__(
@@ -107,6 +106,9 @@ class Init:
         attributes."""
         _ACTIVE.set(_ACTIVE.get()[:-1])
         self._close(kind, error, trace)
+        outer = _opened()
+        if outer is not None:
+            outer._name_built()
 
     def _open(self) -> None:
         """Begin to shard what is built, and to record its parameters for `_close`; below stage 3 do neither.
@@ -146,10 +148,18 @@ class Init:
         self._handle.remove()
         self._inner.__exit__(kind, error, trace)
         self._inner = None
-        found = [parameter for reference in self._built if (parameter := reference()) is not None]
+        found = self._alive()
         self._built.clear()
         if error is None:
             self._cast_and_name(found)
+
+    def _alive(self) -> list[nn.Parameter]:
+        """Return the recorded parameters that still exist."""
+        return [parameter for reference in self._built if (parameter := reference()) is not None]
+
+    def _name_built(self) -> None:
+        """Give DeepSpeed's attributes to what was built so far; values and dtypes stay as they are until `_close`."""
+        add_names(self._alive(), self._shards)
 
     def _cast_and_name(self, parameters: Iterable[nn.Parameter]) -> None:
         """Cast floating parameters to the dtype, in place (of sharded ones this rank's shard), and make those of class
@@ -194,14 +204,19 @@ def init_suspended() -> Iterator[None]:
     """Context manager: shard what an open `Init` has built so far, and disable that inside and enable it again
     afterwards; without one do nothing. Collective.
     """
-    active = _ACTIVE.get()
-    if active:
-        active[0]._close(None, None, None)
+    opened = _opened()
+    if opened is not None:
+        opened._close(None, None, None)
     try:
         yield
     finally:
-        if active and active[0]._enabled:
-            active[0]._open()
+        if opened is not None:
+            opened._open()
+
+
+def _opened() -> Init | None:
+    """Return the `Init` around this code that shards what is built; None without one."""
+    return next((context for context in _ACTIVE.get() if context._inner is not None), None)
 
 
 class GatheredParameters(AbstractContextManager[None]):

@@ -2,13 +2,15 @@
 
 They are constructed before `initialize`, over parameters of the model that may be released or in half precision; steps
 run on fragments in the optimizer's precision. Param groups of another optimizer stay the same dict objects, and keep
-that optimizer's options.
+that optimizer's options. Stepped by themselves, without an engine, they also take float16 parameters, which are updated
+in float32 and rounded, and sparse gradients, which count as dense ones with zeros.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -60,6 +62,10 @@ class DeepSpeedCPUAdam(CPUAdam):
         forced = {"decoupled_weight_decay": adamw_mode}
         _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
 
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        return _step_any(self, super(CPUAdam, self).step, closure)
+
 
 def _check_replaced(eps: Sequence[Any]) -> None:
     """Raise `UsageError` for an ``eps`` that is no number, as that of an Adafactor which a framework replaces."""
@@ -108,6 +114,10 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         _init_without_checks(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
 
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        return _step_any(self, super(CPUAdagrad, self).step, closure)
+
 
 class DeepSpeedCPULion(CPULion):
     """Lion by the CPU kernels; see this module about ``model_params``.
@@ -128,6 +138,10 @@ class DeepSpeedCPULion(CPULion):
     ) -> None:
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         _init_without_checks(self, CPULion, model_params, fp32_optimizer_states, options)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
+        return _step_any(self, super(CPULion, self).step, closure)
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -200,3 +214,55 @@ def _init_without_checks(
             group.setdefault(key, value)
         group.update(forced or {})
         optimizer.param_groups.append(group)
+
+
+def _step_any(
+    optimizer: Optimizer, kernel_step: Callable[[], float | None], closure: Callable[[], float] | None
+) -> float | None:
+    """Run ``closure``, if given, with autograd on, then ``kernel_step`` over parameters and gradients that the kernels
+    read; return the closure's result or None. Raises as the kernels' optimizers do.
+
+    ``kernel_step``: the kernels' own, below the class that torch wraps to call step hooks, which run once so.
+    """
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    with torch.no_grad(), _stand_ins(optimizer):
+        kernel_step()
+    return loss
+
+
+@contextmanager
+def _stand_ins(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager: in the optimizer's groups and states, a float32 copy stands for each float16 parameter, and a
+    parameter with a dense gradient for one whose gradient is sparse. At the end float16 parameters get their copy's
+    values, also where the step failed before it wrote any.
+    """
+    replaced: list[tuple[list[Any], int, Any, nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, parameter in enumerate(params):
+            gradient = parameter.grad
+            if gradient is None or not (parameter.dtype == torch.float16 or gradient.is_sparse):
+                continue
+            wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
+            stand_in = nn.Parameter(parameter.detach().to(wide))
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            stand_in.grad = dense.to(wide)
+            replaced.append((params, index, parameter, stand_in))
+            params[index] = stand_in
+            _move_state(optimizer, parameter, stand_in)
+    try:
+        yield
+    finally:
+        for params, index, parameter, stand_in in replaced:
+            params[index] = parameter
+            _move_state(optimizer, stand_in, parameter)
+            parameter.copy_(stand_in)
+
+
+def _move_state(optimizer: Optimizer, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Make the state of ``source`` that of ``target``, if there is one."""
+    if source in optimizer.state:
+        optimizer.state[target] = optimizer.state.pop(source)

@@ -61,8 +61,10 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     `scheduler` has no effect. ``sequence``: the ranks that share a sequence, as the mpu says.
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
-    that DeepSpeed reads key by key, which are left out, and offload at stage 0, which has no effect; a warm-up of 0
-    steps, which becomes 1 step; booleans, numbers and lists written in another way, where DeepSpeed takes them.
+    that DeepSpeed reads key by key, which are left out, offload at stage 0, which has no effect, and
+    `data_types.grad_accum_dtype` that holds less than the parameters' dtype, instead of which float32 is used; a
+    warm-up of 0 steps, which becomes 1 step; booleans, numbers and lists written in another way, where DeepSpeed takes
+    them.
     Raises `ConfigError`.
     """
     data = read(raw)
@@ -73,6 +75,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     _drop_unknown_keys(data)
     _drop_idle_offload(data)
     _convert_values(data)
+    _drop_narrow_accumulation(data)
     return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data, sequence))
 
 
@@ -189,6 +192,19 @@ def _drop_idle_offload(data: dict[str, Any]) -> None:
     if isinstance(section, dict) and section.get("device", "none") != "none":
         logger.warning("zero_optimization.offload_optimizer has no effect at stage 0, where nothing is sharded")
         del zero["offload_optimizer"]
+
+
+def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
+    """Delete `grad_accum_dtype` from ``data`` if it is a 16-bit format other than the parameters', with a warning."""
+    types = data.get("data_types")
+    given = types.get("grad_accum_dtype") if isinstance(types, dict) else None
+    if given not in ("fp16", "bf16"):
+        return
+    sections = {"fp16": data.get("fp16"), "bf16": data.get("bf16", data.get("bfloat16"))}
+    half = [name for name, section in sections.items() if isinstance(section, dict) and section.get("enabled") is True]
+    if half != [given]:
+        logger.warning("data_types.grad_accum_dtype: %s holds less than the parameters; float32 is used", given)
+        del types["grad_accum_dtype"]
 
 
 def _convert_values(data: dict[str, Any]) -> None:
