@@ -24,7 +24,9 @@ def test_gathers_do_not_read_placeholders() -> None:
         assert not [place for place in places(reports) if "placeholder.py" in place and "issue_gather" in place]
 
 
-@pytest.mark.parametrize(("write", "trains"), [(stops.by_alias, True), (stops.by_detached, True), (stops.by_alias, False)])
+@pytest.mark.parametrize(
+    ("write", "trains"), [(stops.by_alias, True), (stops.by_detached, True), (stops.by_alias, False)]
+)
 def test_write_into_a_placeholder_is_refused_by_name(write: object, trains: bool) -> None:
     for message in run_simulated(stops.written_placeholder, 2, write, trains):
         assert "parameter 'blocks.1.up.weight' was written while it was released" in message

@@ -162,7 +162,7 @@ class ModuleHooks:
 
     def _hook_module(self, name: str, module: nn.Module, units: list[Unit], *, outermost: bool) -> None:
         """Register the forward and state-dict hooks of the module called ``name``, which uses ``units``, and keep its
-        watch in `watches`; ``outermost``: it is the model."""
+        watch in `watches`; ``outermost``: it is the model (see `new_watch`)."""
         watch = self.new_watch(name, units, outermost=outermost)
         self.watches[name] = watch
         if any(u.releasable for u in units):

@@ -196,7 +196,9 @@ def _disk_values(folder: Path, size: int) -> dict[str, float]:
 
 
 class _Drive:
-    """Measures a drive by a file on it, of at most ``blocks`` blocks, until ``end``, a time of `time.perf_counter`."""
+    """Measures a drive by ``file``, which ``engine`` (a `zero_nvme_aio.Engine`) has opened for reading and writing and
+    the caller closes, of at most ``blocks`` blocks of `BLOCK_BYTES`, until ``end``, a time of `time.perf_counter`.
+    """
 
     def __init__(self, engine: Any, file: Any, blocks: int, end: float) -> None:
         self._engine, self._file, self._end = engine, file, end

@@ -107,7 +107,9 @@ def _save_tables(saved: SavedPlan, title: str) -> Iterator[TextTable]:
 
 
 def _load_tables(loaded: LoadedPlan, title: str) -> Iterator[TextTable]:
-    """Yield tables of the peaks and bytes of a checkpoint's load; ``title``: text before the title of each."""
+    """Yield tables of one rank's load of a checkpoint: the peaks of memory by tier, and the bytes read and written;
+    ``title``: text before the title of each.
+    """
     yield from _peak_tables(loaded.peaks, title)
     rows = (
         ("read from the checkpoint", format_quantity(loaded.read, "B")),

@@ -57,14 +57,16 @@ class ValueSource(Protocol):
         """
 
     def runs_for_real(self, func: Any) -> bool:
-        """Return whether to run the operation on real tensors. Called before every operation."""
+        """Return whether ``func``, an operation of torch about to run, gets real tensors and gives a real result. Called
+        before every operation.
+        """
 
 
 class NoValues:
     """A `ValueSource` without values: every read is an error."""
 
     def value_for(self, func: Any, args: Any, place: str) -> None:
-        """Return None."""
+        """Return None, as there is no value: the caller refuses the read."""
 
     def runs_for_real(self, func: Any) -> bool:
         """Return False."""
