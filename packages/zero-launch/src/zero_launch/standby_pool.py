@@ -244,6 +244,7 @@ class StandbyPool:
         """Dismiss standbys that are no longer needed for local ranks 0 to ``ranks`` - 1, and start one that is missing,
         if all others are ready. Give up standbys for good if one cannot fork."""
         if self._given_up:
+            self._dismiss_unused()
             return
         kinds = {number: kind for number in range(ranks) if (kind := self._kind(number)) is not None}
         self.imports, wanted = {number: kind.imports for number, kind in kinds.items()}, list(kinds.values())
@@ -280,11 +281,12 @@ class StandbyPool:
     def take(
         self, local_rank: int, env: Mapping[str, str], stdout: str | None, stderr: str | None, wait: float
     ) -> ForkedRank | None:
-        """Start a rank from a standby, and return it; None when no standby can within ``wait`` seconds.
+        """Start a rank from a standby, and return it; None when no standby can within ``wait`` seconds, or all
+        were given up.
 
         The other arguments are those of `Standby.start`.
         """
-        kind = self._kind(local_rank)
+        kind = None if self._given_up else self._kind(local_rank)
         standby = next((standby for standby in self._standbys if standby.kind == kind), None)
         rank = None if standby is None else standby.start(local_rank, env, stdout, stderr, wait)
         self._ranks.pop(local_rank, None)
@@ -299,10 +301,17 @@ class StandbyPool:
         self._standbys.clear()
 
     def _give_up(self, why: str) -> None:
-        """Kill all standbys, start none from here on, and say ``why``."""
+        """Start no standbys from here on, and no ranks from those that are left; say ``why``. A standby whose ranks run
+        is killed once they have ended, as they would die with it; the others now."""
         self._given_up = True
-        self.close()
+        self._dismiss_unused()
         self._say(f"no standbys, every restart imports again: {why}")
+
+    def _dismiss_unused(self) -> None:
+        """Kill the standbys of which no rank runs."""
+        for standby in [standby for standby in self._standbys if not standby.is_used]:
+            self._standbys.remove(standby)
+            standby.dismiss()
 
     def _record(self, local_rank: int) -> Path:
         """Return the file in which a rank records its imports."""
