@@ -317,7 +317,7 @@ class Cluster(abc.ABC):
         """Begin another attempt if restarts and enough hosts remain; return whether it begins."""
 
     def _on_stalled(self, peer: Peer, message: Message) -> None:
-        """Keep the host's records; stop the job if all hosts are stalled and the records tell why."""
+        """Keep the flight records of the host's ranks; stop the job if all hosts are stalled and these tell why."""
         peer.stalled = message["stalled"]
         peer.records = {int(rank): FlightRecord.from_json(data) for rank, data in message["records"].items()}
         records = {rank: record for other in self._roster.present for rank, record in other.records.items()}

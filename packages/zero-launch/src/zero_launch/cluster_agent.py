@@ -121,8 +121,8 @@ class ClusterAgent(Agent):
             self._files.standby_pool.prepare(self._imports, _PREPARE_SECONDS)
 
     def _prepare_restart(self) -> None:
-        """Do as `Agent._prepare_restart`; also send the launcher what standbys import, when that has changed, for
-        `prepare` if this host is lost and comes back."""
+        """Start missing standbys as `Agent` does; also send the launcher what standbys import, when that has changed,
+        for `prepare` if this host is lost and comes back."""
         super()._prepare_restart()
         imports = {} if self._files.standby_pool is None else self._files.standby_pool.imports
         if imports != self._imports:
@@ -180,8 +180,8 @@ class ClusterAgent(Agent):
         ]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Do as `Agent._monitor_workers`; when this host's ranks are done, report that and count as running until
-        `finish` is set."""
+        """Return the state of the attempt on this host; end it first if a rank failed, is stuck, or cannot finish.
+        Ranks that are done are reported to the launcher, and count as running until `finish` is set."""
         if self._success is None:
             result = super()._monitor_workers(worker_group)
             if result.state is not WorkerState.SUCCEEDED:
@@ -203,7 +203,8 @@ class ClusterAgent(Agent):
             self._files.orders.give(REGROUP)
 
     def _have_left(self, order: str) -> RunResult:
-        """Begin a new round if the ranks left to regroup in an elastic job; else do as `Agent._have_left`."""
+        """Return the result of an attempt whose ranks have ended, some on ``order``: a success, with the order kept;
+        but when they left to regroup in an elastic job, begin a new round and return that they run."""
         if order == REGROUP and isinstance(self.rendezvous, Meeting):
             self.rendezvous.regroup()
             return RunResult(state=WorkerState.HEALTHY)
@@ -224,8 +225,8 @@ class ClusterAgent(Agent):
         """Do nothing: the message `failed` carries ``why`` (`_fail`), and the launcher prints it."""
 
     def _explain(self, records: Mapping[int, FlightRecord], *, stalled: bool) -> str | None:
-        """Do as `Agent._explain` for this host's ranks. Also send the launcher the records while they are stalled, and
-        once when they no longer are: only it can compare all hosts."""
+        """Return why this host's ranks cannot finish, or None while they may. Also send the launcher the records while
+        they are stalled, and once when they no longer are: only it can compare all hosts."""
         if stalled or self._said_stalled:
             data = {str(rank): record.to_json() for rank, record in records.items()}
             self.channel.send("stalled", stalled=stalled, records=data)

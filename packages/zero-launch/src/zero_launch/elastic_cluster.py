@@ -313,7 +313,8 @@ class ElasticCluster(Cluster):
             self._lost.clear()
 
     def _on_failed(self, peer: Peer, message: Message) -> None:
-        """Do as `Cluster._on_failed` for the attempt that runs; have the host stop too if no restart follows."""
+        """Start all ranks again, as some of the host's failed; if that is not possible, tell every host to stop, also
+        this one. Does nothing about an earlier attempt, or while a restart is under way."""
         if message["attempt"] == self._attempt and not self._restarting:
             super()._on_failed(peer, message)
             if not self._restarting:

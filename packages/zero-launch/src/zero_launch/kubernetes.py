@@ -99,7 +99,7 @@ class Pods:
 
 
 def manifest(kind: str, pods: Pods) -> dict[str, Any]:
-    """Return the object to be created, as plain data for YAML or JSON. ``kind``: one of `KINDS`."""
+    """Return the Kubernetes object that runs the job, as plain data for YAML or JSON. ``kind``: one of `KINDS`."""
     return _pytorchjob(pods) if kind == "pytorchjob" else _jobset(pods)
 
 
