@@ -396,17 +396,19 @@ class ExactUpdate(OffloadedUpdate):
     def states(
         self, fragments: Collection[str] | None = None, *, stale_masters: bool = False, decoded: bool = False
     ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """`finish`, then yield what `OffloadedUpdate.states` does: never a state that a speculation has computed."""
+        """`finish`, then yield (fragment, state) as `OffloadedUpdate` does; never a speculation's state."""
         self.finish()
         return super().states(fragments, stale_masters=stale_masters, decoded=decoded)
 
     def write(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """`finish`, discard what was computed beforehand, and replace states as `OffloadedUpdate.write` does."""
+        """`finish`, discard what was computed beforehand, and replace the states of the fragments named, as
+        `OffloadedUpdate` does."""
         self._begin_writing()
         super().write(states)
 
     def restart(self, fragments: Collection[str]) -> None:
-        """`finish`, discard what was computed beforehand, and reset fragments as `OffloadedUpdate.restart` does."""
+        """`finish`, discard what was computed beforehand, and reset the moments and the step count of the fragments
+        named, as `OffloadedUpdate` does."""
         self._begin_writing()
         super().restart(fragments)
 
@@ -457,7 +459,8 @@ class ExactUpdate(OffloadedUpdate):
         return {**others, "gradients": gradients, "staging": others["staging"] + self._journal.nbytes}
 
     def report(self, name: str) -> list[str]:
-        """Return a line, for people, on how much was computed beforehand, with ``name`` in front."""
+        """Return lines, for people, on what was written to drives and how much was computed beforehand, with ``name``
+        in front."""
         return [*super().report(name), f"{name}: {self.rate.text()}"]
 
     def flush(self) -> None:
