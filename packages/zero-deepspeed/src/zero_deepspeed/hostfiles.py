@@ -51,7 +51,10 @@ def parse_resource_filter(
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """Return host -> slots by `parse_resource_filter`, of host -> number of slots."""
+    """Return host -> slots of the hosts in ``resource_pool`` (host -> number of slots) that the filters leave.
+
+    The filters, and errors, are as in `parse_resource_filter`.
+    """
     return parse_resource_filter(
         {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
     )

@@ -74,7 +74,8 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Make modules whose full names end so leaf modules; return them, and the suffixes that match none.
+    """Make modules whose full names end with one of the suffixes leaf modules; return them, and the suffixes that match
+    none.
 
     The other arguments, and errors, are as in `set_z3_leaf_modules_by_name`.
     """
