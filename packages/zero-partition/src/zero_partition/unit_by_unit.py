@@ -294,8 +294,8 @@ class _StepByUnit:
 
 
 def _backpropagate(loss: torch.Tensor) -> None:
-    """Run backward on ``loss`` in the calling thread, that of its micro-batch, also where autograd has a thread for each
-    accelerator: a visit waits in the thread that meets it."""
+    """Run backward on ``loss`` in the calling thread, that of its micro-batch, also where autograd has a thread for
+    each accelerator: a visit waits in the thread that meets it."""
     thread = threading.current_thread()
     if isinstance(thread, MicroBatchThread):
         thread.backpropagates = True

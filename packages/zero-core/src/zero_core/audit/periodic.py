@@ -143,7 +143,7 @@ class PeriodicAuditor:
         return found
 
     def _order(self) -> list[int]:
-        """Return the units whose gradient may be computed again, first choice first: in turns, once refused ones last."""
+        """Return the units whose gradient may be computed again, first choice first: in turns, refused ones last."""
         turns = [unit for unit in self._candidates if unit not in self._passed_over] or list(self._candidates)
         first = self._state.counters.global_steps // self._every % len(turns)
         return list(dict.fromkeys([*turns[first:], *turns[:first], *self._candidates]))

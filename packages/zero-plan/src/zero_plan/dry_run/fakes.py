@@ -57,8 +57,8 @@ class ValueSource(Protocol):
         """
 
     def runs_for_real(self, func: Any) -> bool:
-        """Return whether ``func``, an operation of torch about to run, gets real tensors and gives a real result. Called
-        before every operation.
+        """Return whether ``func``, an operation of torch about to run, gets real tensors and gives a real result.
+        Called before every operation.
         """
 
 
