@@ -62,7 +62,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         forced = {"decoupled_weight_decay": adamw_mode}
         _init_without_checks(self, CPUAdam, model_params, fp32_optimizer_states, {**options, **forced}, forced)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
         return _step_any(self, super(CPUAdam, self).step, closure)
 
@@ -114,7 +114,7 @@ class DeepSpeedCPUAdagrad(CPUAdagrad):
         options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         _init_without_checks(self, CPUAdagrad, model_params, fp32_optimizer_states, options)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
         return _step_any(self, super(CPUAdagrad, self).step, closure)
 
@@ -139,7 +139,7 @@ class DeepSpeedCPULion(CPULion):
         options = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         _init_without_checks(self, CPULion, model_params, fp32_optimizer_states, options)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update as torch's optimizers do; see this module about float16 and sparse gradients."""
         return _step_any(self, super(CPULion, self).step, closure)
 

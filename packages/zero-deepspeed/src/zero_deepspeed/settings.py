@@ -197,8 +197,7 @@ def _drop_idle_offload(data: dict[str, Any]) -> None:
 def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
     """Delete `grad_accum_dtype` from ``data`` if it is a 16-bit format other than the parameters', with a warning."""
     types = data.get("data_types")
-    given = types.get("grad_accum_dtype") if isinstance(types, dict) else None
-    if given not in ("fp16", "bf16"):
+    if not isinstance(types, dict) or (given := types.get("grad_accum_dtype")) not in ("fp16", "bf16"):
         return
     sections = {"fp16": data.get("fp16"), "bf16": data.get("bf16", data.get("bfloat16"))}
     half = [name for name, section in sections.items() if isinstance(section, dict) and section.get("enabled") is True]
