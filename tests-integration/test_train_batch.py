@@ -43,7 +43,7 @@ def test_weights_and_moments_are_those_of_the_ordinary_loop(ranks: int, tmp_path
     pytest.importorskip("peft")
     of_one = [case for case in CASES if case.tier == "nvme"]  # one rank releases only these
     cases = {1: [*of_one, *(Case(model, tier="nvme") for model in MODELS)], 2: CASES, 3: CASES[:6]}[ranks]
-    for found in run_ranks(compared, ranks, cases, str(tmp_path)):
+    for found in run_ranks(compared, ranks, cases, str(tmp_path), timeout=300):
         assert [(case, wrong) for case, wrong in found if wrong] == []
 
 
