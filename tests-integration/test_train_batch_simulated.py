@@ -101,4 +101,6 @@ def stops(settings: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("zero", [{}, ON_HOST], ids=str)
 def test_steps_have_no_stop(zero: dict[str, Any]) -> None:
     settings = {**engines.config(3, "bf16", **zero), "gradient_accumulation_steps": MICRO_BATCHES}
-    assert run_simulated(stops, 2, settings) == [[], []]
+    for found in run_simulated(stops, 2, settings):
+        # An update on the host needs the norm, for which it waits if the device has not sent it yet.
+        assert [stop for stop in found if not (zero and "(_await_squares)" in stop)] == []
