@@ -17,30 +17,31 @@ class DeepSpeedZeroConfig:
     """The section `zero_optimization`, resolved as `initialize` does, by DeepSpeed's names for its values.
 
     ``values``: keys of the section as a JSON file has them, or their other names (``prefetch_bucket_size`` for
-    ``stage3_prefetch_bucket_size``); both are attributes. ``offload_param`` and ``offload_optimizer`` are None where
-    nothing is offloaded; ``leaf_module`` has lists. Raises `ConfigError`.
+    ``stage3_prefetch_bucket_size``); both are attributes. ``offload_param`` and ``offload_optimizer`` are None
+    unless they are given; ``leaf_module`` has lists. Raises `ConfigError`.
     """
 
     def __init__(self, **values: Any) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         whole = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": values}
         self._section: ZeroOptimization = load_config(whole, ranks).zero_optimization
+        self._given = frozenset(key for key, value in values.items() if value is not None)
 
     def model_dump(self) -> dict[str, Any]:
         """Return every value of the section as plain data, by its key."""
         return self._section.model_dump()
 
     def __getattr__(self, name: str) -> Any:
-        """Return the value of the key ``name``, or of the key with this other name; None for an idle offload section.
-        Raises AttributeError for an unknown one.
+        """Return the value of the key ``name``, or of the key with this other name; None for a section of
+        offload that is not given. Raises AttributeError for an unknown one.
         """
         if name.startswith("_"):
             raise AttributeError(name)
         value = getattr(self._section, self._section.aliases.get(name, name))
         if isinstance(value, LeafModule):
             return value.model_copy(update={kind: list(found) for kind, found in value})
-        idle = isinstance(value, (OffloadOptimizer, OffloadParam)) and value.device == "none"
-        return None if idle else value
+        offload = isinstance(value, (OffloadOptimizer, OffloadParam))
+        return None if offload and value.device == "none" and name not in self._given else value
 
 
 class DeepSpeedConfig:

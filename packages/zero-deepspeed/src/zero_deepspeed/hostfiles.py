@@ -1,4 +1,5 @@
-"""`deepspeed.launcher.runner`: hostfiles and the filters over them, as plain mappings of host names."""
+"""`deepspeed.launcher.runner`: hostfiles and the filters over them, as plain mappings of host names; and lists of cores
+(`deepspeed.utils.numa`)."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from zero_launch import Hostfile
+from zero_launch.cores import parse_cores
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -58,6 +60,15 @@ def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, 
     return parse_resource_filter(
         {host: list(range(slots)) for host, slots in resource_pool.items()}, inclusion, exclusion
     )
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """Return the cores of a list such as `1,3-5`: 1, 3, 4, 5. Raises ValueError for anything else, and where they do
+    not rise."""
+    cores = parse_cores(range_str)
+    if cores != sorted(cores):
+        raise ValueError(f"{range_str!r}: expected cores in rising order, got {cores}")
+    return cores
 
 
 def _named_slots(host_info: Mapping[str, list[int]], text: str) -> dict[str, set[int]]:

@@ -494,7 +494,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
     "deepspeed.utils.init_on_device": _ON_DEVICE,
     "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.numa": {
-        "parse_range_list": "zero_launch.cores:parse_cores",
+        "parse_range_list": "zero_deepspeed.hostfiles:",
     },
     "deepspeed.utils.tensor_fragment": _FRAGMENTS,
     "deepspeed.utils.torch": {

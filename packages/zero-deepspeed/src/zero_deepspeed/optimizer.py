@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from zero_core.engine import Engine
 from zero_core.errors import UsageError
 from zero_partition import Partition, ShardedOptimizer, Unit
-from zero_precision import DynamicLossScale
+from zero_precision import DynamicLossScale, LossScale
+from zero_settings import Config
 
 from . import VERSION
 
@@ -25,6 +26,44 @@ _STATE_KEYS = {
 
 class DeepSpeedOptimizer:
     """The base class of all that `engine.optimizer` can be."""
+
+
+class LossScaler:
+    """A loss scale by DeepSpeed's names, with the values that it has when they are read.
+
+    ``loss_scale``: the engine's own. ``config``: the engine's, which has the window and the minimum.
+    """
+
+    scale_factor = 2.0
+
+    def __init__(self, loss_scale: LossScale, config: Config) -> None:
+        self._loss_scale = loss_scale
+        self.scale_window = config.fp16.loss_scale_window
+        self.min_scale = config.fp16.min_loss_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """Return the factor by which losses are multiplied before the backward pass."""
+        return self._loss_scale.scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Return whether the scale is dynamic."""
+        return isinstance(self._loss_scale, DynamicLossScale)
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Return the number of steps that a dynamic scale has seen, skipped ones included; 0 for others."""
+        return int(self._loss_scale.state_dict().get("calls", 0))
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """Return the number, from 0, of the last step that was skipped; -1 before any, and for other scales."""
+        return int(self._loss_scale.state_dict().get("last_overflow", -1))
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
@@ -74,6 +113,13 @@ class ZeROOptimizer(DeepSpeedOptimizer):
         return self._engine.loss_scale()
 
     cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """Return the loss scale with its counters."""
+        return LossScaler(self._sharded.loss_scale, self._engine.resolved_config)
+
+    loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:

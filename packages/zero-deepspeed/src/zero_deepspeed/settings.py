@@ -20,7 +20,9 @@ from zero_settings import REMOVED_KEYS, SCHEMA_KEY, Config, ConfigError, Problem
 
 logger = logging.getLogger("DeepSpeed")
 
-_READ_KEY_BY_KEY = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler")
+_READ_KEY_BY_KEY = (
+    *("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "optimizer", "scheduler"),
+)
 _ASKS_NOTHING: tuple[Any, ...] = (None, False, -1, {}, [])
 _CLIPPING = "DeepSpeed's default since 0.19"
 _BY_MODELS = frozenset(
@@ -61,11 +63,10 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     `scheduler` has no effect. ``sequence``: the ranks that share a sequence, as the mpu says.
 
     Accepted are removed keys of DeepSpeed that ask for nothing; with a warning, unknown keys at the top and in sections
-    that DeepSpeed reads key by key, which are left out, offload at stage 0, which has no effect, and
-    `data_types.grad_accum_dtype` that holds less than the parameters' dtype, instead of which float32 is used; a
-    warm-up of 0 steps, which becomes 1 step; booleans, numbers and lists written in another way, where DeepSpeed takes
-    them.
-    Raises `ConfigError`.
+    that DeepSpeed reads key by key, which are left out, offload at stage 0 and numbers of a dynamic loss scale that is
+    not used, which have no effect, and `data_types.grad_accum_dtype` that holds less than the parameters' dtype, for
+    which float32 is used; a warm-up of 0 steps, which becomes 1 step; booleans, numbers and lists written in another
+    way, where DeepSpeed takes them. Raises `ConfigError`.
     """
     data = read(raw)
     if not trains:
@@ -75,6 +76,7 @@ def load_config(raw: Mapping[str, Any], world_size: int, *, trains: bool = True,
     _drop_unknown_keys(data)
     _drop_idle_offload(data)
     _convert_values(data)
+    _drop_unused_scale(data)
     _drop_narrow_accumulation(data)
     return Config.load(data, world_size=world_size, defaults=_dialect_defaults(data, sequence))
 
@@ -192,6 +194,22 @@ def _drop_idle_offload(data: dict[str, Any]) -> None:
     if isinstance(section, dict) and section.get("device", "none") != "none":
         logger.warning("zero_optimization.offload_optimizer has no effect at stage 0, where nothing is sharded")
         del zero["offload_optimizer"]
+
+
+def _drop_unused_scale(data: dict[str, Any]) -> None:
+    """Delete from section `fp16` of ``data`` the integers of the dynamic loss scale that are not positive, with a
+    warning, where that scale is not used: with a static one, and without fp16."""
+    section = data.get("fp16")
+    if not isinstance(section, dict):
+        return
+    scale = section.get("loss_scale", 0)
+    if section.get("enabled") is True and not (isinstance(scale, (int, float)) and scale > 0):
+        return
+    for key in ("loss_scale_window", "min_loss_scale"):
+        value = section.get(key)
+        if isinstance(value, int) and value <= 0:
+            logger.warning("fp16.%s: %d has no effect without a dynamic loss scale", key, value)
+            del section[key]
 
 
 def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
