@@ -181,7 +181,7 @@ def numbers_of_hosts_or_ranks_are_refused_beside_a_filter(folder: Path) -> None:
 
 
 @statement
-def what_an_inner_init_built_has_names_before_the_outer_one_ends(folder: Path) -> None:
+def what_init_built_has_names_also_inside_another_and_without_values(folder: Path) -> None:
     import torch
     from deepspeed.runtime.zero import Init
 
@@ -192,6 +192,9 @@ def what_an_inner_init_built_has_names_before_the_outer_one_ends(folder: Path) -
         assert first.weight.ds_id >= 0 and first.bias.ds_numel == 3
         second = torch.nn.Linear(3, 3)
     assert len({parameter.ds_id for model in (first, second) for parameter in model.parameters()}) == 4
+    with Init(config_dict_or_path=config):
+        empty = torch.nn.utils.skip_init(torch.nn.Linear, 3, 3)
+    assert empty.weight.ds_shape == (3, 3) and empty.bias.ds_numel == 3
     with Init(config_dict_or_path=config, enabled=False):
         with Init(config_dict_or_path=config):
             inside = torch.nn.Linear(3, 3)
@@ -373,6 +376,38 @@ def offload_of_the_zero_section_is_none_unless_it_is_given(folder: Path) -> None
         section = DeepSpeedZeroConfig(stage=3, **values)
         assert isinstance(section.offload_param, DeepSpeedZeroOffloadParamConfig), values
         assert isinstance(section.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig), values
+
+
+@statement
+def tiles_have_the_slices_of_the_layer_they_are_made_from(folder: Path) -> None:
+    import torch
+    from deepspeed.runtime.zero.tiling import TiledLinear
+
+    torch.manual_seed(0)
+    whole = torch.nn.Linear(7, 10)
+    x = torch.randn(3, 7)
+    for columns, rows in ((1, 1), (2, 3), (7, 10)):
+        tiled = TiledLinear(7, 10, True, columns, rows, init_linear=whole)
+        assert len(tiled.in_parts) == columns + 1 and len(tiled.out_parts) == rows + 1
+        for row in range(rows):
+            begin, end = tiled.out_parts[row], tiled.out_parts[row + 1]
+            for column in range(columns):
+                start, stop = tiled.in_parts[column], tiled.in_parts[column + 1]
+                tile = tiled.linears[row][column]
+                assert torch.equal(tile.weight, whole.weight[begin:end, start:stop])
+                assert (tile.bias is not None) == (column == columns - 1)
+            assert torch.equal(tiled.linears[row][columns - 1].bias, whole.bias[begin:end])
+        assert torch.allclose(tiled(x), whole(x), atol=1e-6)
+    split = TiledLinear(
+        7, 10, in_splits=2, out_splits=2, init_linear=whole, input_is_already_split=True, combine_out_splits=False
+    )
+    assert torch.allclose(torch.cat(split([x[:, :4], x[:, 4:]]), dim=-1), whole(x), atol=1e-6)
+    for wrong in ({"in_splits": 8}, {"out_splits": 11}, {"in_splits": 0}):
+        try:
+            TiledLinear(7, 10, **wrong)
+        except RuntimeError:
+            continue
+        raise AssertionError(wrong)
 
 
 def main(folder: Path) -> None:

@@ -93,13 +93,14 @@ def shard_groups() -> dict[str, Any]:
         engine = initialize(model=model, config={**config, "zero_optimization": section}, mpu=mpu)[0]
         found[name] = (built, partition_facts(weight), weight.ds_secondary_tensor)
         engine.backward(engine(batch(0)[:1]))
+        assert (weight.ds_zero_param_process_group is None) == (name != "hpz")
         if name == "hpz":
             parts_of = [None] * 2
             near = [[0, 1], [2, 3]][dist.get_rank() // 2]
             dist.all_gather_object(
                 parts_of, weight.ds_secondary_tensor, group=engine.partition.groups.secondary.torch_group()
             )
-            assert dist.get_process_group_ranks(engine.partition.groups.secondary.torch_group()) == near
+            assert dist.get_process_group_ranks(weight.ds_zero_param_process_group) == near
             found["halves"] = [part.numel() for part in parts_of]
             found["secondary"] = torch.equal(torch.cat(parts_of), safe_get_full_fp32_param(weight).flatten())
         engine.destroy()

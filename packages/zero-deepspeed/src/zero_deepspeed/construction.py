@@ -85,7 +85,7 @@ class Init:
         self._inner: PartitionInit | None = None
         self._shards: Group | None = None
         self._handle: Any = None
-        self._built: list[weakref.ref[nn.Parameter]] = []
+        self._built: list[tuple[weakref.ref[nn.Module], weakref.ref[nn.Parameter]]] = []
         if module is not None and enabled:
             inner = self._new_partition_init()
             if inner is not None:
@@ -154,8 +154,14 @@ class Init:
             self._cast_and_name(found)
 
     def _alive(self) -> list[nn.Parameter]:
-        """Return the recorded parameters that still exist."""
-        return [parameter for reference in self._built if (parameter := reference()) is not None]
+        """Return the recorded parameters that still exist, and those that took the place of others in their modules, as
+        `to_empty` puts them."""
+        found = {id(parameter): parameter for _, recorded in self._built if (parameter := recorded()) is not None}
+        for owner, _ in self._built:
+            module = owner()
+            for parameter in () if module is None else module.parameters(recurse=False):
+                found.setdefault(id(parameter), parameter)
+        return list(found.values())
 
     def _name_built(self) -> None:
         """Give DeepSpeed's attributes to what was built so far; values and dtypes stay as they are until `_close`."""
@@ -174,12 +180,12 @@ class Init:
                     parameter.data = parameter.data.to(self._dtype)
             add_names([parameter], self._shards)
 
-    def _record_parameter(self, _module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
-        """Remember, by a weak reference, a parameter that any module registers; torch calls it while the context is
-        open.
+    def _record_parameter(self, module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
+        """Remember, by weak references, a parameter that a module registers, and the module; torch calls it while the
+        context is open.
         """
         if parameter is not None:
-            self._built.append(weakref.ref(parameter))
+            self._built.append((weakref.ref(module), weakref.ref(parameter)))
 
 
 def _refuse_configured_elsewhere(**given: bool) -> None:

@@ -399,7 +399,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "Init": "zero_deepspeed.construction:",
         "MiCS_Init": "zero_deepspeed.construction:Init",
         "register_external_parameter": "zero_deepspeed.construction:",
-        "TiledLinear": "zero_partition:",
+        "TiledLinear": "zero_deepspeed.tiling:",
         "TiledLinearReturnBias": Unavailable(_TILED),
         "unregister_external_parameter": "zero_partition:",
         "unwrap_model_for_generation": "zero_deepspeed.construction:",
@@ -449,7 +449,7 @@ NAMES: Mapping[str, Unavailable | Mapping[str, str | Unavailable]] = {
         "estimate_zero2_model_states_mem_needs_all_live": "zero_deepspeed.estimators:zero2_live",
     },
     "deepspeed.runtime.zero.tiling": {
-        "TiledLinear": "zero_partition:",
+        "TiledLinear": "zero_deepspeed.tiling:",
         "TiledLinearReturnBias": Unavailable(_TILED),
     },
     "deepspeed.runtime.zero.utils": {

@@ -201,6 +201,12 @@ class ZeroParameter(nn.Parameter):
         return secondary.part[max(begin, 0) : max(end, 0)].clone()
 
     @property
+    def ds_zero_param_process_group(self) -> dist.ProcessGroup | None:
+        """Return the group whose ranks hold the secondary shards (hpZ); None without them."""
+        owner = owner_of(self)
+        return None if owner is None or owner.groups.secondary is None else owner.groups.secondary.torch_group()
+
+    @property
     def nvme_swapper(self) -> None:
         """Return None, as for a parameter that is not swapped: the engine owns the store of its shards."""
         return
