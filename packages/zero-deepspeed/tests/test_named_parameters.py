@@ -166,6 +166,8 @@ def named_parameters(_: int) -> dict[str, Any]:
     )
     with unwrap_model_for_generation(engine) as plain:
         seen["calls"] = [plain(batch(0)).isnan().item() for _ in range(1 + dist.get_rank())]
+        assert not engine.optimizer.parameter_offload.forward_hooks
+    assert engine.optimizer.parameter_offload.forward_hooks
     seen["by hand"] = without_hooks(engine)
     seen["after"] = train(engine, 0, 1)
     return seen

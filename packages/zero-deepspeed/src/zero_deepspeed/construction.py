@@ -291,9 +291,11 @@ def _full_without_hooks(engine: Any) -> Iterator[nn.Module]:
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without an optimizer it is that
     with GatheredParameters(engine.module.parameters()):
-        engine.partition.runtime.pause()
+        offload.remove()
+        offload.forward_hooks = []
         try:
             yield engine.module
         finally:
-            engine.partition.runtime.resume()
+            offload.setup_zero_stage3_hooks()
