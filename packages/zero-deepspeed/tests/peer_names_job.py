@@ -410,6 +410,29 @@ def tiles_have_the_slices_of_the_layer_they_are_made_from(folder: Path) -> None:
         raise AssertionError(wrong)
 
 
+@statement
+def a_step_inside_an_accumulation_is_not_applied(folder: Path) -> None:
+    import deepspeed
+    import torch
+
+    for stage in (0, 2):
+        model = torch.nn.Linear(2, 1)
+        config = {
+            "train_batch_size": 3,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "zero_optimization": {"stage": stage},
+        }
+        optimizer = torch.optim.AdamW(model.parameters())
+        engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        applied = []
+        for _ in range(6):
+            engine.backward(engine(torch.ones(1, 2, device=engine.device)).sum())
+            engine.step()
+            applied.append(engine.was_step_applied())
+        assert applied == [False, False, True] * 2, (stage, applied)
+
+
 def main(folder: Path) -> None:
     import deepspeed
 

@@ -98,7 +98,6 @@ class DeepSpeedEngine(nn.Module):
     set_train_micro_batch_size = Delegated[Any]("zero_engine.training_state.sizes", "set_micro")
     get_lr = Delegated[Any]("zero_engine")
     loss_scale = Delegated[Any]("zero_engine")
-    was_step_applied = Delegated[Any]("zero_engine")
     zero_optimization_stage = Delegated[Any]("zero_engine")
     config_report = Delegated[Any]("zero_engine")
     memory_report = Delegated[Any]("zero_engine")
@@ -191,6 +190,12 @@ class DeepSpeedEngine(nn.Module):
         where one has too few. Collective."""
         self._refuse_in_block("train_batch")
         return self._whole_steps.take(data_iter, loss_fn, self.seq_data_parallel_group)
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step` updated the weights; false for one inside an accumulation. May wait for the
+        device."""
+        counters = self.zero_engine.training_state.counters
+        return counters.accumulated == 0 and self.zero_engine.was_step_applied()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
