@@ -215,8 +215,9 @@ def _drop_unused_scale(data: dict[str, Any]) -> None:
 def _drop_narrow_accumulation(data: dict[str, Any]) -> None:
     """Delete `grad_accum_dtype` from ``data`` if it is a 16-bit format other than the parameters', with a warning."""
     types = data.get("data_types")
-    if not isinstance(types, dict) or (given := types.get("grad_accum_dtype")) not in ("fp16", "bf16"):
+    if not isinstance(types, dict) or types.get("grad_accum_dtype") not in ("fp16", "bf16"):
         return
+    given = types["grad_accum_dtype"]
     sections = {"fp16": data.get("fp16"), "bf16": data.get("bf16", data.get("bfloat16"))}
     half = [name for name, section in sections.items() if isinstance(section, dict) and section.get("enabled") is True]
     if half != [given]:

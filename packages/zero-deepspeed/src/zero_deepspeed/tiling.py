@@ -71,7 +71,7 @@ class TiledLinear(nn.Module):
         if self.input_is_already_split or not isinstance(input_, torch.Tensor):
             inputs = list(input_)
         else:
-            inputs = list(input_.split([stop - start for start, stop in pairwise(self.in_parts)], dim=-1))
+            inputs = list(torch.split(input_, [stop - start for start, stop in pairwise(self.in_parts)], dim=-1))
         outputs = []
         for row in range(self.out_splits):
             total = self._tile(row, 0)(inputs[0])
