@@ -9,8 +9,6 @@ from .access import (
     full_gradient,
     full_parameter,
     full_state,
-    gathered,
-    gathered_anywhere,
     set_full_gradient,
     set_full_parameter,
     set_full_state,
@@ -21,6 +19,7 @@ from .errors import EditRefusedError, NonFiniteGradientError, PartitionError, Re
 from .external import leaf_marker, register_external_parameter, set_leaf_modules, unregister_external_parameter
 from .full_state_dict import full_state_dict
 from .full_weights import BUCKET_BYTES, FullWeights
+from .gathered_blocks import gathered, gathered_anywhere
 from .gradients import UnitGradients
 from .host_facts import storage_address
 from .initialisation import Init

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .access import gathered
+from .gathered_blocks import gathered
 from .partition import Partition
 
 

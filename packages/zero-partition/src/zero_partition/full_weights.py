@@ -25,7 +25,6 @@ from torch import nn
 
 from zero_comm import WeightBucket, WeightInfo, bucket_offsets, bucket_views, describe_weights, plan_buckets
 
-from .access import gathered
 from .adapters import (
     NamedWeight,
     adapter_state,
@@ -36,6 +35,7 @@ from .adapters import (
     plain_weights,
 )
 from .errors import PartitionError
+from .gathered_blocks import gathered
 from .partition import Partition
 from .weight_passes import WeightPass
 
