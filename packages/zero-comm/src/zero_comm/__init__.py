@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .alike import AlikeStore
 from .connections import Connections
-from .control import Control, Message
+from .control import Control
 from .device_slices import sum_slices_on_device
 from .differentiable import all_to_all
 from .discovery import RankEnvironment, discover
@@ -17,6 +17,7 @@ from .group import Group
 from .leaving import destroy_group
 from .ledger import Ledger, LedgerRow
 from .mesh import Mesh
+from .message import Message
 from .packets import Codec
 from .process_groups import EngineGroups, open_group
 from .quantized import QuantizedGather, QuantizedReduce

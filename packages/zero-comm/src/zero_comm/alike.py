@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .control import Control, Message
+from .control import Control
 from .group import Group
 from .ledger import Ledger
+from .message import Message
 from .slices import TreeSum
 from .tag import Tag
 from .topology import Topology

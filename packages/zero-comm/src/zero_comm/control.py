@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import operator
 import os
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,50 +19,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from .errors import CommError, DesyncError, PeerError
+from .failure_notes import FailureNotes
 from .flight_recorder import Track
 from .leaving import close_at_exit, destroy_group
 from .ledger import Ledger
 from .meeting import meet
+from .message import FRAME_BYTES, Message, decode_message, distinct_messages, make_frame
 from .stacks import describe_failure, excused_exceptions
-from .tag import Tag, in_step
+from .tag import Tag
 from .topology import ONE_NODE, Topology
 from .vitals import carried_bytes
 from .watch import Watch
 from .watched import Watched
 from .work import Work
 
-_FRAME_BYTES = 512
 _DIRECT_RANKS = 16  # up to here every rank writes to every other; above, gloo's own all-gather is cheaper
 _FAILURE_KEY = "zero_comm/failure"
 _FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Message:
-    """One rank's message at a point where all ranks agree.
-
-    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call; ``payload`` is plain data that goes through JSON,
-    so tuples arrive as lists. `Control` fills in the others from `Watched`: the micro-batches that the rank has
-    counted, its request and the bits that it announces.
-    """
-
-    kind: str
-    name: str
-    step: int
-    payload: Any = None
-    micro_batches: int = 0
-    request: int = 0
-    announced: int = 0
-
-    def __str__(self) -> str:
-        """Return the call in words, for errors and logs: its kind, name, step, and how many micro-batches came
-        before."""
-        after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
-        return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
-
-    def same_call(self, other: Message) -> bool:
-        """Return whether kind, name and step are equal: both ranks are at the same call."""
-        return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
 
 
 class Control:
@@ -106,12 +78,11 @@ class Control:
         self._process = os.getpid()
         self._sequence = 0
         self.is_torn = False
-        self._verdict: str | None = None
-        self._noted = False
         self.watched.failed = self.watched.waiting = None
         self._name = "" if process_group is None else process_group.group_name
         if process_group is not None:
             self._store = PrefixStore(_FAILURE_KEY, dist.distributed_c10d._get_default_store())
+            self._notes = FailureNotes(self._store, self._name, self.rank, self.world_size)
             self._cancel_close_at_exit = close_at_exit(self)
         self._track = Track(self._name)
 
@@ -134,14 +105,14 @@ class Control:
         deletes the note of `leave_note`.
         """
         messages = self._exchange(message)
-        told = _distinct(messages)
+        told = distinct_messages(messages)
         if (failed := next((m for m in told if m.kind == _FAILED), None)) is not None:
             raise PeerError(f"rank {messages.index(failed)} failed: {failed.payload[0]}; here: {message}")
         self.watched.failed = None
         self.watched.agreed = max(self.watched.agreed, max(m.request for m in told))
         self.watched.heard = functools.reduce(operator.or_, (m.announced for m in told))
-        if self._noted:
-            self._noted = not self._store.delete_key(self._note_key(self.rank))
+        if self._process_group is not None:
+            self._notes.withdraw()
         return messages
 
     def confer(self, call: str, step: int, failure: BaseException, payload: Any, patience: float) -> list[Any] | None:
@@ -165,11 +136,9 @@ class Control:
         stays set. Raises `CommError` after `close` and in a forked process."""
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
-        fields = [message.kind, message.name, message.step, message.payload, message.micro_batches]
-        rare = [message.request, message.announced]
-        body = json.dumps([*fields, *rare] if any(rare) else fields).encode()
+        body = message.encode()
         if self.world_size == 1:
-            return [_decode_message(body)]
+            return [decode_message(body)]
         self._require_open(message)
         if not self._takes_part:
             raise CommError(
@@ -179,9 +148,9 @@ class Control:
         tag = Tag("control", message.kind, message.step)
         deadline = None if patience is None else time.monotonic() + patience
         self.is_torn = True
-        frames = self._all_gather(_make_frame(body), tag, message, deadline)
+        frames = self._all_gather(make_frame(body), tag, message, deadline)
         lengths = [int.from_bytes(frame[:4], "little") for frame in frames]
-        inline = _FRAME_BYTES - 4
+        inline = FRAME_BYTES - 4
         bodies = [frame[4 : 4 + length] for frame, length in zip(frames, lengths, strict=True)]
         if max(lengths) > inline:
             rest = max(lengths) - inline
@@ -189,7 +158,7 @@ class Control:
             bodies = [(head + tail)[:length] for head, tail, length in zip(bodies, tails, lengths, strict=True)]
         self.is_torn = False
         self.watched.last = message
-        decoded = {body: _decode_message(body) for body in set(bodies)}
+        decoded = {body: decode_message(body) for body in set(bodies)}
         return [decoded[body] for body in bodies]
 
     def agree(self, message: Message) -> list[Any]:
@@ -209,10 +178,12 @@ class Control:
         told = self.agree(Message("topology", "", 0, [node, uuid.uuid4().hex]))
         self.topology = Topology(tuple(name for name, _ in told))
         self._name = f"{self._name} {told[0][1]}"  # groups of an earlier initialisation had the same names
+        if self._process_group is not None:
+            self._notes.name = self._name
 
     def check_same(self, messages: Sequence[Message]) -> None:
         """Raise `DesyncError`, which lists the ranks' calls, unless all ``messages`` (by rank) are of one call."""
-        if all(m.same_call(messages[0]) for m in _distinct(messages)):
+        if all(m.same_call(messages[0]) for m in distinct_messages(messages)):
             return
         listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
         raise DesyncError(
@@ -223,12 +194,7 @@ class Control:
 
     def abort(self, reason: str) -> None:
         """Report ``reason`` to the ranks that wait for this one, and destroy the process group. Waits for no other
-        rank, but for the store. The watch goes on, see `end_watch`.
-
-        [Note: the first cause] A message to a rank that is not listening is lost when the sender's process ends, so the
-        reason goes into the store of the process group. The first reason there is never replaced: a rank that fails
-        because another failed finds it, whichever connection showed it that something is wrong.
-        """
+        rank, but for the store. The watch goes on, see `end_watch`."""
         self.report_failure(reason)
         self.close()
 
@@ -236,26 +202,20 @@ class Control:
         """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it. See
         [Note: the first cause]. Does nothing for a single rank, in a forked process, and if the store is gone."""
         if self._takes_part:
-            with suppress(RuntimeError):  # the store went with the rank that kept it
-                value = json.dumps([self.rank, f"failed: {reason}"])
-                self._store.compare_set(self._name, "", value)
+            self._notes.report_failure(reason)
 
     def give_up(self, reason: str) -> None:
         """Store ``reason``, for which waiting would never end, as why this rank left the others, unless a rank has
         reported a failure before; `explain` names it in the others' errors and in this rank's own. Called by the watch,
         in its thread."""
-        self._verdict = reason
-        with suppress(RuntimeError):
-            self._store.compare_set(self._name, "", json.dumps([self.rank, reason]))
+        self._notes.give_up(reason)
 
     def leave_note(self, reason: str) -> None:
         """Store why this rank may make no further call, for the others' `explain`, which prefers a failure that a rank
         has reported. This rank's next `exchange` deletes the note. Does nothing for a single rank, in a forked process,
         and if the store is gone."""
         if self._takes_part:
-            with suppress(RuntimeError):
-                self._store.set(self._note_key(self.rank), json.dumps([self.rank, reason]))
-                self._noted = True
+            self._notes.leave(reason)
 
     def record_failed_call(self, failure: BaseException, when: str) -> None:
         """Record, here and as a note for the other ranks, that a call of this rank failed. ``when``: "in step 3". If
@@ -275,28 +235,11 @@ class Control:
         """Record that this rank's forward pass is done: until its next call a backward pass has to follow."""
         self.watched.owes_backward = True
 
-    def _note_key(self, rank: int) -> str:
-        """Return the store's key for the note that ``rank`` leaves."""
-        return f"{self._name} note {rank}"
-
     def explain(self, error: CommError) -> CommError:
         """Return a `PeerError` with the reason why a rank left, or why this rank's watch gave up, if the store has one.
         Return ``error`` if not, after `close`, when the store is gone, and when this rank itself reported the first
         failure."""
-        if self._process_group is None:
-            return error
-        notes = (self._note_key(rank) for rank in range(self.world_size) if rank != self.rank)
-        try:
-            store = self._store
-            key = next((k for k in (self._name, *notes) if store.check([k])), None)
-            if key is None:
-                return error
-            rank, reason = json.loads(store.get(key))
-        except RuntimeError:  # the store went with the rank that kept it
-            return error
-        if rank == self.rank:
-            return error if self._verdict is None else PeerError(f"this rank {self._verdict}")
-        return PeerError(f"rank {rank} {reason}; here: {error}")
+        return error if self._process_group is None else self._notes.explain(error)
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
         """Start this rank's watch thread (see [Note: the watch]); do nothing for a single rank.
@@ -437,21 +380,6 @@ def _carried_by_gloo(but_ports: list[int]) -> int | None:
     return carried_bytes(but_ports)
 
 
-def _distinct(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages in rank order, each object once, as ranks that sent the same share one."""
-    return list(dict(zip(map(id, messages), messages, strict=True)).values())
-
-
-def _make_frame(body: bytes) -> bytes:
-    """Return the frame of fixed size for ``body``: its length, and as much of it as fits."""
-    return (len(body).to_bytes(4, "little") + body[: _FRAME_BYTES - 4]).ljust(_FRAME_BYTES, b"\0")
-
-
 def _tensor_over(body: bytearray) -> torch.Tensor:
     """Return ``body`` as a uint8 tensor in the same memory: bytes are read there, for `Tensor.numpy` needs NumPy."""
     return torch.frombuffer(body, dtype=torch.uint8)
-
-
-def _decode_message(body: bytes) -> Message:
-    """Return the message of a body that `Control._exchange` has encoded."""
-    return Message(*json.loads(body))

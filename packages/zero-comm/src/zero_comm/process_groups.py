@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from .alike import AlikeControl, AlikeGroup, in_fake_world
 from .connections import Connections
-from .control import Control, Message
+from .control import Control
 from .group import Group
 from .ledger import Ledger
+from .message import Message
 from .packets import Codec
 from .quantized import QuantizedGather, QuantizedReduce
 from .replicated import Reduction, ReplicatedReduce
