@@ -21,8 +21,9 @@ def _sum_kernel(
     ACCUMULATE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sum ``COUNT`` slices of ``numel`` elements, ``stride`` apart from ``first`` on, into ``out``, ``TILE`` elements
-    per program. ``DIVIDE``: divide by ``divisor``. ``ACCUMULATE``: add the quotient to ``out``."""
+    """Sum ``COUNT`` slices of ``numel`` elements in float32 into ``out``; each program sums ``TILE`` elements.
+    ``first`` points to the first slice; each next one begins ``stride`` elements later. ``DIVIDE``: divide the sum by
+    ``divisor``. ``ACCUMULATE``: add the result to ``out`` instead of replacing it."""
     places = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = places < numel
     total = tl.load(first + places, mask=inside, other=0.0).to(tl.float32)
@@ -38,8 +39,9 @@ def _sum_kernel(
 def sum_evenly_spaced(
     first: torch.Tensor, out: torch.Tensor, *, stride: int, count: int, divisor: int, accumulate: bool
 ) -> None:
-    """Sum ``count`` slices as `SliceSum` says. ``first``: the first of them; the others follow in memory, each
-    ``stride`` elements after the one before. ``out``: float32, contiguous, and as long as a slice."""
+    """Sum ``count`` slices in order, divide by ``divisor``, and write the result to ``out``, or with ``accumulate`` add
+    it there (see `SliceSum`). ``first``: the first slice; the others follow in memory, each ``stride`` elements after
+    the one before. ``out``: float32, contiguous, and as long as a slice."""
     with torch.cuda.device_of(out):
         _sum_kernel[(triton.cdiv(out.numel(), _TILE),)](
             first,

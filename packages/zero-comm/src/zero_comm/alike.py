@@ -30,8 +30,8 @@ def in_fake_world() -> bool:
 
 
 class AlikeStore(Store):
-    """A torch `Store` for a world in which every rank does what this one does; each
-    addition counts ``world_size`` times."""
+    """A torch `Store` in this process alone, for a world in which every rank does what this one does: what this rank
+    adds to a counter counts once for each of ``world_size`` ranks."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class AlikeStore(Store):
         self._values: dict[str, bytes] = {}
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` once per rank to a counter, and return its new value."""
+        """Add ``amount``, once per rank, to the counter ``key`` (0 before the first addition), and return its new
+        value. Counters and values have separate keys."""
         self._counts[key] = self._counts.get(key, 0) + amount * self._world_size
         return self._counts[key]
 
@@ -49,24 +50,23 @@ class AlikeStore(Store):
         self._values[key] = value if isinstance(value, bytes) else value.encode()
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        """Set the value to ``desired`` if it is ``expected`` (empty: if there is no value); return the value
-        afterwards, or ``expected`` if there is none.
-        """
+        """Set the value of ``key`` to ``desired`` if it is ``expected``, or if ``expected`` is empty and there is no
+        value. Return the value afterwards; ``expected`` if there is none."""
         before = expected if isinstance(expected, bytes) else expected.encode()
         if self._values.get(key, b"") == before:
             self.set(key, desired)
         return self._values.get(key, before)
 
     def get(self, key: str) -> bytes:
-        """Return a value. Raises KeyError if there is none."""
+        """Return the value of ``key``. Raises KeyError if there is none."""
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys have a value."""
+        """Return whether all ``keys`` have a value. Counters do not count."""
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value; return whether there was one."""
+        """Delete the value of ``key``; return whether there was one."""
         return self._values.pop(key, None) is not None
 
     deleteKey = delete_key  # the name by which torch calls it from C++
@@ -91,14 +91,17 @@ class AlikeControl(Control):
         self.topology = Topology(self._nodes)
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
-        """Start nothing: no rank ever waits for another here."""
+        """Start no thread, unlike `Control.watch`: no rank ever waits for another here, so both arguments are
+        ignored."""
 
     def _exchange(self, message: Message, deadline: float | None = None) -> list[Message]:
-        """Return this rank's own message ``world_size`` times; ``deadline`` is ignored."""
+        """Return ``message``, with the fields that `Control` fills in, once for each of ``world_size`` ranks. Nothing
+        is waited for, so ``deadline`` has no effect."""
         return super()._exchange(message, deadline) * self.world_size
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, deadline: float | None) -> list[bytes]:
-        """Return one body, which `_exchange` takes for those of all ranks; count the bytes as in a real world."""
+        """Return a list of this rank's ``body`` alone, which `_exchange` repeats for the other ranks. Count its bytes
+        under ``tag`` as in a real world. ``doing`` and ``deadline`` are ignored."""
         self._count(tag, len(body))
         return [body]
 
@@ -110,16 +113,15 @@ class AlikeGroup(Group):
     """
 
     def coded_ranks(self, device: torch.device) -> Sequence[int]:
-        """Return, on the CPU, this rank and another if there is one, whose slices stand for those of all ranks;
-        elsewhere all ranks.
-        """
+        """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: on the CPU this
+        rank and the next (if there is one), whose slices stand for those of all ranks; on an accelerator all ranks."""
         if device.type != "cpu":
             return super().coded_ranks(device)
         return sorted({self.rank, (self.rank + 1) % self.world_size})
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return the tensor itself ``count`` times instead of its slices, as on the CPU they are neither sent nor
-        received."""
+        """Return ``count`` times ``flat`` itself if it is on the CPU, where slices are neither sent nor received; else
+        its ``count`` slices, as `Group` does."""
         if not self._uses_direct_messages(flat):
             return super()._slices(flat, count)
         return [flat] * count  # they are neither sent nor received
@@ -127,13 +129,15 @@ class AlikeGroup(Group):
     def _exchange(
         self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Tag
     ) -> list[tuple[Any, int | None]]:
-        """Count the exchange as issued, send nothing, and return an empty list: there is no operation to wait for."""
+        """Count one collective in ``issued`` and return an empty list: nothing is sent or received, so there is no
+        operation to wait for. All arguments are ignored."""
         self.issued += 1
         return []
 
     def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-        """Sum two slices of this rank's own instead of one of each rank, on the CPU; for a `TreeSum` as many as there
-        are ranks, because that takes memory for its sums."""
+        """Write to ``out``, or with ``accumulate`` add there, what stands for the average of ``slices``. On the CPU
+        only this rank's own slice is summed, twice instead of once per rank (as often as there are ranks for a
+        `TreeSum`, whose memory depends on it), so the numbers mean nothing."""
         if not self._uses_direct_messages(out):
             super()._sum(slices, out, accumulate)
             return

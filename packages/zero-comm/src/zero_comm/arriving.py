@@ -1,4 +1,8 @@
-"""Wait for the ranks of a job to come to its store, and log after a while which of them are missing."""
+"""Wait for the ranks of a job to come to its store, and log after a while which of them are missing.
+
+The store is the key-value server, kept by rank 0 or by the launcher, through which torch's process groups are made. A
+place is the `RankEnvironment` of this process: its rank, and where the store listens.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ logger = logging.getLogger("zero_comm")
 
 
 def await_store(address: str, place: RankEnvironment, timeout: timedelta) -> None:
-    """Return once something listens at ``address`` and the port of ``place``; log once, after 5 s, what is waited for.
+    """Return once something listens at ``address`` and the port of ``place``; after 5 s log once that this rank waits
+    for it. ``place``: this process's rank environment.
 
     Raises PeerError after ``timeout``. Sends nothing.
     """
@@ -44,9 +49,9 @@ def await_store(address: str, place: RankEnvironment, timeout: timedelta) -> Non
 
 def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: timedelta) -> None:
     """Return once all ranks have called this with ``store``; after 5 s the lowest rank that has come logs, once, which
-    have not.
+    ranks have not.
 
-    Every rank must call it equally often. ``address``: of the store, and ``place``: this rank, for messages. Raises
+    Every rank must call it equally often. ``address``: of the store. ``place``: this process's rank environment. Raises
     PeerError after ``timeout``, and when the process that keeps the store is gone.
     """
     where = f"{place.world_size} ranks at {address}:{place.port}"
@@ -75,12 +80,13 @@ def await_ranks(store: Store, address: str, place: RankEnvironment, timeout: tim
 
 
 def _absent_ranks(store: Store, number: int, world_size: int) -> list[int]:
-    """Return the ranks that have not begun call ``number`` of `await_ranks`."""
+    """Return the ranks that have not yet begun their ``number``-th call (from 1) of `await_ranks` with ``store``."""
     return [rank for rank in range(world_size) if store.add(f"zero-comm/came/{rank}", 0) < number]
 
 
 def _ranks_have(ranks: list[int]) -> str:
-    """Return `rank 1 has` or `ranks 1, 2 and 3 more have` for a message about ``ranks``."""
+    """Return the beginning of a sentence about ``ranks``: "rank 1 has", "ranks 1, 2 have"; beyond eight, "ranks 0, …, 7
+    and 3 more have"."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     named = ", ".join(map(str, ranks[:_MOST_NAMES]))
     return f"rank {named} has" if len(ranks) == 1 else f"ranks {named}{more} have"

@@ -43,10 +43,11 @@ class Connections:
         self._inodes |= other._inodes
 
     def sever(self) -> int:
-        """Shut down the recorded connections that are still open, forget all, and return the number shut down.
+        """Shut down the recorded connections that are still open, and return their number; afterwards nothing is
+        recorded.
 
-        May be called by any thread. Does nothing in a process that was forked from the one that opened them: shutting
-        them down there would cut them here too.
+        May be called by any thread. Does nothing in a process that was forked from the one that made this object:
+        shutting the shared sockets down there would cut them here too.
         """
         if os.getpid() != self._process:
             return 0
@@ -59,7 +60,7 @@ class Connections:
 
 
 def open_sockets() -> dict[int, int]:
-    """Return inode -> descriptor of every socket that this process has open; empty without /proc."""
+    """Return the open sockets of this process: inode -> file descriptor. Empty where the system has no /proc."""
     found = {}
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # closed meanwhile
@@ -70,7 +71,8 @@ def open_sockets() -> dict[int, int]:
 
 
 def _shut_down(descriptor: int, inode: int) -> bool:
-    """Shut down the connected socket at ``descriptor`` if it still has ``inode``, and return whether that was done.
+    """Shut down the connected socket at file ``descriptor`` if it still has ``inode``, and return whether that was
+    done.
 
     The descriptor stays open. Listening sockets stay as they are: gloo aborts the process without them.
     """

@@ -1,4 +1,9 @@
-"""Small messages by which the ranks agree, and by which a rank that fails tells the others why."""
+"""Small messages by which the ranks agree, and by which a rank that fails tells the others why.
+
+The store is torch's key-value store, through which process groups are made; it works also when a group is broken. The
+watch is a thread of each rank (`watch.py`) that logs whom its rank waits for, and ends a wait that would never end: it
+gives up.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +46,16 @@ _FAILED = "failed"
 class Control:
     """Exchanges one `Message` per rank over a CPU (gloo) group; every rank receives all of them in rank order.
 
-    ``process_group``: None for a single rank. ``ledger``: counts the messages' bytes and seconds. Messages of up to 508
-    bytes travel in one frame of fixed size. For larger ones the frame holds the size, and the rest follows.
+    ``process_group``: None for a single rank. ``ledger``: counts the messages' bytes and seconds; by default one of its
+    own. Messages of up to 508 bytes travel in one frame of fixed size. For larger ones the frame holds the size, and
+    the rest follows.
+
+    A method that raises `PeerError` does so with the cause that a rank has stored, if there is one (`explain`).
 
     Attributes:
+        rank, world_size: this rank's number in the group, and the group's size.
         topology: which ranks share a node; all do until `exchange_nodes`.
-        watched: what this rank does and waits for, for its `Watch`.
+        watched: what this rank does and waits for; its watch reads it.
         is_torn: an exchange failed half-way: this rank's next one would be paired with a different one of its peers.
     """
 
@@ -62,18 +71,20 @@ class Control:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The gloo group underneath; None for a single rank. Raises `CommError` after `close` of several ranks."""
+        """torch's gloo group that carries the messages; None for a single rank. Raises `CommError` if there are several
+        ranks and `close` was called."""
         self._require_open("its process group")
         return self._process_group
 
     @property
     def _takes_part(self) -> bool:
-        """Return whether there is a group and this is its process, not one that was forked from it."""
+        """Whether this object has an open group of several ranks, and this process is the one that opened it, not a
+        fork of that."""
         return self._process_group is not None and os.getpid() == self._process
 
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
-        """Use ``process_group``, a new one of the same ranks, after `close`, and forget the failure; call
-        `exchange_nodes` and `watch` next. Sends nothing."""
+        """Use ``process_group``, a new one of the same ranks (None for a single rank), after `close`, and forget that a
+        call has failed. Call `exchange_nodes` and `watch` next. Sends nothing. The constructor calls it, too."""
         self._process_group = process_group
         self._process = os.getpid()
         self._sequence = 0
@@ -87,10 +98,11 @@ class Control:
         self._track = Track(self._name)
 
     def meet_again(self, call: str, payload: Any, patience: float) -> list[Any]:
-        """After `close`: wait for all ranks to call this, and return every rank's ``payload`` (JSON) in rank order.
+        """Wait, after `close`, until all ranks have called this, and return every rank's ``payload`` (JSON data) in
+        rank order.
 
-        Works without process groups, through the store. Raises `PeerError` on every rank when one has not called it
-        ``patience`` seconds after another; see `meet`.
+        It works without process groups, through the store. ``call`` names the user's call in errors. Raises `PeerError`
+        on every rank when one has not called it ``patience`` seconds after another; see `meet`.
         """
         if self.world_size == 1:
             return [payload]
@@ -100,9 +112,10 @@ class Control:
     def exchange(self, message: Message) -> list[Message]:
         """Send ``message`` to every rank and return all ranks' messages in rank order. Collective.
 
-        Ranks that sent the same share one object. The ranks may be at different calls; see `agree`. Raises `PeerError`
-        when a rank is gone, has aborted, or is in `confer`, and `CommError` in a forked process. Updates `watched`, and
-        deletes the note of `leave_note`.
+        Ranks that sent the same message share one object. The ranks may be at different calls (`agree` refuses that).
+        Updates the fields of `watched` about agreements and failures, and deletes this rank's `leave_note`. Raises
+        `PeerError` when a rank is gone, has aborted, or is in `confer`, and `CommError` after `close` and in a forked
+        process.
         """
         messages = self._exchange(message)
         told = distinct_messages(messages)
@@ -116,11 +129,11 @@ class Control:
         return messages
 
     def confer(self, call: str, step: int, failure: BaseException, payload: Any, patience: float) -> list[Any] | None:
-        """After ``failure`` of this rank in ``call``, find out whether all ranks failed there.
+        """Find out, after ``failure`` of this rank in ``call`` of ``step``, whether all ranks failed in the same call.
 
-        Return their payloads (JSON, in rank order) if so, else None: then this rank must `abort`. For ranks that are at
-        an `exchange` instead, that call raises `PeerError`, which names ``failure``. Also returns None once
-        ``patience`` seconds have passed since this call, however many ranks and messages it waits for.
+        Return the ranks' payloads (JSON data, in rank order) if they did, else None: then this rank must `abort`. None
+        also if that is not known ``patience`` seconds after the call. A rank that is in `exchange` instead gets a
+        `PeerError` there that names ``failure``.
         """
         reason = describe_failure(failure, f"in step {step}")
         try:
@@ -131,9 +144,13 @@ class Control:
         return [m.payload[1] for m in messages] if together else None
 
     def _exchange(self, message: Message, patience: float | None = None) -> list[Message]:
-        """Exchange as `exchange` does, without looking at what the messages say. ``patience``: for all waits together;
-        None for the group's timeout in each. Raises `PeerError` when a rank is gone or does not answer; then `is_torn`
-        stays set. Raises `CommError` after `close` and in a forked process."""
+        """Send ``message`` to every rank and return all ranks' messages in rank order, whatever they say; `exchange`
+        and `confer` look at them. Collective.
+
+        ``patience``: seconds for all waits together; None for the group's timeout in each. Sets `is_torn` while it
+        runs, and leaves it set if it raises `PeerError`, when a rank is gone or does not answer. Raises `CommError`
+        after `close` and in a forked process.
+        """
         own = self.watched
         message = replace(message, micro_batches=own.micro_batches, request=own.request, announced=own.announced)
         body = message.encode()
@@ -162,19 +179,19 @@ class Control:
         return [decoded[body] for body in bodies]
 
     def agree(self, message: Message) -> list[Any]:
-        """Exchange ``message`` and return every rank's payload in rank order; ranks that sent the same share one
-        object. Collective.
+        """Exchange ``message`` and return every rank's payload in rank order; ranks that sent the same message share
+        one payload object. Collective.
 
-        Raises `DesyncError`, which lists every rank's call, when the ranks are at different calls, and else as
-        `exchange` does.
+        Raises `DesyncError`, which lists every rank's call, when the ranks are at different calls (kind, name or step
+        differ), and else as `exchange` does.
         """
         messages = self.exchange(message)
         self.check_same(messages)
         return [m.payload for m in messages]
 
     def exchange_nodes(self, node: str) -> None:
-        """Set `topology` from every rank's ``node``, the name of the node that it is on, and make this group's keys in
-        the store unique. Collective."""
+        """Set `topology` from every rank's ``node``, the name of the node that it is on, and add a random word to this
+        group's keys in the store, so that no earlier group has the same. Collective. Raises as `agree` does."""
         told = self.agree(Message("topology", "", 0, [node, uuid.uuid4().hex]))
         self.topology = Topology(tuple(name for name, _ in told))
         self._name = f"{self._name} {told[0][1]}"  # groups of an earlier initialisation had the same names
@@ -182,7 +199,8 @@ class Control:
             self._notes.name = self._name
 
     def check_same(self, messages: Sequence[Message]) -> None:
-        """Raise `DesyncError`, which lists the ranks' calls, unless all ``messages`` (by rank) are of one call."""
+        """Raise `DesyncError`, which lists the ranks' calls, unless all ``messages`` (in rank order) have the same
+        kind, name and step."""
         if all(m.same_call(messages[0]) for m in distinct_messages(messages)):
             return
         listing = "\n".join(f"  rank {rank}: {m}" for rank, m in enumerate(messages))
@@ -193,65 +211,71 @@ class Control:
         )
 
     def abort(self, reason: str) -> None:
-        """Report ``reason`` to the ranks that wait for this one, and destroy the process group. Waits for no other
-        rank, but for the store. The watch goes on, see `end_watch`."""
+        """Report ``reason`` as this rank's failure (`report_failure`), and destroy the process group (`close`). Waits
+        for the store, but for no other rank. The watch runs on until `end_watch`."""
         self.report_failure(reason)
         self.close()
 
     def report_failure(self, reason: str) -> None:
-        """Put ``reason`` into the store, unless a rank has reported one before; other ranks' errors then name it. See
-        [Note: the first cause]. Does nothing for a single rank, in a forked process, and if the store is gone."""
+        """Store that this rank failed for ``reason``, unless a rank has reported a failure before; other ranks' errors
+        then name the reason. See [Note: the first cause] in failure_notes.py. Does nothing for a single rank, in a
+        forked process, and if the store is gone."""
         if self._takes_part:
             self._notes.report_failure(reason)
 
     def give_up(self, reason: str) -> None:
-        """Store ``reason``, for which waiting would never end, as why this rank left the others, unless a rank has
-        reported a failure before; `explain` names it in the others' errors and in this rank's own. Called by the watch,
-        in its thread."""
+        """Store ``reason`` as why this rank left the others, unless a rank has reported a failure before; `explain`
+        then names it in the others' errors and in this rank's own. The watch calls this, in its thread, when waiting
+        would never end."""
         self._notes.give_up(reason)
 
     def leave_note(self, reason: str) -> None:
-        """Store why this rank may make no further call, for the others' `explain`, which prefers a failure that a rank
-        has reported. This rank's next `exchange` deletes the note. Does nothing for a single rank, in a forked process,
+        """Store ``reason`` as why this rank may make no further call. The others' `explain` names it unless a rank has
+        reported a failure. This rank's next `exchange` deletes it. Does nothing for a single rank, in a forked process,
         and if the store is gone."""
         if self._takes_part:
             self._notes.leave(reason)
 
     def record_failed_call(self, failure: BaseException, when: str) -> None:
-        """Record, here and as a note for the other ranks, that a call of this rank failed. ``when``: "in step 3". If
-        others then wait and this rank makes no further call (`record_call`), its watch gives up."""
+        """Record that a call of this rank failed with ``failure``: in `watched`, and as a note for the other ranks
+        (`leave_note`). ``when``: in words, as "in step 3". If others then wait while this rank makes no further call
+        (`record_call`), its watch gives up."""
         reason = describe_failure(failure, when)
         self.leave_note(f"failed: {reason}")
         self.watched.failed = (reason, time.monotonic())
 
     def record_call(self) -> None:
-        """Record that this rank makes a call. Its watch then no longer gives up for a call that failed before or for an
-        exception that the script is handling now, and a backward pass no longer has to follow."""
+        """Record in `watched` that this rank makes a call of the engine. Its watch then no longer gives up for a call
+        that failed before, nor for an exception that the script is handling now; and no backward pass is expected any
+        more."""
         self.watched.failed = None
         self.watched.excused = excused_exceptions()
         self.watched.owes_backward = False
 
     def record_forward(self) -> None:
-        """Record that this rank's forward pass is done: until its next call a backward pass has to follow."""
+        """Record in `watched` that this rank's forward pass is done, so that its backward pass should follow; the watch
+        says so in its log until the next `record_call`."""
         self.watched.owes_backward = True
 
     def explain(self, error: CommError) -> CommError:
-        """Return a `PeerError` with the reason why a rank left, or why this rank's watch gave up, if the store has one.
-        Return ``error`` if not, after `close`, when the store is gone, and when this rank itself reported the first
-        failure."""
+        """Return a `PeerError` with the cause of ``error`` if the store has one: the failure or the note of another
+        rank, or why this rank's watch gave up. Return ``error`` itself if it has none, after `close`, when the store is
+        gone, and when this rank reported the failure."""
         return error if self._process_group is None else self._notes.explain(error)
 
     def watch(self, sever: Callable[[], object], stopped_after: float) -> None:
-        """Start this rank's watch thread (see [Note: the watch]); do nothing for a single rank.
+        """Start this rank's watch thread; do nothing for a single rank. Call it after `exchange_nodes`; `end_watch`
+        stops the thread.
 
         ``sever``: called when the watch gives up, to end every wait on this rank and on its peers. ``stopped_after``:
-        see `Watch`. Call this after `exchange_nodes`; `end_watch` stops the thread.
+        seconds without an answer after which a rank that others wait for counts as gone; see [Note: the watch] in
+        watch.py.
         """
         if self._process_group is None:
             return
 
         def give_up(reason: str) -> None:
-            """Report ``reason``, and cut this rank's connections."""
+            """Store ``reason``, and cut this rank's connections; the watch calls it when it gives up."""
             self.give_up(reason)
             sever()
 
@@ -268,7 +292,8 @@ class Control:
         )
 
     def show_waits(self, watched: Watched, explain: Callable[[CommError], CommError]) -> None:
-        """From now on, show in ``watched`` what this rank waits for here, and have ``explain`` replace errors."""
+        """Show in ``watched``, from now on, what this rank waits for in this group, and have ``explain`` replace
+        errors: those of another `Control`, whose watch covers this group too."""
         self._shown, self._explain = watched, explain
 
     def end_watch(self) -> None:
@@ -279,24 +304,24 @@ class Control:
 
     def close(self) -> None:
         """Destroy the process group, without waiting for other ranks; after that only `meet_again` and `reopen` may be
-        called. The watch goes on until `end_watch`. May be called again."""
+        called. The watch runs on until `end_watch`. Does nothing if it was called before."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)
             self._process_group = None
 
     def _require_open(self, wanted: object) -> None:
-        """Raise `CommError`, which names ``wanted``, if there are several ranks and `close` was called: torch would
-        take the default group for None."""
+        """Raise `CommError` if there are several ranks and `close` was called: torch would take the default group for
+        None. ``wanted``: begins the error's text."""
         if self._process_group is None and self.world_size > 1:
             raise CommError(f"{wanted}: the control group of rank {self.rank} of {self.world_size} is closed")
 
     def _all_gather(self, body: bytes, tag: Tag, doing: Message, deadline: float | None) -> list[bytes]:
-        """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes; waits. Collective.
+        """Return every rank's ``body`` (equal lengths) in rank order, and count its bytes under ``tag``; waits.
+        Collective.
 
-        ``doing``: the message that the watch and errors name. ``deadline``: of `time.monotonic`, for all waits; None
-        for the group's timeout in each. Raises `PeerError`, with the cause if one is known, when a rank is gone or does
-        not answer.
+        ``doing``: the message that the watch and errors name. ``deadline``: by `time.monotonic`, for all waits; None
+        for the group's timeout in each. Raises `PeerError` when a rank is gone or does not answer.
         """
         if self.world_size > _DIRECT_RANKS:
             received = [bytearray(len(body)) for _ in range(self.world_size)]
@@ -336,15 +361,16 @@ class Control:
         return list(map(bytes, received_by_rank))
 
     def _count(self, tag: Tag, nbytes: int) -> None:
-        """Count in the ledger a message of ``nbytes`` bytes to every other rank, and the part of it that goes to other
-        nodes."""
+        """Count in the ledger, under ``tag``, a message of ``nbytes`` bytes to every other rank; separately, the bytes
+        that go to other nodes."""
         self.ledger.count(tag, nbytes * (self.world_size - 1), nbytes * self.topology.far_peers(self.rank))
 
     def _start_exchange(self, body: bytes, tag: Tag) -> tuple[list[bytearray], list[tuple[int, Any]]]:
-        """Start to send ``body`` to every rank and to receive theirs, which have the same length.
+        """Start to send ``body`` to every other rank and to receive theirs, which must have the same length; count the
+        bytes under ``tag``.
 
-        Return the receive buffers by rank, valid once the operations are waited for, and the pending operations, each
-        with its peer.
+        Return the receive buffers by rank (this rank's own holds ``body``), valid once all operations have been waited
+        for, and the pending operations: (peer rank, torch's handle).
         """
         self._sequence = (self._sequence + 1) % (1 << 30)
         self._count(tag, len(body))
@@ -360,26 +386,28 @@ class Control:
 
 
 def _time_left(deadline: float | None) -> timedelta | None:
-    """Return the time until ``deadline`` (of `time.monotonic`), at least a millisecond, as gloo takes zero for no
-    limit; None for None."""
+    """Return the time until ``deadline`` (by `time.monotonic`), at least a millisecond, as gloo takes zero for no
+    limit; None (no limit) for None."""
     return None if deadline is None else timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
 def _store_ports(store: Store) -> list[int]:
-    """Return the port of the TCP store under prefixes, in a list; an empty one for other stores."""
+    """Return the port at which ``store`` listens, in a list, if it is a TCP store, also one behind prefixes; an empty
+    list for other stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return [store.port] if isinstance(store, TCPStore) else []
 
 
 def _carried_by_gloo(but_ports: list[int]) -> int | None:
-    """Return the bytes that this process's connections have carried, except those from or to ``but_ports``; None where
-    gloo does not move the CPU's data, or the system does not count them."""
+    """Return the bytes that this process's TCP connections have sent and received, except those from or to
+    ``but_ports``; None where gloo does not move the CPU's data, or the system does not count them."""
     if "gloo" not in dist.get_backend_config() or not hasattr(socket, "TCP_INFO"):
         return None
     return carried_bytes(but_ports)
 
 
 def _tensor_over(body: bytearray) -> torch.Tensor:
-    """Return ``body`` as a uint8 tensor in the same memory: bytes are read there, for `Tensor.numpy` needs NumPy."""
+    """Return ``body`` as a uint8 tensor that shares its memory. The caller reads the bytes from ``body``, as
+    `Tensor.numpy` would need NumPy."""
     return torch.frombuffer(body, dtype=torch.uint8)

@@ -31,9 +31,8 @@ def sum_slices_on_device(
 
 
 def _common_stride(slices: Sequence[torch.Tensor]) -> int:
-    """Return the elements from the beginning of each slice to that of the next in memory; 0 if that differs, if it is
-    no whole number, or if there are fewer than two slices or one that is not contiguous.
-    """
+    """Return the number of elements from the beginning of each slice to that of the next in memory; 0 if it is not the
+    same for all or not whole, if there are fewer than two slices, or if one is not contiguous."""
     if len(slices) < 2 or not all(s.is_contiguous() for s in slices):
         return 0
     places = [s.data_ptr() for s in slices]
@@ -44,7 +43,7 @@ def _common_stride(slices: Sequence[torch.Tensor]) -> int:
 
 @functools.cache
 def _triton_sum() -> Callable[..., None] | None:
-    """Return the function that runs the Triton kernel; None where triton cannot be imported."""
+    """Return `sum_evenly_spaced`, the function that runs the Triton kernel; None where triton cannot be imported."""
     try:
         from ._triton_slices import sum_evenly_spaced
     except ImportError:

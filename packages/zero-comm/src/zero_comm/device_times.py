@@ -43,7 +43,8 @@ class DeviceMarks:
         self._needed: torch.Event | None = None
 
     def begin_wait(self) -> None:
-        """Mark in the current stream that it needs the result from here on; do nothing if the marks are not timed."""
+        """Record an event in the current stream, which needs the result from here on; do nothing if the marks are not
+        timed."""
         self._needed = self._record_event() if self.timed else None
 
     @cached_property
@@ -54,9 +55,8 @@ class DeviceMarks:
         return self._record_event()
 
     def seconds(self) -> tuple[float, float]:
-        """Return the seconds from the launch, and from the need, to completion, once `complete` has completed; timed
-        marks only. Raises RuntimeError on a device whose events have no times.
-        """
+        """Return (seconds from the launch to completion, seconds from `begin_wait` to completion). Only for timed
+        marks, once the event `complete` has completed. Raises RuntimeError on a device whose events have no times."""
         return _seconds_between(self._launched, self.complete), _seconds_between(self._needed, self.complete)
 
     def _record_event(self) -> torch.Event:
@@ -70,9 +70,10 @@ class DeviceTimes:
     """Measures collectives whose `wait` only orders streams, so that the host's clock says nothing about them.
 
     `completed` yields what the device has finished. The host never waits for the device. Clocks of the device and the
-    host are compared whenever an event is seen to be complete: it was so at that moment at the latest.
+    host are compared whenever an event is seen to be complete: it was complete at that moment at the latest.
 
-    ``unmeasured``: collectives whose times are not known, because the device's events have none.
+    Attributes:
+        unmeasured: collectives whose times are not known, because the device's events have none; the reader empties it.
     """
 
     def __init__(self) -> None:
@@ -82,11 +83,12 @@ class DeviceTimes:
         self.unmeasured: list[Tag] = []
 
     def add(self, tag: Tag, marks: DeviceMarks) -> None:
-        """Add a collective that was waited for, by its timed marks."""
+        """Add the collective ``tag``, which was waited for, to those that `completed` will yield. ``marks``: timed."""
         self._running.append((tag, marks, marks.complete))
 
     def waiting(self, phases: Collection[str]) -> int:
-        """Return how many collectives of ``phases`` `completed` has not yielded yet."""
+        """Return how many of the added collectives of ``phases`` `completed` has not looked at yet: the device was not
+        seen to complete them."""
         return sum(tag.phase in phases for tag, *_ in self._running)
 
     def completed(self) -> Iterator[DeviceTime]:
@@ -103,8 +105,8 @@ class DeviceTimes:
             yield DeviceTime(tag, open_seconds, min(open_seconds, waited), self._host_time(complete))
 
     def _host_time(self, event: torch.Event) -> float:
-        """Return when a completed event completed by the host's clock, at the latest; call it as soon as the completion
-        is seen."""
+        """Return when the completed ``event`` completed, by `time.perf_counter`; never earlier than in truth, and a
+        little later at most. Call it as soon as the completion is seen."""
         now = time.perf_counter()
         if self._base is None:
             self._base, self._base_time = event, now

@@ -15,7 +15,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: torch.Tensor, group: Group, tag: Tag) -> torch.Tensor:
-        """Return what the ranks sent to this one, in ``flat``'s shape, as a new tensor. Collective; waits."""
+        """Return a new tensor in the shape of ``flat`` whose slice r is what rank r sent to this rank. Collective;
+        waits. ``tag``: names the collective, here and in `backward`."""
         ctx.group, ctx.tag = group, tag
         flat = flat.contiguous()
         out = torch.empty_like(flat)
@@ -24,8 +25,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of ``flat``: the slices of the output's gradient, each sent back to its rank. Collective;
-        waits."""
+        """Return the gradient of ``flat``: the slices of the output's gradient ``gradients[0]``, each sent back to its
+        rank; None for the other arguments of `forward`. Collective; waits."""
         return all_to_all(gradients[0], ctx.group, ctx.tag), None, None
 
 

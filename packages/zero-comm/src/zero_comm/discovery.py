@@ -1,4 +1,9 @@
-"""Find this process's rank in the environment of the program that started it."""
+"""Find this process's rank in the environment of the program that started it.
+
+`discover` asks one function per kind of launcher, `_torchrun` and the like. Each gets the environment variables
+``env``, reads the rank, the sizes and rank 0's address from them, and returns None where its launcher's variables are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +58,9 @@ def local_rank() -> int:
 
 
 def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and sizes by torchrun's variables; None without RANK and WORLD_SIZE. Without local
-    variables it is alone on its host; without MASTER_PORT the port is 29500. Raises as `discover` does.
-    """
+    """Return this process's rank environment by torchrun's variables; None without RANK and WORLD_SIZE. Without
+    LOCAL_RANK and LOCAL_WORLD_SIZE the process is taken to be alone on its host; without MASTER_PORT the port is 29500.
+    Raises ValueError as `discover` does."""
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
@@ -68,7 +73,8 @@ def _torchrun(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and sizes by Open MPI's variables; None without them. Raises as `discover` does."""
+    """Return this process's rank environment by Open MPI's variables; None without them. Raises ValueError as
+    `discover` does."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("OMPI_MCA_orte_ess_jobid", "")
@@ -79,9 +85,9 @@ def _open_mpi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and sizes by PMI's variables; None without them, and under Slurm. Without local
-    variables it counts as alone on its host. Raises as `discover` does.
-    """
+    """Return this process's rank environment by PMI's variables (MPICH, Intel MPI); None without them, and under Slurm.
+    Without MPI_LOCALRANKID and MPI_LOCALNRANKS the process is taken to be alone on its host. Raises ValueError as
+    `discover` does."""
     if "PMI_RANK" not in env or "PMI_SIZE" not in env or "SLURM_PROCID" in env:
         return None
     rank, world_size = int(env["PMI_RANK"]), int(env["PMI_SIZE"])
@@ -92,10 +98,9 @@ def _pmi(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and sizes by the variables of Slurm's srun; None outside of srun. Rank 0's address is
-    MASTER_ADDR, else the first host of the step, or 127.0.0.1 on a single host; the port is MASTER_PORT, else one that
-    follows from the step's id.
-    """
+    """Return this process's rank environment by the variables of Slurm's srun; None outside of srun. Rank 0's address
+    is MASTER_ADDR, else the first host of the step, or 127.0.0.1 on a single host; the port is MASTER_PORT, else one
+    that follows from the step's id. Raises ValueError for a value that is no number."""
     # SLURM_STEP_ID is only there inside srun: a batch script's own shell is no rank.
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env:
         return None
@@ -111,9 +116,8 @@ def _slurm(env: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
-    """Return this process's rank and sizes by the index that Kubernetes gives each pod of an indexed Job, one rank per
-    pod; None without it. Raises as `discover` does.
-    """
+    """Return this process's rank environment by the index that Kubernetes gives each pod of an indexed Job, one rank
+    per pod; None without JOB_COMPLETION_INDEX or WORLD_SIZE. Raises ValueError as `discover` does."""
     if "JOB_COMPLETION_INDEX" not in env or "WORLD_SIZE" not in env:
         return None
     sizes = (int(env["JOB_COMPLETION_INDEX"]), int(env["WORLD_SIZE"]), 0, 1)
@@ -124,12 +128,12 @@ def _indexed_job(env: Mapping[str, str]) -> RankEnvironment | None:
 def _rank_environment(
     env: Mapping[str, str], source: str, sizes: tuple[int, int, int, int], job: str, hint: str
 ) -> RankEnvironment:
-    """Return the rank with ``sizes`` (rank, world size, local rank, local world size), and with rank 0's address and
-    port.
+    """Return the rank environment with ``sizes`` = (rank, world size, local rank, local world size), and with the
+    address and port of MASTER_ADDR and MASTER_PORT in ``env``; without them 127.0.0.1 and a port that follows from
+    ``job``.
 
-    ``source``: the kind of launcher. ``job``: an id that all ranks of the job share, from which the port follows
-    without MASTER_PORT. ``hint``: how the user sets MASTER_ADDR, for the ValueError where ranks are on several hosts
-    without it.
+    ``source``: the kind of launcher. ``job``: an id that all ranks of the job share. Raises ValueError where ranks are
+    on several hosts without MASTER_ADDR; ``hint`` ends its text with how the user sets that.
     """
     rank, world_size, local, locals_ = sizes
     address = env.get("MASTER_ADDR")
@@ -151,7 +155,7 @@ def _port_of_job(job: str) -> int:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """Return the host names of a Slurm node list: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
+    """Return the host names of a Slurm node list ``text``: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7, login."""
     hosts = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         names = [""]
@@ -163,13 +167,13 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _expand_range(span: str) -> list[str]:
-    """Return the numbers of `01-03`, padded alike: 01, 02, 03; a single number as it is."""
+    """Return the numbers of ``span`` as text, padded alike: `01-03` is 01, 02, 03; a single number is itself."""
     first, dash, last = span.partition("-")
     return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if dash else [first]
 
 
 def expand_counts(text: str) -> list[int]:
-    """Return the number of tasks on each node from Slurm's notation: `2(x3),1` is 2, 2, 2, 1."""
+    """Return the number of tasks on each node from Slurm's notation ``text``: `2(x3),1` is 2, 2, 2, 1."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or "1")

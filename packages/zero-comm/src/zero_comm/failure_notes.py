@@ -16,10 +16,12 @@ from .errors import CommError, PeerError
 
 
 class FailureNotes:
-    """The failure that a rank of one process group reported first, and one note per rank, in the group's store.
+    """The failure that a rank of one process group reported first, and one note per rank, in the group's store: why a
+    rank failed, left, or may make no further call.
 
-    ``name``: of the group, begins every key; no other group may have the same. If the store is gone, with the rank that
-    kept it, `withdraw` raises RuntimeError and nothing else does.
+    ``store``: torch's key-value store, which works also when process groups are broken. ``name``: of the group; it
+    begins every key, so no other group may have the same. ``rank``, ``world_size``: of this rank in the group. If the
+    store is gone, with the rank that kept it, `withdraw` raises RuntimeError and nothing else does.
     """
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int) -> None:
@@ -36,14 +38,14 @@ class FailureNotes:
             self._store.compare_set(self.name, "", json.dumps([self._rank, f"failed: {reason}"]))
 
     def give_up(self, reason: str) -> None:
-        """Store ``reason`` as why this rank left the others, unless a rank has reported a failure before. If it was
+        """Store ``reason`` as why this rank left the others, unless a rank has reported a failure before. Where it was
         stored, `explain` names it in this rank's own errors, too."""
         self._own_reason = reason
         with suppress(RuntimeError):
             self._store.compare_set(self.name, "", json.dumps([self._rank, reason]))
 
     def leave(self, reason: str) -> None:
-        """Store this rank's note: why it may make no further call. It replaces an earlier one."""
+        """Store ``reason`` as this rank's note: why it may make no further call. It replaces an earlier one."""
         with suppress(RuntimeError):
             self._store.set(self._note_key(self._rank), json.dumps([self._rank, reason]))
             self._has_note = True
@@ -54,9 +56,12 @@ class FailureNotes:
             self._has_note = not self._store.delete_key(self._note_key(self._rank))
 
     def explain(self, error: CommError) -> CommError:
-        """Return a `PeerError` that names the reported failure or, if there is none, the note of the lowest other rank
-        that has left one. Return ``error`` itself if there is neither, when the store is gone, and when this rank
-        reported the failure; if this rank gave up, a `PeerError` that says why."""
+        """Return a `PeerError` with the cause of ``error``: the failure that was reported first or, if there is none,
+        the note of the lowest other rank that has left one. If the first is this rank's own, a `PeerError` that says
+        why it gave up.
+
+        Return ``error`` itself if there is neither, when the store is gone, and when this rank reported the failure.
+        """
         notes = (self._note_key(rank) for rank in range(self._world_size) if rank != self._rank)
         try:
             key = next((k for k in (self.name, *notes) if self._store.check([k])), None)

@@ -39,13 +39,12 @@ class FeedbackAverage:
 
     def average(self, x: torch.Tensor, tag: Tag) -> Work:
         """Start to replace ``x`` (float32, ``numel`` elements, contiguous) by the average of all ranks' ``x`` through
-        the codec.
+        the codec; `Work.wait` on the result writes ``x``. ``tag`` names the collective.
 
-        `Work.wait` on the result writes ``x``. The bits are the same on every rank; on a single rank ``x`` stays as it
-        is. Collective, and `Work.wait` too: it sends the answers over the group, so every rank must wait at the same
-        point among the group's collectives. Changes both errors: start an average when the one before was waited for.
-        Sends 2 (N-1) packets of s elements (N ranks; s: see `slice_numel`). Raises ValueError when ``x`` has another
-        number of elements.
+        The bits are the same on every rank; on a single rank ``x`` stays as it is. Collective, and `Work.wait` too: it
+        sends the answers over the group, so every rank must wait at the same point among the group's collectives.
+        Changes both errors: start an average when the one before was waited for. Sends 2 (N-1) packets of s elements (N
+        ranks; s: see `slice_numel`). Raises ValueError when ``x`` has another number of elements.
         """
         if x.numel() != self._numel:
             raise ValueError(f"{tag}: expected {self._numel} elements, as at the first average, got {x.numel()}")
@@ -62,15 +61,17 @@ class FeedbackAverage:
         first = self._group.all_to_all(arrived, sent, tag)
 
         def finish() -> None:
-            """Wait for the slices of all ranks, and send and receive the averages."""
+            """Wait for the other ranks' slices, exchange the averages, and write them into ``x``; `Work.wait` calls
+            it."""
             first.wait()
             self._exchange_averages(arrived, x, tag)
 
         return Work(tag, buffers=(x, sent, arrived), finish=finish)
 
     def _exchange_averages(self, arrived: torch.Tensor, x: torch.Tensor, tag: Tag) -> None:
-        """Average this rank's slice of all ``arrived`` packets (one row per rank), all-gather the ranks' averages, and
-        write them into ``x``; waits. Collective."""
+        """Average this rank's slice of all ranks, all-gather the ranks' averages, and write them into ``x``; waits.
+        Collective. ``arrived``: the packets that the ranks sent to this one, one row per rank. Changes
+        `server_error`."""
         decoded, total = torch.empty_like(self.server_error), torch.zeros_like(self.server_error)
         coded = self._group.coded_ranks(x.device)
         for rank in coded:
@@ -88,7 +89,8 @@ class FeedbackAverage:
                 target.copy_(decoded[: target.numel()])
 
     def _encode(self, compensated: torch.Tensor, packet: torch.Tensor) -> None:
-        """Encode ``compensated`` (one slice) into ``packet``, and replace it by the encoding error."""
+        """Encode ``compensated`` (one slice of s elements, the last encoding error included) into ``packet`` (uint8),
+        and replace ``compensated`` by the new encoding error."""
         self._packets.write(compensated, packet)
         decoded = torch.empty_like(compensated)
         self._packets.read(packet, decoded)

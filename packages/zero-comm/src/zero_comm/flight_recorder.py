@@ -45,7 +45,8 @@ _LIBRARIES = (
 
 
 class FlightRecorder:
-    """Writes entries into a mapped file; see [Note: flight recorder format 1].
+    """Writes entries into a mapped file; see [Note: flight recorder format 1]. An entry is one collective of this rank;
+    its number counts from 1.
 
     ``path``: of the file, which replaces any that is there. ``rank``, ``world_size``: for its header. ``slots``: number
     of entries that it keeps.
@@ -67,7 +68,8 @@ class FlightRecorder:
         self._named: Counter[str] = Counter()
 
     def label_group(self, group_name: str) -> bytes:
-        """Return the name (up to 24 bytes) under which a new group's entries are recorded.
+        """Return the name (UTF-8, up to 24 bytes) under which the entries of a new process group are recorded.
+        ``group_name``: torch's name of it.
 
         Groups of the same name get a number behind it from the second on: names repeat when torch.distributed is
         destroyed and initialised again.
@@ -105,9 +107,8 @@ class FlightRecorder:
             self._words[_WAITING] = number
 
     def leave_to_device(self, number: int, complete: torch.Event) -> None:
-        """Record that entry ``number`` is complete with the event ``complete``, for which streams wait and not the
-        host.
-        """
+        """Record that the wait for entry ``number`` is over for the host, and that the entry is complete with the event
+        ``complete``, for which the accelerator's streams wait."""
         with self._lock:
             if not self._on_device:
                 self._moved_at = time.monotonic()
@@ -116,10 +117,9 @@ class FlightRecorder:
         self.look_at_device()
 
     def look_at_device(self) -> None:
-        """Count the entries that the accelerator has finished. If none has finished for 5 s, record the first
-        unfinished one as the one that this rank waits for, unless the host waits for another. Never blocks; any thread
-        may call it.
-        """
+        """Count the entries of `leave_to_device` that the accelerator has finished since the last look. If none has
+        finished for 5 s, record the first unfinished one as the entry that this rank waits for, unless the host waits
+        for another. Never blocks; any thread may call it."""
         if not self._on_device:
             return
         with self._lock:
@@ -140,7 +140,8 @@ class FlightRecorder:
             self._words[_WAITING] = 0
 
     def end_wait(self) -> None:
-        """Record that the entry for which this rank waited is complete."""
+        """Record that the wait that `begin_wait` recorded has ended well: its entry is complete. Forgets the entry of
+        `fail_wait`."""
         with self._lock:
             self._words[_WAITING] = self._words[_FAILED] = 0
             self._words[_FINISHED] += 1
@@ -159,9 +160,10 @@ class Track:
         self._sequence = 0
 
     def start(self, tag: Tag, same_bytes: int) -> Ticket | None:
-        """Record a collective that is about to start, and return the ticket to wait with; None without a recorder.
+        """Record the collective ``tag``, which is about to start, and return the ticket to wait with; None without a
+        recorder.
 
-        ``same_bytes``: bytes that must be equal on all ranks, for a reader to compare (0: they may differ).
+        ``same_bytes``: bytes that must be equal on all ranks, for a reader of the file to compare (0: they may differ).
         """
         if self._recorder is None:
             return None
@@ -170,8 +172,8 @@ class Track:
 
 
 class Ticket:
-    """The entry ``number`` of the flight recorder: a context manager around the wait for it, which records the wait
-    and its outcome."""
+    """The entry ``number`` of ``recorder``: a context manager around the wait for its collective, which records that
+    this rank waits, and how the wait ends."""
 
     __slots__ = ("_complete", "_number", "_recorder")
 
@@ -181,9 +183,8 @@ class Ticket:
         self._complete: torch.Event | None = None
 
     def ends_with(self, complete: torch.Event) -> None:
-        """Record, inside the context, that the wait has only ordered streams, so that the entry is complete with the
-        event ``complete``.
-        """
+        """Record, inside the context, that the wait has only ordered streams: the entry will be complete when the event
+        ``complete`` is."""
         self._complete = complete
 
     def __enter__(self) -> None:
@@ -204,8 +205,9 @@ class Ticket:
 
 @functools.cache
 def process_recorder() -> FlightRecorder | None:
-    """Return this process's flight recorder, made at the first call; None if the environment names no file
-    (`RECORDER_VARIABLE`). Raises OSError when the file cannot be written."""
+    """Return this process's flight recorder, made at the first call; None if the environment variable
+    `RECORDER_VARIABLE` names no file. Rank and world size are those of RANK and WORLD_SIZE. Raises OSError when the
+    file cannot be written."""
     path = os.environ.get(RECORDER_VARIABLE)
     if not path:
         return None
@@ -220,8 +222,8 @@ def _entry_text(text: str) -> bytes:
 
 
 def call_site() -> bytes:
-    """Return `train.py:31`, up to 64 bytes, for the innermost line outside the libraries that led to this call;
-    empty if there is none. See `is_library`."""
+    """Return the innermost line of the user's code that led to the caller of this function, as `train.py:31`, up to 64
+    bytes; empty if there is none. Files of libraries (`is_library`) are passed over."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename  # a string keeps its hash, a code object does not
@@ -233,7 +235,8 @@ def call_site() -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def is_library(path: str) -> bool:
-    """Return whether a source file belongs to torch, to the zero packages or to the interpreter's frozen modules.
+    """Return whether the source file ``path`` belongs to torch, to the zero packages or to the interpreter's frozen
+    modules.
 
     A zero package is imported by a name that begins with `zero_`, and a distribution of that name is installed.
     """
@@ -244,14 +247,15 @@ def is_library(path: str) -> bool:
 
 
 def _is_in_package(path: str, name: str) -> bool:
-    """Return whether a source file lies in the folder of the imported package ``name``."""
+    """Return whether the source file ``path`` lies in the folder of the imported package ``name``; False if it is not
+    imported."""
     origin = getattr(sys.modules.get(name), "__file__", None)
     return origin is not None and path.startswith(os.path.dirname(origin) + os.sep)
 
 
 @functools.cache
 def _is_distribution(name: str) -> bool:
-    """Return whether a distribution of that name is installed."""
+    """Return whether a distribution (installed package) called ``name`` is installed."""
     try:
         distribution(name)
     except PackageNotFoundError:
@@ -261,5 +265,5 @@ def _is_distribution(name: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _file_and_line(path: str, line: int) -> bytes:
-    """Return the file's name and the line as bytes; of a long one the end."""
+    """Return `train.py:31` as bytes for the file at ``path`` and ``line``; of a long one the last 64 bytes."""
     return f"{os.path.basename(path)}:{line}".encode()[-64:]

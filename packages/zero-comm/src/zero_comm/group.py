@@ -1,4 +1,8 @@
-"""Flat collectives on one process group, in the order in which every rank issues them."""
+"""Flat collectives on one process group, in the order in which every rank issues them.
+
+Every collective takes a `Tag`, by which the ledger, the flight recorder and errors name it, and returns a `Work`, whose
+`wait` finishes it.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,8 @@ class Group:
         self.reopen(process_group)
 
     def reopen(self, process_group: dist.ProcessGroup | None) -> None:
-        """Use ``process_group``, a new one of the same ranks, after `close`. Discard every `Work` of the old one."""
+        """Use ``process_group``, a new one of the same ranks (None for a single rank), after `close`, and count
+        `issued` from 0. Discard every `Work` of the old one. The constructor calls it, too."""
         self._process_group = process_group
         self._process = os.getpid()
         self._sequence = 0
@@ -174,7 +179,7 @@ class Group:
             self.issued += 1
 
         def finish() -> None:
-            """Sum the received slices into ``out``, in rank order."""
+            """Sum the slices that arrived into ``out``, in rank order; `Work.wait` calls it."""
             self._sum(parts, out, accumulate)
 
         buffers = (flat, received, out)
@@ -252,12 +257,14 @@ class Group:
         )
 
     def show_waits(self, watched: Watched, explain: Callable[[CommError], CommError]) -> None:
-        """From now on, show in ``watched`` what this rank waits for, and have ``explain`` replace errors."""
+        """Show in ``watched``, from now on, what this rank waits for in this group, and have ``explain`` replace
+        errors."""
         self._watched, self._explain = watched, explain
 
     def close(self) -> None:
-        """Destroy the process group, and the one that `torch_group` made; peers that still wait on it get an error.
-        Does not wait for them. With several ranks only `reopen` may follow. May be called again."""
+        """Destroy the process group, and the one that `torch_group` made, without waiting for other ranks; peers that
+        still wait in it get an error. With several ranks only `reopen` may follow. Does nothing if it was called
+        before."""
         if self._process_group is not None:
             self._cancel_close_at_exit()
             destroy_group(self._process_group, self._process)
@@ -267,31 +274,33 @@ class Group:
             self._alone = None
 
     def coded_ranks(self, device: torch.device) -> Sequence[int]:
-        """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: all."""
+        """Return the ranks whose slices on ``device`` a collective with a `Codec` encodes and decodes: all. A group in
+        a fake world has fewer."""
         return range(self.world_size)
 
     def _require_open(self, tag: Tag) -> None:
-        """Raise `CommError` if `close` was called: torch would take the default group for None. Only for several
-        ranks."""
+        """Raise `CommError`, which names ``tag``, if `close` was called: torch would take the default group for None.
+        Call it for several ranks only."""
         if self._process_group is None:
             raise CommError(f"{tag}: the group of rank {self.rank} of {self.world_size} is closed")
 
     def _count(self, tag: Tag, slice_bytes: int) -> None:
-        """Count in the ledger a collective in which this rank sends ``slice_bytes`` bytes to every other rank, and the
-        part of it that goes to other nodes; the caller raises `issued`.
-        """
+        """Count in the ledger the collective ``tag``, in which this rank sends ``slice_bytes`` bytes to every other
+        rank; separately, the bytes that go to other nodes. `issued` does not change."""
         self.ledger.count(tag, (self.world_size - 1) * slice_bytes, self._far_peers * slice_bytes)
 
     def _uses_direct_messages(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` travels as [Note: direct messages on gloo] says."""
+        """Return whether ``tensor`` is on the CPU, so that its collectives are messages between pairs of ranks ([Note:
+        direct messages on gloo]); else the backend's own collectives are used."""
         return tensor.device.type == "cpu"
 
     def _slices(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Return the ``count`` slices of equal length of a contiguous tensor, as 1-D views."""
+        """Return the ``count`` slices of equal length of the contiguous ``flat``, as 1-D views."""
         return list(flat.view(count, -1).unbind())
 
     def _sum(self, slices: Sequence[torch.Tensor], out: torch.Tensor, accumulate: bool) -> None:
-        """Sum slices, one of each rank, and write the average to ``out``, or with ``accumulate`` add it there."""
+        """Sum ``slices``, one of each rank, divide by the number of ranks (not with ``averages=False``), and write the
+        result to ``out``, or with ``accumulate`` add it there."""
         self._slice_sum(slices, out, divisor=self._divisor, accumulate=accumulate)
 
     def _exchange(
@@ -299,8 +308,9 @@ class Group:
     ) -> list[tuple[Any, int | None]]:
         """Start to send ``send[r]`` to and receive ``receive[r]`` from every other rank r, nearest neighbours first.
 
-        Return the pending operations, each with its peer, for `Work`; none for a single rank. Entries of this rank
-        itself are ignored. Raises PeerError when a peer is known to be gone.
+        Return the pending operations for `Work`: (torch's handle, peer rank); none for a single rank. Entries of this
+        rank itself are ignored. Counts one in `issued`. Raises PeerError, which names ``tag``, when a peer is known to
+        be gone.
         """
         self._sequence = (self._sequence + 1) % _TAG_LIMIT
         pending: list[tuple[Any, int | None]] = []
@@ -319,17 +329,16 @@ class Group:
     def _native_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, accumulate: bool, ticket: Ticket | None
     ) -> Work:
-        """Start a reduce-scatter by the backend's own collective, as `reduce_scatter` does; equal dtypes only.
-
-        ``ticket``: of its entry in the flight recorder, if there is one.
-        """
+        """Start a `reduce_scatter` by the backend's own collective, for an accelerator's ``flat`` and ``out`` of equal
+        dtypes. The arguments are those of `reduce_scatter`; ``ticket``: the collective's entry in the flight recorder,
+        None without one."""
         result = torch.empty_like(out) if accumulate else out
         work = dist.reduce_scatter_tensor(result, flat, group=self._process_group, async_op=True)
         self.issued += 1
 
         def finish() -> None:
-            """Divide the sum by the number of ranks (not with ``averages=False``), and add it to ``out`` with
-            ``accumulate``."""
+            """Divide the ranks' sum by the number of ranks (not with ``averages=False``) and, with ``accumulate``, add
+            it to ``out``; without, it is in ``out`` already."""
             result.div_(self._divisor)
             if accumulate:
                 out.add_(result)

@@ -1,4 +1,5 @@
-"""The streams in which an accelerator runs a reduction in several hops.
+"""The streams in which an accelerator runs a reduction in several hops: collectives one after the other, each over some
+of the ranks.
 
 [Note: streams of the hops] An accelerator gets all hops at once. They run in two streams of their own: the hop inside
 the node or the replica in one, everything behind it in the other, so that neither compute nor the first hop of the next
@@ -31,10 +32,9 @@ class HopStreams:
         self._streams: tuple[torch.Stream, torch.Stream] | None = None
 
     def run(self, device: torch.device, begin: Callable[[], Started], rest: Callable[[Started], None]) -> StreamEnd:
-        """Queue ``begin`` in the first stream, behind the current stream of ``device``, and ``rest`` with its result in
-        the second, behind the first; return the end of the second. Waits inside ``begin`` and ``rest`` only order
-        streams.
-        """
+        """Queue the work of ``begin()`` in the first stream, behind what the current stream of ``device`` has queued,
+        and that of ``rest``, called with what ``begin`` returned, in the second stream behind the first. Return the end
+        of the second stream. The host waits for neither."""
         if self._streams is None:
             self._streams = torch.Stream(device), torch.Stream(device)
         inside, across = self._streams
@@ -56,6 +56,6 @@ class StreamEnd:
         self._event = stream.record_event()
 
     def wait(self, timeout: timedelta | None = None, /) -> None:
-        """Have the current stream wait until ``stream`` has come there. The host does not wait, whatever ``timeout``
-        is."""
+        """Have the current stream wait until ``stream`` has done the work that was queued when this object was made.
+        The host does not wait, whatever ``timeout`` is."""
         torch.accelerator.current_stream(self._device).wait_event(self._event)

@@ -34,12 +34,12 @@ def destroy_group(process_group: dist.ProcessGroup, process: int | None = None) 
 
 @functools.cache
 def keep_where_forked() -> weakref.WeakSet[dist.ProcessGroup]:
-    """Return the set of destroyed process groups, to which the caller adds those that it destroys; the same set at each
-    call. It holds them weakly.
+    """Return the set of destroyed process groups that a forked process must keep; a caller adds those that it destroys.
+    Every call returns the same set, which holds its members weakly.
 
-    The first call has every process that is forked from this one from then on keep the groups in the set, and all that
-    torch knows, until it ends: nothing frees them there, not even the interpreter's end. A destroyed group counts, as
-    code may still hold it. See [Note: threads at the end].
+    The first call has every process that is forked from this one later keep the groups in the set, and all groups that
+    torch knows, until that process ends: nothing frees them there, not even the interpreter's end. Destroyed groups
+    count, as code may still hold them. See [Note: threads at the end] in `close_at_exit`.
     """
     destroyed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
@@ -53,8 +53,8 @@ def keep_where_forked() -> weakref.WeakSet[dist.ProcessGroup]:
 
 
 def close_at_exit(holder: Closable) -> Callable[[], None]:
-    """Have ``holder`` closed when the interpreter begins to shut down, if it still exists; return a function that
-    cancels this.
+    """Have ``holder.close()`` called when the interpreter begins to shut down, if ``holder`` still exists; return a
+    function that cancels this.
 
     [Note: threads at the end] gloo's threads may still release tensors, for which they need the interpreter's lock. A
     thread that asks for the lock while the interpreter shuts down is ended on the spot, and the C++ runtime aborts the
@@ -62,7 +62,7 @@ def close_at_exit(holder: Closable) -> Callable[[], None]:
     by an exception they are not: one of them may wait for a peer that waits for this process to end.
 
     A process that was forked from this one has none of the threads, so there a group can never be destroyed: its
-    destructor would wait for them for ever. `keep_where_forked` has it live as long as the process.
+    destructor would wait for them for ever. `keep_where_forked` lets it live as long as the process.
     """
     keep_where_forked()
     reference, process = weakref.ref(holder), os.getpid()

@@ -32,10 +32,11 @@ class Ledger:
     """Adds up the bytes that this rank hands to the transport, without protocol headers.
 
     One ledger serves all groups of an engine. Reading it sends nothing. Bytes to other nodes are also counted
-    separately, where the groups know their `Topology`.
+    separately, where the groups know their `Topology`. A phase is that of a `Tag`: "gather", "reduce" and so on.
 
-    ``times_devices``: whether collectives of accelerator tensors are timed, by three events each; set it before they
-    start. Without it they count as untimed.
+    Attributes:
+        times_devices: whether collectives of accelerator tensors are timed, by three events each; set it before they
+            start. Without it they count as untimed.
     """
 
     def __init__(self) -> None:
@@ -45,22 +46,25 @@ class Ledger:
         self._in_hops = False
 
     def count(self, tag: Tag, sent_bytes: int, across_bytes: int = 0) -> None:
-        """Add one collective in which this rank sends ``sent_bytes``, ``across_bytes`` of them to other nodes."""
+        """Add one collective, under the phase and the name of ``tag``, in which this rank sends ``sent_bytes``,
+        ``across_bytes`` of them to other nodes."""
         row = self._row(tag)
         row.calls += 1
         row.sent_bytes += sent_bytes
         row.across_bytes += across_bytes
 
     def count_seconds(self, tag: Tag, open_seconds: float, waited_seconds: float, ended: float | None = None) -> None:
-        """Add the times of a finished collective: ``open_seconds`` since its start, ``waited_seconds`` of them spent
-        waiting. ``ended``: when, by `time.perf_counter`, None for now; for subclasses, which may record it."""
+        """Add the times of the finished collective ``tag``: ``open_seconds`` since its start, ``waited_seconds`` of
+        them spent waiting. ``ended``: when, by `time.perf_counter`, None for now; ignored here, for subclasses that
+        record it."""
         row = self._row(tag)
         row.open_seconds += open_seconds
         row.waited_seconds += waited_seconds
 
     def count_on_device(self, tag: Tag, marks: DeviceMarks) -> None:
-        """Add a collective on an accelerator by its marks, after its wait. If they are timed, its times are counted by
-        a later call, once it is complete; else it counts as untimed. Nothing inside `hops_of_one`."""
+        """Add the collective ``tag`` on an accelerator by its ``marks``, after its wait. If they are timed, a later
+        call counts its times, once the device has completed it; else it counts as untimed. Does nothing inside
+        `hops_of_one`."""
         if self._in_hops:
             return
         if marks.timed:
@@ -71,7 +75,7 @@ class Ledger:
 
     @contextmanager
     def hops_of_one(self) -> Iterator[None]:
-        """Leave out the times of collectives on an accelerator that the block waits for: they are the hops of one
+        """Leave out the times of the collectives on an accelerator that the block waits for: they are the hops of one
         collective, which the caller times as a whole. Their calls and bytes count."""
         self._in_hops = True
         try:
@@ -129,5 +133,5 @@ class Ledger:
             yield phase, name, row
 
     def _row(self, tag: Tag) -> LedgerRow:
-        """Return the totals of the tag's phase and name, which are made at its first use."""
+        """Return the totals of the phase and name of ``tag``, to be changed by the caller; zeros at first."""
         return self._rows.setdefault((tag.phase, tag.name), LedgerRow())

@@ -19,8 +19,8 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
     """Return every rank's ``payload`` (JSON data) in rank order, once all ranks have called this with ``store``.
 
     Use each ``store`` (or prefix of one) for one meeting. The first rank that has waited ``patience`` seconds ends the
-    meeting for good: every rank, also one that comes later, then raises `PeerError`, which names the missing ranks. It
-    is raised too when the process that keeps the store is gone. ``call`` names the user's call in that error.
+    meeting for good: every rank, also one that comes later, then raises `PeerError`, which names the missing ranks.
+    `PeerError` is also raised when the process that keeps the store is gone. ``call`` names the user's call in errors.
     """
     try:
         store.set(f"rank {rank}", json.dumps([call, payload]))
@@ -38,8 +38,9 @@ def meet(store: Store, rank: int, world_size: int, call: str, payload: Any, pati
 
 
 def _await_verdict(store: Store, world_size: int, call: str, patience: float) -> None:
-    """Wait until the meeting has a verdict; after ``patience`` seconds set one that names the missing ranks, unless
-    another rank has set one."""
+    """Wait until ``store`` says how the meeting has ended: that all ranks are there, or who is missing. After
+    ``patience`` seconds store the latter, unless another rank has stored an end by then. ``call`` names the user's
+    call."""
     began, pause = time.monotonic(), 0.001
     while not store.check([_VERDICT]):
         if time.monotonic() - began >= patience:

@@ -20,6 +20,11 @@ class Mesh:
 
     ``shard_size`` defaults to the world size. ``device``: as for `default_device`. Raises RuntimeError before
     torch.distributed is initialised, and ValueError when ``shard_size`` does not divide the world size.
+
+    Attributes:
+        rank, world_size: this rank in the world, and the number of all ranks.
+        device: this rank's compute device.
+        shard_size: ranks that shard one replica.
     """
 
     def __init__(self, *, shard_size: int | None = None, device: torch.device | None = None) -> None:
@@ -40,17 +45,16 @@ class Mesh:
 
     @classmethod
     def node_local(cls, *, device: torch.device | None = None) -> Mesh:
-        """Return the mesh with one replica per node: its shard size is the environment's local world size.
-
-        If the launcher's environment does not give that size, there is one replica over the whole world.
-        """
+        """Return the mesh with one replica per node: its shard size is the number of ranks on this host, as the
+        launcher's environment gives it. Without that number there is one replica over the whole world. ``device``: as
+        for the class. Raises as the class and `discover` do."""
         place = discover()
         known = place is not None and (place.source != "torchrun" or "LOCAL_WORLD_SIZE" in os.environ)
         return cls(shard_size=place.local_world_size if place is not None and known else None, device=device)
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """torch's DeviceMesh of shape (replicate, shard). Its first use makes it, which is collective."""
+        """torch's DeviceMesh of shape (replicate, shard). The first access makes it, which is collective."""
         if self._device_mesh is None:
             self._device_mesh = DeviceMesh(self.device.type, self._grid, mesh_dim_names=("replicate", "shard"))
         return self._device_mesh
@@ -73,9 +77,8 @@ class Mesh:
         deterministic: bool = False,
         ranks_per_node: int | None = None,
     ) -> EngineGroups:
-        """Open the process groups of one engine: gathers over the shard axis, reductions over both axes, control
-        messages over all ranks. Collective over the world. See `EngineGroups.open` for the arguments.
-        """
+        """Open and return the process groups of one engine: gathers over the shard axis, reductions over both axes,
+        control messages over all ranks. Collective over the world. See `EngineGroups.open` for arguments and errors."""
         return EngineGroups.open(
             [list(range(self.world_size))],
             ledger=ledger,

@@ -17,9 +17,9 @@ FRAME_BYTES = 512
 class Message:
     """One rank's message at a point where all ranks agree.
 
-    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call; ``payload`` is plain data that goes through JSON,
-    so tuples arrive as lists. `Control` fills in the others from `Watched`: the micro-batches that the rank has
-    counted, its request and the bits that it announces.
+    ``kind``, ``name`` and ``step`` (or `NO_STEP`) identify the call that the rank is in; ``payload`` is plain data that
+    goes through JSON, so tuples arrive as lists. `Control` fills in the others from `Watched`: the micro-batches that
+    the rank has counted, its request (a number; the highest is agreed on) and the bits that it announces.
     """
 
     kind: str
@@ -31,13 +31,13 @@ class Message:
     announced: int = 0
 
     def __str__(self) -> str:
-        """Return the call in words, for errors and logs: its kind, name, step, and how many micro-batches came
-        before."""
+        """Return the call in words, for errors and logs: "step 'x' in step 3 after 4 micro-batches", that is kind,
+        name, step, and the micro-batches that the rank has counted."""
         after = f" after {self.micro_batches} micro-batches" if self.micro_batches else ""
         return f"{self.kind} '{self.name}'{in_step(self.step)}{after}"
 
     def same_call(self, other: Message) -> bool:
-        """Return whether kind, name and step are equal: both ranks are at the same call."""
+        """Return whether ``other`` has the same kind, name and step: both ranks are at the same call."""
         return (self.kind, self.name, self.step) == (other.kind, other.name, other.step)
 
     def encode(self) -> bytes:

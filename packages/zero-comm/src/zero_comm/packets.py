@@ -10,9 +10,10 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Encodes a 1-D floating tensor in fewer bytes, and decodes it.
+    """Encodes a 1-D floating tensor in fewer bytes, and decodes it. What encoding yields is a payload of bytes and the
+    scales of its blocks.
 
-    Blocks are anchored at element 0 of ``x``: encode whole shards only. Every rank uses an equal codec.
+    Blocks are counted from element 0 of ``x``: encode whole shards only. Every rank uses an equal codec.
     """
 
     def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,17 +21,20 @@ class Codec(Protocol):
         elements. Called for each slice that this rank sends."""
 
     def decode(self, payload: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the decoded values into ``out`` (1-D, any floating dtype). Called for each encoded slice."""
+        """Write the values that ``payload`` and ``scales`` (as of `encode`) stand for into ``out`` (1-D, any floating
+        dtype). Called for each encoded slice."""
 
     def payload_nbytes(self, numel: int) -> int:
-        """Return the bytes of payload of ``numel`` elements; it must depend on ``numel`` alone."""
+        """Return the bytes of the payload that encodes ``numel`` elements; it must depend on ``numel`` alone."""
 
     def scales_numel(self, numel: int) -> int:
-        """Return the number of float32 scales of ``numel`` elements; it must depend on ``numel`` alone."""
+        """Return the number of float32 scales that encoding ``numel`` elements yields; it must depend on ``numel``
+        alone."""
 
 
 class Packets:
-    """Encodes and decodes messages of ``numel`` elements: ``codec``'s payload, up to three zero bytes, its scales.
+    """Encodes slices of ``numel`` elements as packets, messages of one fixed size, and decodes them. A packet is
+    ``codec``'s payload, up to three zero bytes, and the scales.
 
     Attributes:
         nbytes: size of one packet; equal on every rank, because it follows from ``codec`` and ``numel`` alone.

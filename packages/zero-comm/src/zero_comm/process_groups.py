@@ -1,4 +1,9 @@
-"""The process groups of one engine: gather, reduce, control, and those between replicas."""
+"""The process groups of one engine: gather, reduce, control, and those between replicas.
+
+The data groups are those whose collectives carry tensors: all but control. The watch is a thread of each rank that ends
+waits that would never end; see [Note: the watch] in watch.py. A row is the list of global ranks of one engine, or of
+one of its groups.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +109,8 @@ class EngineGroups:
         kind = AlikeGroup if in_fake_world() else Group
 
         def data_group(over: Rows) -> Group:
-            """Open this rank's group of the rows ``over``, append it with them to ``opened``, and return it.
-            Collective."""
+            """Open a data group for each row of ``over``, append this rank's group and ``over`` to ``opened``, and
+            return the group. Collective."""
             mine = next(row for row in rows if dist.get_rank() in row)
             ranks = [mine.index(rank) for rank in next(row for row in over if dist.get_rank() in row)]
             with connections.recording():
@@ -151,7 +156,8 @@ class EngineGroups:
         self.gather.broadcast(tensor, number, tag).wait()
 
     def cover(self, groups: Iterable[Group | Control], connections: Connections) -> None:
-        """Have the engine's watch cover ``groups`` that others have opened, with ``connections``, for the same ranks.
+        """Have the engine's watch cover ``groups``, which others have opened, and their ``connections``. Their ranks
+        are those of the engine.
 
         A wait in them counts as one of the engine's, the engine's ledger counts what they send, their errors name the
         cause that a rank has reported, and `abort` cuts their connections, which `reopen` does not open again.
@@ -162,11 +168,11 @@ class EngineGroups:
         self._connections.include(connections)
 
     def abort(self, failure: BaseException, *, when: str = "") -> None:
-        """Destroy all groups because this rank cannot continue, so that no rank waits for it. Waits for no other rank,
-        but for the store, to which the cause goes.
+        """Destroy all groups because this rank cannot continue after ``failure``, and cut their connections, so that no
+        rank waits for it. Waits for the store, where the cause is kept, but for no other rank.
 
-        The others' errors name ``failure`` and ``when`` ("in step 3"), unless a rank has reported a cause before. Only
-        `meet_again` and `reopen` may follow.
+        The others' errors name ``failure`` and ``when`` (in words, as "in step 3"), unless a rank has reported a cause
+        before. Only `meet_again` and `reopen` may follow.
         """
         self.control.report_failure(describe_failure(failure, when))
         self._connections.sever()
@@ -174,11 +180,12 @@ class EngineGroups:
 
     @property
     def can_reopen(self) -> bool:
-        """Return whether `reopen` is possible after `abort`: only if these groups' ranks are all ranks of the job."""
+        """Return whether `reopen` is possible after `abort`: whether one row holds all ranks of the job."""
         return len(self._opening.rows) == 1
 
     def meet_again(self, call: str, payload: Any) -> list[Any]:
-        """After `abort`: wait for all ranks to call this, and return every rank's ``payload`` (JSON) in rank order.
+        """Wait, after `abort`, until all ranks have called this, and return every rank's ``payload`` (JSON data) in
+        rank order.
 
         `reopen` follows. ``call`` names the user's call in errors. Raises `PeerError` on every rank when one has not
         called this ``stopped_after`` seconds (see `open`) after another.
@@ -186,7 +193,8 @@ class EngineGroups:
         return self.control.meet_again(call, payload, self._opening.stopped_after)
 
     def reopen(self) -> None:
-        """Open new process groups for these same objects, right after `meet_again`. Collective; only if `can_reopen`.
+        """Open new process groups for these same `Group` and `Control` objects, right after `meet_again`, and start the
+        watch again. Collective; only if `can_reopen`.
 
         Reductions that the failure interrupted are dropped; every `Work` of the old groups is of no more use. Raises
         `PeerError` when a rank fails in it.
@@ -209,7 +217,7 @@ class EngineGroups:
 
     def close(self) -> None:
         """Stop the watch and destroy all process groups, without waiting for other ranks; peers that still wait in them
-        get an error. May be called again."""
+        get an error. Does nothing if it was called before."""
         self.control.end_watch()
         for group, _ in self._data:
             group.close()
@@ -243,9 +251,10 @@ def backends_with_cpu() -> str | None:
 def open_control(
     rows: Sequence[Sequence[int]], *, ledger: Ledger | None = None, ranks_per_node: int | None = None
 ) -> Control:
-    """Open and return the control group of this rank's row of ``rows``. Collective over the world, with the same rows.
+    """Open and return the control group of this rank's row of ``rows``, an `AlikeControl` in a fake world. Collective
+    over the world, with the same ``rows`` on every rank.
 
-    ``rows``: see `open_group`. ``ranks_per_node``: see `node_name`; used only in a fake world.
+    ``ledger``: counts the group's messages. ``ranks_per_node``: see `node_name`; used only in a fake world.
     """
     group = open_group(rows, "gloo")
     if not in_fake_world():
@@ -258,9 +267,12 @@ def open_control(
 def _over_replicas(
     replica: Reduction, across: Group, back: Group, gradient_codec: Codec | None, average_codec: Codec | None
 ) -> ReplicatedReduce:
-    """Return the reduction over all replicas from ``replica``'s own, quantized if there are codecs.
+    """Return the reduction over all replicas of the model, quantized if there are codecs. ``replica``: the reduction
+    over the ranks of this rank's replica.
 
-    ``across``, ``back``: see `ReplicatedReduce`.
+    ``across``, ``back``: groups of the ranks with this rank's shard; see `ReplicatedReduce`. ``gradient_codec``: of the
+    gradients that go to other replicas; ``average_codec``: of the averages that come back; without either nothing is
+    quantized.
     """
     if gradient_codec is None or average_codec is None:
         return ReplicatedReduce(replica, across, back, ledger=across.ledger)
@@ -270,7 +282,8 @@ def _over_replicas(
 
 
 def _common_block_size(rows: Rows, control: Control) -> int:
-    """Return a size of which blocks of consecutive ranks lie inside one node in every row. Collective over the world.
+    """Return the largest size, common to all ``rows``, such that every row divides into blocks of so many consecutive
+    ranks that each lie inside one node. Collective over the world. ``control``: of this rank's row.
 
     All rows need the same size, as every rank takes part in making all groups.
     """
@@ -285,8 +298,8 @@ def _common_block_size(rows: Rows, control: Control) -> int:
 
 
 def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
-    """Return every row split into blocks of ``size`` consecutive ranks. Raises ValueError, which names the size by
-    ``what``, if it does not divide a row."""
+    """Return blocks of ``size`` consecutive ranks: every row divided, in order. Raises ValueError, which names the size
+    by ``what``, if it does not divide a row."""
     for row in rows:
         if size < 1 or len(row) % size:
             possible = [n for n in range(1, len(row) + 1) if len(row) % n == 0]
@@ -295,5 +308,6 @@ def _blocks(rows: Rows, what: str, size: int) -> list[Sequence[int]]:
 
 
 def _columns(rows: Rows, size: int) -> list[Sequence[int]]:
-    """Return, for each row and each place in a block of ``size`` ranks, the ranks with that place in its blocks."""
+    """Return, for each row and each index below ``size``, the ranks with this index in the row's blocks of ``size``
+    consecutive ranks."""
     return [row[place::size] for row in rows for place in range(size)]

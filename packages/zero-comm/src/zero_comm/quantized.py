@@ -54,7 +54,7 @@ class QuantizedGather:
         sent = self._group.all_gather(arrived.view(-1), arrived[self.rank], tag)
 
         def finish() -> None:
-            """Wait for the packets, and decode them into ``out``."""
+            """Wait for the ranks' packets, and decode them into ``out``; `Work.wait` calls it."""
             sent.wait()
             targets = out.view(self.world_size, size)
             for rank in self._group.coded_ranks(out.device):
@@ -64,11 +64,12 @@ class QuantizedGather:
 
 
 class QuantizedReduce:
-    """`Group.reduce_scatter` in two hops with every message encoded by ``codec``: inside the node, then across nodes.
+    """`Group.reduce_scatter` in two hops with every message encoded by ``codec``: inside the node, then across nodes. A
+    hop is one all-to-all over a part of the ranks, and the sum of what arrives.
 
-    ``inside``: the L ranks of this rank's node; ``across``: the ranks with this rank's number in the G nodes. Rank
-    g*L + l of the reduction is rank l of node g. L and G may be any numbers, 1 included, and slices have any length.
-    If other collectives run on the two groups meanwhile, every rank must start them at the same point.
+    ``inside``: the L ranks of this rank's node; ``across``: the ranks with this rank's number in the G nodes. Rank g*L
+    + l of the reduction is rank l of node g. L and G may be any numbers, 1 included, and slices have any length. If
+    other collectives run on the two groups meanwhile, every rank must start them at the same point.
 
     Attributes:
         rank: this rank's number in the reduction.
@@ -109,7 +110,7 @@ class QuantizedReduce:
         sums = torch.zeros((self._across.world_size, size), dtype=wide, device=out.device)
 
         def begin() -> _QuantizedReduction:
-            """Start the hop inside the node, and return the reduction in flight."""
+            """Start the hop inside the node, and return the reduction that is now in flight."""
             return _QuantizedReduction(self._inside, self._across, self._codec, flat, out, sums, tag, accumulate)
 
         if flat.device.type != "cpu":
@@ -119,20 +120,21 @@ class QuantizedReduce:
         self._open.append(reduction)
 
         def finish() -> None:
-            """Start the second hop if that is not done, and finish it."""
+            """Start the second hop unless it has started, wait for it, and write the average into ``out``; `Work.wait`
+            calls it."""
             self._advance(reduction)
             reduction.finish()
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
     def drop_unfinished(self) -> None:
-        """Drop the reductions whose second hop has not started; do not wait for them. See
+        """Forget the reductions whose second hop has not started, without waiting for them. Called after a failure; see
         `Reduction.drop_unfinished`."""
         self._open.clear()
 
     def _advance(self, until: _QuantizedReduction) -> None:
-        """Start the second hop of the open reductions, in order, up to and including ``until``; do nothing if its hop
-        has started. Waits for the first hops."""
+        """Start the second hop of the reductions in flight whose second hop has not started, in order, up to and
+        including ``until``; do nothing if that of ``until`` has. Waits for the first hops."""
         while until in self._open:
             self._open[0].start_across()
             self._open.popleft()
@@ -164,9 +166,8 @@ class _Hop:
         self._work = group.all_to_all(self._arrived, sent, tag)
 
     def add_to(self, sums: torch.Tensor) -> None:
-        """Wait for the hop, and add the slices of all ranks, in rank order, to ``sums`` of shape (packets per rank,
-        elements of a packet).
-        """
+        """Wait for the hop, and add the slices of all ranks, in rank order, to ``sums``: of shape (k, s), floating,
+        changed in place."""
         self._work.wait()
         decoded = torch.empty_like(sums[0])
         for rank in self._coded:
@@ -181,8 +182,8 @@ class _Hop:
 class _QuantizedReduction:
     """One reduction in flight: the constructor starts the hop inside the node; call `start_across`, then `finish`.
 
-    The arguments are those of `QuantizedReduce` and of its `reduce_scatter`. ``sums``: zeros of shape (nodes, s), in
-    which the node's sums are added up.
+    The arguments are those of `QuantizedReduce` and of its `reduce_scatter`. ``sums``: zeros of shape (nodes, s), one
+    row for each node's slice, in which the values of this node's ranks are added up.
     """
 
     def __init__(
@@ -210,21 +211,24 @@ class _QuantizedReduction:
         self._across_hop: _Hop | None = None
 
     def summed(self) -> _QuantizedReduction:
-        """Wait, at the first call, until the node's sums are complete; return this reduction."""
+        """Wait for the hop inside the node and add up its values in ``sums``, at the first call; return this
+        reduction."""
         if not self._is_summed:
             self._is_summed = True
             self._inside_hop.add_to(self._sums)
         return self
 
     def start_across(self) -> _Hop:
-        """Wait for the sums of the node and start to send them across nodes, once; return that second hop."""
+        """Start to send this node's sums to the other nodes, at the first call, once `summed` has them; return that
+        second hop."""
         if self._across_hop is None:
             self.summed()
             self._across_hop = _Hop(self._across, self._packets, self._sums.unsqueeze(1), self._tag)
         return self._across_hop
 
     def finish(self) -> None:
-        """Wait for the sum over the nodes, and write the average into ``out`` or add it there."""
+        """Wait for the second hop, and write the average over all ranks into ``out``, or with ``accumulate`` add it
+        there."""
         totals = torch.zeros_like(self._sums[:1])
         self.start_across().add_to(totals)
         total = totals[0]
@@ -235,5 +239,6 @@ class _QuantizedReduction:
 
 
 def _padded(flat: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return ``flat`` followed by zeros up to ``numel`` elements, a copy; ``flat`` itself if it has as many."""
+    """Return a copy of the 1-D ``flat`` followed by zeros up to ``numel`` elements; ``flat`` itself if it has as
+    many."""
     return flat if flat.numel() == numel else torch.cat((flat, flat.new_zeros(numel - flat.numel())))

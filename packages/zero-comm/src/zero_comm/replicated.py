@@ -1,4 +1,8 @@
-"""The reduction over several replicas of the sharded model (MiCS, HSDP)."""
+"""The reduction over several replicas of the sharded model (MiCS, HSDP).
+
+A reduction in several hops consists of several collectives, one after the other, each over some of the ranks. The
+owners of a slice are the ranks that hold it as their shard.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,12 @@ class Reduction(Protocol):
         """Return the number of slices."""
 
     def reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, tag: Tag, *, accumulate: bool = False) -> Work:
-        """Start to average the ranks' ``flat`` into the owners' ``out``; see `Group.reduce_scatter`."""
+        """Start to average the ranks' ``flat`` and to write slice r of the average into its owners' ``out``, or with
+        ``accumulate`` to add it there; see `Group.reduce_scatter`. ``tag`` names the reduction."""
 
     def drop_unfinished(self) -> None:
-        """Forget reductions whose later hops have not started. Called when a failure has ended the process groups and
-        new ones are open: the next reduction must not continue the old ones. Do not wait for their `Work`
+        """Forget reductions whose last hop has not started. Called when a failure has ended the process groups and new
+        ones are open: the next reduction must not continue the old ones. Their `Work` must not be waited for
         afterwards."""
 
 
@@ -38,7 +43,8 @@ class Gather(Protocol):
     """Fills a flat buffer with the ranks' slices: `Group` or `QuantizedGather`."""
 
     def all_gather(self, out: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        """Start to fill ``out`` with the ranks' ``shard`` in rank order; see `Group.all_gather`."""
+        """Start to fill ``out`` with the ranks' ``shard`` in rank order; see `Group.all_gather`. ``tag`` names the
+        gather."""
 
 
 class ReplicatedReduce:
@@ -94,7 +100,7 @@ class ReplicatedReduce:
         wire = flat.dtype if self._rounds else out.dtype
 
         def begin() -> _ReplicatedReduction:
-            """Start the hop inside the replica, and return the reduction in flight."""
+            """Start the hop inside the replica, and return the reduction that is now in flight."""
             first = self._shard.reduce_scatter(flat, partial[: out.numel()], tag)
             return _ReplicatedReduction(first, partial, wire, tag, out, accumulate)
 
@@ -105,33 +111,36 @@ class ReplicatedReduce:
         self._open.append(reduction)
 
         def finish() -> None:
-            """Finish the hops, and write the average into ``out`` or add it there."""
+            """Run the hops that have not run, and write the average into ``out``, or with ``accumulate`` add it there;
+            `Work.wait` calls it."""
             self._advance(reduction)
             reduction.finish()
 
         return Work(tag, buffers=(flat, out), finish=finish, advance=lambda: self._advance(reduction))
 
     def drop_unfinished(self) -> None:
-        """Drop the reductions that have not reached their last hop, inside and across the replicas too."""
+        """Forget the reductions that have not reached their last hop, and those of the reductions inside and across the
+        replicas, too. See `Reduction.drop_unfinished`."""
         self._open.clear()
         self._shard.drop_unfinished()
         self._across.drop_unfinished()
 
     def _finish_across(self, reduction: _ReplicatedReduction) -> None:
-        """Run the hops between the replicas, and write the average: on an accelerator, where waits only order
-        streams."""
+        """Queue the hops of ``reduction`` between the replicas, and the writing of its average, in the current stream;
+        for an accelerator, where waits only order streams."""
         self._average_across(reduction)
         reduction.finish()
 
     def _advance(self, until: _ReplicatedReduction) -> None:
-        """Bring the open reductions to their last hop, in order, up to and including ``until``; do nothing if it is
-        there. Waits for the hops before."""
+        """Start the last hop of the reductions in flight that have not reached it, in order, up to and including
+        ``until``; do nothing if ``until`` has. Waits for the hops before."""
         while until in self._open:
             self._average_across(self._open.popleft())
 
     def _average_across(self, reduction: _ReplicatedReduction) -> None:
-        """Wait for the hop inside the replica, reduce-scatter its result across the replicas, wait, and start to
-        all-gather the averages. Collective over the ranks with this shard."""
+        """Average the slice of ``reduction`` over the replicas: wait for its hop inside the replica, reduce-scatter the
+        slice across the replicas, wait, and start to all-gather the averages, its last hop. Collective over the ranks
+        with this shard."""
         reduction.last.wait()
         own = reduction.buffer.new_empty(reduction.buffer.numel() // self._across.world_size)
         reduction.buffer = full = reduction.buffer.to(reduction.wire)
@@ -158,7 +167,8 @@ class _ReplicatedReduction:
         self._accumulate = accumulate
 
     def finish(self) -> None:
-        """Wait for the last hop, and write the average into ``out`` or add it there."""
+        """Wait for the running hop, which must be the last, and write the average into ``out``, or with ``accumulate``
+        add it there."""
         self.last.wait()
         average = self.buffer[: self._out.numel()]
         if self._accumulate:
@@ -168,6 +178,6 @@ class _ReplicatedReduction:
 
 
 def _wait_for_hop(reduction: _ReplicatedReduction) -> _ReplicatedReduction:
-    """Wait for the running hop of ``reduction``, and return it."""
+    """Wait for the hop of ``reduction`` that runs, and return ``reduction``."""
     reduction.last.wait()
     return reduction

@@ -22,9 +22,10 @@ def init(
     the CPU, and for an accelerator its own backend with gloo beside it for control messages. ``timeout``: of
     collectives; default torch's. The rank comes from the environment that the launcher sets (see `discover`: torchrun,
     zero-launch, Open MPI, PMI, Slurm, Kubernetes); without one the world is this single rank. Changes no environment
-    variable. Returns once all ranks are connected; after 5 s the log says how many have not come to the ranks' store,
-    and where it is. Raises ValueError when the ranks are on several hosts and nothing says where rank 0 is, OSError
-    when rank 0 cannot listen there, and PeerError when ranks do not come within ``timeout``.
+    variable. Returns once all ranks are connected; after 5 s the log says how many have not come to the ranks' store
+    (through which torch connects them), and where it is. Raises ValueError when the ranks are on several hosts and
+    nothing says where rank 0 is, OSError when rank 0 cannot listen there, and PeerError when ranks do not come within
+    ``timeout``.
     """
     if dist.is_initialized():
         keep_where_forked()
@@ -66,7 +67,8 @@ def default_device(device: torch.device | None = None) -> torch.device:
 
 
 def _backend_for(device: torch.device) -> str:
-    """Return the backend argument of `init_process_group`, with gloo for CPU tensors in any case."""
+    """Return the ``backend`` argument of `init_process_group` for tensors on ``device``: with gloo for CPU tensors in
+    any case."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"

@@ -49,18 +49,16 @@ def sum_slices(slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: in
 class TreeSum:
     """`SliceSum` along a binary tree: adds slices 0 and 1, 2 and 3, …, then neighbouring sums, and so on.
 
-    ``pair``: the sum of two slices. The sum of every aligned block of 2^i slices is a node of the tree, so it is the
-    same number whether one rank adds the block or several do.
+    ``pair``: sums two slices, or two sums. The sum of every aligned block of 2^i slices is a node of the tree, so it is
+    the same number whether one rank adds the block or several do.
     """
 
     def __init__(self, pair: SliceSum = sum_slices) -> None:
         self._pair = pair
 
     def __call__(self, slices: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int, accumulate: bool) -> None:
-        """Sum 2^n slices in ``out``'s dtype, divide once, and write or add the quotient to ``out``.
-
-        Raises ValueError for another number of slices.
-        """
+        """Sum ``slices``, 2^n of them, in ``out``'s dtype, divide the sum by ``divisor``, and write it to ``out``, or
+        with ``accumulate`` add it there. Raises ValueError for another number of slices."""
         if not slices or len(slices) & (len(slices) - 1):
             raise ValueError(f"a binary tree sums a power of two of slices, got {len(slices)}")
         nodes = list(slices)

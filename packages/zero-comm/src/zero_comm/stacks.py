@@ -1,4 +1,8 @@
-"""The places in the user's code that the main thread is at, and that failures come from."""
+"""The places in the user's code that the main thread is at, and that failures come from.
+
+The user's code is every file that is no library (`is_library`): neither torch, the zero packages nor the interpreter's
+frozen modules. A place in it is written `train.py:31`.
+"""
 
 from __future__ import annotations
 
@@ -39,21 +43,22 @@ class CodePlace:
     in_call: bool
 
     def __str__(self) -> str:
-        """Return `text`."""
+        """Return ``text``."""
         return self.text
 
 
 def describe_failure(failure: BaseException, when: str = "") -> str:
-    """Return the type and the text of ``failure``, and in brackets ``when`` and the last line of the user's code on the
-    way to where it was raised."""
+    """Return words for an error or a log: type and text of ``failure``, then in brackets ``when`` (as "in step 3";
+    empty for nothing) and the last line of the user's code on the way to where it was raised: "ValueError: bad (in step
+    3, at train.py:31)"."""
     line = _users_line(failure)
     where = ", ".join(part for part in (when, f"at {line}" if line else "") if part)
     return f"{type(failure).__name__}: {failure}" + (f" ({where})" if where else "")
 
 
 def _users_line(failure: BaseException) -> str:
-    """Return `train.py:31` for the last line of the user's code on the way to where ``failure`` was raised; empty for
-    one that was not raised."""
+    """Return `train.py:31` for the last line of the user's code on the way to where ``failure`` was raised; empty if it
+    was never raised or no such line is known."""
     found, traceback = "", failure.__traceback__
     frame = None if traceback is None else traceback.tb_frame
     while traceback is not None:
@@ -68,9 +73,9 @@ def _users_line(failure: BaseException) -> str:
 
 
 def failed_backward() -> tuple[BaseException, BaseException] | None:
-    """Return the exception that the main thread is handling or has ended by, and the earliest in the chain of its
-    causes (it may be itself) that a backward pass of torch raised; None without one. May be called by any thread.
-    """
+    """Return (failure, cause): the exception that the main thread is handling or has ended by, and the earliest
+    exception in the chain of its causes, itself included, that a backward pass of torch raised. None if there is no
+    such exception or cause. May be called by any thread."""
     handled = sys._current_exceptions().get(threading.main_thread().ident or 0)
     failure = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
     if failure is None:
@@ -86,9 +91,9 @@ def failed_backward() -> tuple[BaseException, BaseException] | None:
 
 
 def excused_exceptions() -> frozenset[int]:
-    """Return the exceptions for which the watch does not give up, when a call begins: the `id` of the one that this
-    thread is handling, and of the one by which the main thread has ended; that of None where there is none.
-    """
+    """Return the `id` of the exceptions that this thread is handling, and that the main thread has ended by, now; that
+    of None where there is none. Called when a call of the engine begins: for these exceptions the watch (watch.py),
+    which ends waits that would never end, does not give up."""
     return frozenset((id(sys.exc_info()[1]), id(_main_thread_failure())))
 
 

@@ -23,16 +23,17 @@ logger = logging.getLogger("zero_comm")
 
 @contextmanager
 def starting_together(what: str, timeout: timedelta | None = None, *, alike: str = "") -> Iterator[None]:
-    """Run the block on every rank of the world, and leave the context when all ranks are through. Issues no collective.
+    """Run the block on every rank of the world, and leave the context when all ranks are through theirs. Issues no
+    collective; it meets in torch's key-value store.
 
-    ``alike``: what a rank brings that all must bring, in words; a rank with other words than the first raises
-    DesyncError instead of running the block. A single rank compares nothing.
+    ``what`` names the user's call in errors. ``alike``: a text that must be equal on every rank; a rank with another
+    text than the first one's raises DesyncError instead of running the block. A single rank compares nothing.
+    ``timeout``: of waiting for the others, default 30 minutes. Every rank must use this equally often.
 
     An exception of the block, or that DesyncError, is raised on its rank; the others raise PeerError with that cause
-    within a second of reaching the end of their own blocks. They also raise PeerError after ``timeout`` (default: 30
-    minutes), naming the ranks that have not come, and when the process that keeps the store is gone by then; where it
-    was gone before the block, `dist.DistError` is raised. ``what`` names the user's call in these errors. Every rank
-    must use this equally often.
+    within a second of reaching the end of their own blocks. They also raise PeerError after ``timeout``, naming the
+    ranks that have not come, and when the process that keeps the store is gone by then; where it was gone before the
+    block, `dist.DistError` is raised.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     if world_size == 1:
@@ -55,18 +56,19 @@ def starting_together(what: str, timeout: timedelta | None = None, *, alike: str
 
 
 def _check_alike(meeting: Store, what: str, alike: str) -> None:
-    """Raise DesyncError if the first rank to come gave another ``alike``; see `starting_together`."""
+    """Raise DesyncError if the first rank that came to ``meeting`` (the store's keys of this call) brought another text
+    than ``alike``. ``what``: names the user's call."""
     first, theirs = json.loads(meeting.compare_set("alike", "", json.dumps([dist.get_rank(), alike])))
     if theirs != alike:
         raise DesyncError(f"{what}: expected the same on every rank, got {theirs} on rank {first} and {alike} here")
 
 
 def _wait_until_through(meeting: Store, store: Store, number: int, what: str, timeout: timedelta) -> None:
-    """Wait until all ranks are through their blocks; log after 10 s who is missing. Raises PeerError when one has
-    failed, or after ``timeout``.
+    """Wait until all ranks are through their blocks of this call; log after 10 s who is missing. Raises PeerError when
+    one has failed, or after ``timeout``.
 
-    ``meeting``: the store's part for this call. ``store``: the part for all calls. ``number``: of this call among the
-    process's calls of `starting_together`. ``what``: names the user's call.
+    ``meeting``: the store's keys of this call. ``store``: those of all calls. ``number``: of this call among the
+    process's calls of `starting_together`, from 1. ``what``: names the user's call.
     """
     world_size, begin, pause, said = dist.get_world_size(), time.monotonic(), 0.001, False
     while meeting.add("through", 0) < world_size:
@@ -84,7 +86,9 @@ def _wait_until_through(meeting: Store, store: Store, number: int, what: str, ti
 
 
 def _describe_absent(store: Store, number: int) -> str:
-    """Return words for a message: the ranks that have not begun call ``number``, or that some are slow in it."""
+    """Return words for a message about who is waited for: the ranks that have not begun their call ``number`` of
+    `starting_together`, as "ranks 1, 2 to make the same call", or "ranks that are slow in it" if all have. ``store``:
+    the keys of all calls."""
     absent = [rank for rank in range(dist.get_world_size()) if store.add(f"calls/{rank}", 0) < number]
     if not absent:
         return "ranks that are slow in it"

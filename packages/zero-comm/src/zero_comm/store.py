@@ -1,4 +1,8 @@
-"""The store at which ranks meet that another launcher than zero-launch started."""
+"""The store at which ranks meet that another launcher than zero-launch started.
+
+A store is torch's key-value server, through which process groups are made; one process keeps it and listens for the
+others.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,14 @@ _AGENT_VARIABLE = "TORCHELASTIC_USE_AGENT_STORE"
 def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
     """Open the ranks' store and return it once all ranks have come; see `await_ranks` for what is logged meanwhile.
 
-    Rank 0 keeps it, unless torchrun's agent does. Where all ranks are on this host it is at 127.0.0.1, else at
-    ``place.address``. It listens there alone; with torchrun's own variables and a ``place.address`` that other hosts
-    can reach on every address, as torch's does, since rank 0 may have another name for itself than the others have.
-    ``place``: this rank. ``timeout``: of waits at the store, and of the connection; None is 30 minutes. Raises OSError,
-    with what to do, when rank 0 cannot listen, and PeerError when the others do not come in time.
+    ``place``: the rank environment of this process. ``timeout``: of waits at the store, and of the connection; None is
+    30 minutes. Raises OSError, with what to do, when rank 0 cannot listen, and PeerError when the others do not come in
+    time.
+
+    Rank 0 keeps the store, unless torchrun's agent does. Where all ranks are on this host it listens at 127.0.0.1
+    alone, else at ``place.address`` alone. With torchrun's own variables and a ``place.address`` that other hosts can
+    reach it listens on every address, as torch's store does, since rank 0 may have another name for itself than the
+    others have.
     """
     wait = timeout or STORE_TIMEOUT
     own_variables = place.source == "torchrun" and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -54,7 +61,8 @@ def open_store(place: RankEnvironment, timeout: timedelta | None) -> TCPStore:
 
 
 def _own_server(address: str, port: int) -> int | None:
-    """Return the descriptor of a socket that listens on ``address``, if it is the loopback interface's; else None.
+    """Return the file descriptor of a socket that listens on ``address`` and ``port``, if ``address`` is one of the
+    loopback interface; else None, and torch opens the socket.
 
     None too where ``port`` is taken: torch shares it with a store of this process, or raises. Raises OSError as
     `listen` does.
@@ -70,8 +78,8 @@ def _own_server(address: str, port: int) -> int | None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on ``address`` alone, and return the socket. Raises OSError, with what to do, for an address that is not
-    this host's or that no other host can reach, and for a port that is taken."""
+    """Listen on ``address`` alone, at ``port`` (0: a free one), and return the socket. Raises OSError, with what to do,
+    for an address that is not this host's or that no other host can reach, and for a port that is taken."""
     try:
         family, _, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         if _is_loopback(str(target[0])) and address != "localhost" and not _is_loopback(address):

@@ -27,5 +27,5 @@ class Tag:
 
 
 def in_step(step: int) -> str:
-    """Return ``step`` as it stands in messages: " in step 3", nothing for `NO_STEP`."""
+    """Return ``step`` as messages end with it: " in step 3"; an empty text for `NO_STEP`."""
     return "" if step == NO_STEP else f" in step {step}"

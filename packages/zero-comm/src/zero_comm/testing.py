@@ -52,12 +52,12 @@ class _Pool:
         self._calls = itertools.count()
 
     def next_prefix(self) -> str:
-        """Return a prefix of the store's keys that no earlier call has used."""
+        """Return a prefix for the store's keys of one call of `run_ranks` that no earlier call has used."""
         return f"call {next(self._calls)}"
 
     def get_workers(self, count: int) -> list[tuple[BaseProcess, Connection]]:
-        """Return ``count`` workers by rank, each as its process and the connection to it; start those that are
-        missing."""
+        """Return the processes of ranks 0 to ``count`` - 1, each with this process's end of the connection to it; start
+        those that are missing."""
         while len(self._workers) < count:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs, self._store.port), daemon=True)
@@ -67,7 +67,7 @@ class _Pool:
         return self._workers[:count]
 
     def close(self) -> None:
-        """Kill all workers; the next call starts new ones."""
+        """Kill all workers; the next `get_workers` starts new ones."""
         for process, connection in self._workers:
             connection.close()
             process.kill()
@@ -76,8 +76,8 @@ class _Pool:
 
 
 def _declared_modules() -> list[str]:
-    """Return the modules that imported packages declare importable ahead of time (`__import_ahead__`, which zero-launch
-    uses too)."""
+    """Return the names of the modules that imported modules list in their ``__import_ahead__``: they may be imported
+    ahead of time. zero-launch reads the same lists."""
     loaded = list(sys.modules.values())
     return [name for module in loaded for name in vars(module).get("__import_ahead__", ())]
 
@@ -115,8 +115,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 def _collect_answers(connections: list[Connection], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
-    """Return the results of the ranks that returned and the tracebacks of those that raised, once all have answered.
-    ``connections``: by rank. Raises TimeoutError when no rank has answered for ``timeout`` seconds."""
+    """Wait until all ranks have answered; return (results of the ranks that returned, tracebacks of those that raised),
+    both by rank. ``connections``: to the ranks' processes, in rank order. Raises TimeoutError when no rank has answered
+    for ``timeout`` seconds."""
     results: dict[int, Any] = {}
     failures: dict[int, Any] = {}
     pending: dict[Any, int] = {connection: rank for rank, connection in enumerate(connections)}
@@ -138,7 +139,8 @@ def _collect_answers(connections: list[Connection], timeout: float) -> tuple[dic
 
 
 def _serve(connection: Connection, port: int) -> None:
-    """Run the pool's calls in a worker until the pool closes ``connection``. ``port``: of the pool's TCPStore."""
+    """Run the calls that the pool sends over ``connection`` and send back (True, result) or (False, traceback), until
+    the pool closes it; a worker's main function. ``port``: of the pool's TCPStore."""
     torch.set_num_threads(1)
     os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no rank leaves a new group while another still connects
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -158,20 +160,21 @@ def _serve(connection: Connection, port: int) -> None:
 
 
 def cores_of(rank: int, world_size: int, cores: Sequence[int]) -> Sequence[int]:
-    """Return those of ``cores`` that a rank runs on: one of its own if there are exactly as many cores as ranks, else
-    all.
+    """Return those of ``cores`` that ``rank`` of ``world_size`` runs on: one of its own if there are exactly as many
+    cores as ranks, else all.
 
     gloo's thread finds the lock of a connection taken while the rank's own thread sends, and tries again and again
-    until it is free. On the rank's core it sleeps meanwhile, and the rank takes a third less processor time.
+    until the lock is free. On the rank's core it sleeps meanwhile, and the rank takes a third less processor time.
     """
     return [cores[rank]] if world_size == len(cores) else cores
 
 
 def _run_call(call: bytes, store: Store, cores: Sequence[int]) -> Any:
-    """Return the result of one pickled call (function, arguments, rank, world size, prefix of its keys in ``store``).
+    """Return the result of one pickled ``call``: (function, arguments, rank, world size, prefix of its keys in
+    ``store``).
 
     torch.distributed is initialised for the call and destroyed after it. ``cores``: those that this process may run on;
-    empty where the system does not say.
+    empty where the system does not say. Raises what the function raises.
     """
     fn, args, rank, world_size, prefix = pickle.loads(call)
     if cores:

@@ -15,11 +15,12 @@ class Topology:
     nodes: tuple[str, ...] = ()
 
     def far_peers(self, rank: int) -> int:
-        """Return the number of ranks of the group on other nodes than ``rank``'s; 0 for empty ``nodes``."""
+        """Return the number of ranks of the group that are on other nodes than ``rank``; 0 for empty ``nodes``."""
         return len(self.nodes) - self.nodes.count(self.nodes[rank]) if self.nodes else 0
 
     def subset(self, ranks: Sequence[int]) -> Topology:
-        """Return the topology of a smaller group, given its members' ``ranks`` in this one."""
+        """Return the topology of a smaller group. ``ranks``: its members, in its order, by their numbers in this
+        group."""
         return Topology(tuple(self.nodes[rank] for rank in ranks)) if self.nodes else self
 
     def block_size(self, world_size: int) -> int:
@@ -39,11 +40,11 @@ ONE_NODE = Topology()
 
 
 def node_name(rank: int, ranks_per_node: int | None = None, environ: Mapping[str, str] | None = None) -> str:
-    """Return a name for the node of this process, whose global rank is ``rank``; equal names mean the same node.
+    """Return a name for the node of the process with global rank ``rank``; equal names mean the same node.
 
-    With ``ranks_per_node`` each so many consecutive ranks count as one node, wherever they run. Otherwise the name
-    follows from LOCAL_RANK as torchrun and zero-launch set it (there, a node's ranks are consecutive) or, if that is
-    not set, is the host name. ``environ``: default os.environ.
+    With ``ranks_per_node`` each so many consecutive ranks count as one node, wherever they run. Otherwise ``rank`` must
+    be this process, and the name follows from LOCAL_RANK as torchrun and zero-launch set it (there, a node's ranks are
+    consecutive) or, if that is not set, is the host name. ``environ``: default os.environ.
     """
     env = os.environ if environ is None else environ
     if ranks_per_node is not None:

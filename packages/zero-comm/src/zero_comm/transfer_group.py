@@ -26,7 +26,10 @@ class TransferGroup:
     gloo carries tensors on the CPU, NCCL those on CUDA devices, where a transfer's wait only makes the current stream
     wait. Every tensor is contiguous and on ``device``. Made by `serve` on the sender and by `join` on the others,
     together; both wait for all ranks, at most for ``timeout``, and raise ValueError for another kind of device.
-    ``store``: through it they meet and tell small facts.
+
+    The two sides meet in ``store``, a key-value store, where the server's ranks also leave which weights they want and
+    the sender leaves how it sends. ``rank``: in the group, 0 for the sender; ``world_size``: all ranks, the sender
+    included.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
@@ -48,7 +51,8 @@ class TransferGroup:
     def join(
         cls, address: str, port: int, rank: int, world_size: int, device: torch.device, timeout: timedelta
     ) -> TransferGroup:
-        """Return the end of the server's rank that has number ``rank`` in the group, from 1.
+        """Return the end of one of the server's ranks: number ``rank`` of the group, from 1, of ``world_size`` with the
+        sender.
 
         Raises `PeerError` when the sender is not at ``address`` and ``port``, or ranks do not come within ``timeout``.
         """
@@ -60,8 +64,8 @@ class TransferGroup:
         return cls(store, rank, world_size, device, timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copy the sender's ``tensor`` into every rank's, and wait. Collective over the group. Raises `PeerError` when
-        a rank is gone, and `CommError` after `close`."""
+        """Copy the sender's ``tensor`` into every rank's, and wait. Collective over the group, with equal dtypes and
+        sizes. Raises `PeerError` when a rank is gone, and `CommError` after `close`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         self._wait(lambda: self._group.broadcast([tensor], options))
@@ -72,19 +76,20 @@ class TransferGroup:
         self._wait(lambda: self._group.send([tensor], rank, 0))
 
     def receive(self, tensor: torch.Tensor) -> None:
-        """Write what the sender sends (`send`) into ``tensor``, and wait. Raises `PeerError` when it is gone, and
-        `CommError` after `close`."""
+        """Write what the sender sends to this rank (`send`) into ``tensor``, and wait. Raises `PeerError` when the
+        sender is gone, and `CommError` after `close`."""
         self._wait(lambda: self._group.recv([tensor], SENDER, 0))
 
     def tell_needs(self, needs: Needs | None) -> None:
-        """Store for the sender which weights this rank of the server wants, without waiting; None: all of every
-        weight."""
+        """Store for the sender which weights this rank of the server wants, without waiting. ``needs``: by name; None
+        for all of every weight."""
         told: Any = None if needs is None else {n: s and [s.dim, s.start, s.length] for n, s in needs.items()}
         self._store.set(f"needs/{self.rank}", json.dumps(told))
 
     def hear_needs(self) -> list[Needs | None]:
-        """Return what each of the server's ranks wants, in rank order, None for all of every weight; wait for those
-        that have not said it. Called by the sender. Raises `PeerError` when one does not say so in time."""
+        """Return which weights each of the server's ranks wants, in rank order; None for a rank that wants all of every
+        weight. Called by the sender; waits for `tell_needs` of every rank. Raises `PeerError` when one does not come in
+        time."""
         try:
             told = [json.loads(self._store.get(f"needs/{rank}")) for rank in range(1, self.world_size)]
         except (RuntimeError, OSError) as error:
@@ -92,13 +97,13 @@ class TransferGroup:
         return [None if one is None else _read_needs(one) for one in told]
 
     def tell_way(self, *, broadcasts: bool) -> None:
-        """Store for the server's ranks whether every bucket comes by a broadcast, or each rank's share by a message;
-        called by the sender, once."""
+        """Store for the server's ranks how buckets will come: each by one broadcast to all ranks, or (False) to each
+        rank by a message with its share. Called by the sender, once."""
         self._store.set("way", "broadcast" if broadcasts else "messages")
 
     def hear_way(self) -> bool:
-        """Return whether buckets come by a broadcast; wait until the sender has said so. Raises `PeerError` when it is
-        gone, or does not say it in time."""
+        """Return whether each bucket comes by one broadcast, and not by a message to each rank; wait until the sender
+        has said so (`tell_way`). Raises `PeerError` when the sender is gone, or does not say it in time."""
         try:
             return self._store.get("way") == b"broadcast"
         except (RuntimeError, OSError) as error:
@@ -113,12 +118,12 @@ class TransferGroup:
             group.abort()
 
     def close(self) -> None:
-        """Leave the group, without waiting for others. May be called again; no transfer may follow."""
+        """Leave the group, without waiting for others; no transfer may follow. Does nothing if it was called before."""
         self._group = None
 
     def _wait(self, start: Any) -> None:
-        """Call ``start``, which starts one transfer, and wait for it: on a CUDA device the current stream waits. Raises
-        `PeerError` when it fails, and `CommError` after `close`."""
+        """Call ``start``, which starts one transfer and returns its handle, and wait for it: on a CUDA device the
+        current stream waits. Raises `PeerError` when it fails, and `CommError` after `close`."""
         if self._group is None:
             raise CommError("this transfer group is closed; connect again")
         try:
@@ -128,7 +133,8 @@ class TransferGroup:
 
 
 def open_transfer_store(address: str, port: int, timeout: timedelta) -> tuple[TCPStore, int]:
-    """Listen on ``address`` and ``port`` (0: a free one) for the ranks of a server; return the store and the port.
+    """Listen on ``address`` and ``port`` (0: a free one) for the ranks of a server; return the store at which they
+    meet, and its port. ``timeout``: of waits at the store.
 
     Raises OSError when this host cannot listen there.
     """
@@ -141,13 +147,14 @@ def open_transfer_store(address: str, port: int, timeout: timedelta) -> tuple[TC
 
 
 def are_here(store: Store, world_size: int) -> bool:
-    """Return whether all ranks but the sender have come to ``store``."""
+    """Return whether all ranks of the server, 1 to ``world_size`` - 1 of the group, have come to ``store``."""
     return store.check([f"here/{rank}" for rank in range(1, world_size)])
 
 
 def _open_backend(store: Store, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return the backend's own process group for ``device``. Raises `PeerError` when ranks do not come, ValueError for
-    a device without one."""
+    """Return the process group of gloo or NCCL for tensors on ``device``, once all ``world_size`` ranks have met in
+    ``store``. Raises `PeerError` when ranks do not come within ``timeout``, and ValueError for another kind of
+    device."""
     try:
         if device.type == "cpu":
             return dist.ProcessGroupGloo(store, rank, world_size, timeout)
@@ -160,7 +167,8 @@ def _open_backend(store: Store, rank: int, world_size: int, device: torch.device
 
 
 def _read_needs(told: Mapping[str, Any]) -> Needs:
-    """Return needs from what `TransferGroup.tell_needs` wrote. Raises `PeerError` for anything else."""
+    """Return the needs of one rank from ``told``, which `TransferGroup.tell_needs` wrote: a slice as three numbers
+    (dim, start, length), or None, by name. Raises `PeerError` for anything else."""
     try:
         return {str(n): None if s is None else WeightSlice(*(int(number) for number in s)) for n, s in told.items()}
     except (AttributeError, TypeError, ValueError) as error:

@@ -33,7 +33,8 @@ class Process:
 
 
 def own_process() -> Process | None:
-    """Return the identity of this process for others on its host; None where the system has no /proc."""
+    """Return the identity of this process, by which others on its host can look it up; None where the system has no
+    /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return Process(f"{boot} {os.readlink('/proc/self/ns/pid')}", os.getpid(), _stat_fields("self")[_STARTED])
@@ -42,8 +43,8 @@ def own_process() -> Process | None:
 
 
 def processor_ticks(process: Process) -> int | None:
-    """Return the kernel's ticks of processor time that a process of this host has used;
-    None if it is stopped or has ended."""
+    """Return the processor time that ``process``, of this host, has used, in the kernel's clock ticks; None if it is
+    stopped or has ended."""
     try:
         fields = _stat_fields(str(process.pid))
     except OSError:
@@ -54,14 +55,14 @@ def processor_ticks(process: Process) -> int | None:
 
 
 def _stat_fields(pid: str) -> list[str]:
-    """Return the fields of `/proc/PID/stat` from the state on. ``pid``: a number, or
-    `self`. Raises OSError if there is none."""
+    """Return the fields of `/proc/PID/stat` from the third (the process's state) on. ``pid``: a number, or "self".
+    Raises OSError if there is no such process."""
     return Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
 
 
 def carried_bytes(but_ports: Collection[int]) -> int:
-    """Return how many bytes this process's open TCP connections have sent and received, except those from or to
-    ``but_ports``."""
+    """Return how many bytes this process's open TCP connections have sent and received together, except those from or
+    to one of ``but_ports``."""
     total = 0
     for descriptor in open_sockets().values():
         with suppress(OSError):  # closed meanwhile, or not connected

@@ -1,4 +1,8 @@
-"""A thread beside training that logs which rank the others wait for, and ends waits that would never end."""
+"""A thread beside training that logs which rank the others wait for, and ends waits that would never end.
+
+The store is torch's key-value store, which works also when process groups are broken. Through it the watches of the
+ranks ask for and answer with heartbeats. Times ``now`` are those of `time.monotonic`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +58,7 @@ class Heartbeat:
     running: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Return, in words, where the rank is and its last call, for logs."""
+        """Return words for a log: where the rank is, its last call, and the micro-batches that it has counted."""
         now = f"waits at {self.waits}" if self.waits else self.where
         return f"{now}; its last call was {self.last}, after {self.micro_batches} micro-batches"
 
@@ -119,14 +123,16 @@ class Watch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop the thread, waiting up to 2 s for it. May be called again, and by the thread itself."""
+        """Stop the thread, waiting up to 2 s for it. May be called by any thread, this one included. Does nothing if it
+        was called before."""
         self._ended.set()
         atexit.unregister(self._at_exit)
         if self._thread is not threading.current_thread():
             self._thread.join(2.0)  # the store may not answer any more
 
     def note_script_end(self, error: BaseException | None) -> None:
-        """Leave a note for ranks that may wait: this rank's script has ended, by ``error`` or (None) normally."""
+        """Leave a note (``note``) for ranks that will wait for this one: its script has ended, by ``error`` or, if that
+        is None, normally."""
         done = self._watched
         if error is None:
             self._note(f"ended its script; its last call was {done.last}, after {done.micro_batches} micro-batches")
@@ -134,8 +140,8 @@ class Watch:
             self._note(f"failed: {describe_failure(error)}")
 
     def check(self) -> None:
-        """Ask for heartbeats, answer, and give up, as [Note: the watch] says; also have the flight recorder look at the
-        device. Called every half second.
+        """Look once: ask for heartbeats if this rank waits, write its own if a rank asked, and log or give up as [Note:
+        the watch] says. Also have the flight recorder look at the device. The thread calls it every half second.
 
         Raises RuntimeError when the store is gone.
         """
@@ -166,10 +172,11 @@ class Watch:
             self._act(now, waiting)
 
     def _failure(self, now: float) -> tuple[str, float] | None:
-        """Return why this rank failed, and since when (`time.monotonic`), if it has made no call since; else None.
+        """Return (why this rank failed, since when) if a call or a backward pass of it failed and it has made no call
+        since; else None.
 
-        A backward pass of the script that raised counts while the main thread handles that exception, unless it did so
-        already when its latest call began.
+        A backward pass that the script ran itself counts while the main thread handles its exception, unless it did so
+        already when the latest call began.
         """
         failed = failed_backward()
         if self._watched.failed is not None or failed is None or id(failed[0]) in self._watched.excused:
@@ -181,8 +188,7 @@ class Watch:
         return describe_failure(cause, "in a backward pass of the script"), self._handled[1]
 
     def _write_heartbeat(self, now: float) -> None:
-        """Store this rank's `Heartbeat` under the key `report RANK`, with which it
-        answers the others. ``now``: `time.monotonic`."""
+        """Store this rank's `Heartbeat`, by which it answers the ranks that ask, under the key `report RANK`."""
         self._beat += 1
         waiting = self._watched.waiting
         place = CodePlace("", False, False) if waiting is not None else place_of_main_thread()
@@ -200,8 +206,9 @@ class Watch:
         self._store.set(f"report {self._rank}", json.dumps(asdict(report)))
 
     def _has_run(self, rank: int, now: float) -> bool:
-        """Return whether a silent rank is a process of this host that has used processor time since the last call;
-        False at the first, and for a rank that answered less than half a second ago."""
+        """Return whether ``rank``, which has not answered for half a second, is a process of this host that has used
+        processor time since this was last called for it; False at the first call, for a rank of another host, and where
+        that is not known."""
         key = f"process {rank}"
         if self._process is None or now - self._seen[rank][1] < _TICK:
             return False
@@ -215,8 +222,8 @@ class Watch:
         return before is not None and ticks is not None and ticks > before
 
     def _read_heartbeats(self, now: float) -> None:
-        """Read every rank's heartbeat from the store, and keep when each last beat and since when it has been at one
-        place. ``now``: `time.monotonic`."""
+        """Read every rank's heartbeat from the store, and keep when each has last changed and since when its rank has
+        been at one place."""
         for rank in range(self._world_size):
             key = f"report {rank}"
             report = Heartbeat(**json.loads(self._store.get(key))) if self._store.check([key]) else None
@@ -231,8 +238,7 @@ class Watch:
 
     def _act(self, now: float, waiting: tuple[object, float, bool] | None) -> None:
         """Give up or log, by the heartbeats that were read, as [Note: the watch] says; giving up ends the thread.
-        ``waiting``: `Watched.waiting` of this rank. ``now``: `time.monotonic`.
-        """
+        ``waiting``: `Watched.waiting` of this rank, None if it does not wait."""
         for rank, (_, answered) in self._seen.items():
             since = max(answered, self._ran.get(rank, answered))
             if waiting is not None and rank != self._rank and now - since >= self._stopped_after:
@@ -259,8 +265,8 @@ class Watch:
             self._ended.set()
 
     def _all_stuck(self, now: float) -> bool:
-        """Return whether all ranks answer, and all have waited for other ranks at one place for `_STUCK_FOR`, or for
-        data of which none moved for `_stopped_after`."""
+        """Return whether no rank can continue: all answer, and each has waited at one place, for other ranks (for 3 s)
+        or for data of which none moved (for ``stopped_after`` seconds)."""
         if len(self._steady) < self._world_size or any(now - since >= _STUCK_FOR for _, since in self._seen.values()):
             return False
         patience = max(self._stopped_after, _STUCK_FOR)
@@ -270,12 +276,13 @@ class Watch:
         )
 
     def _awaited(self) -> str:
-        """Return the ranks that do not wait themselves as text, such as "ranks 1, 2"; "one another" if all wait."""
+        """Return words for a log about whom this rank waits for: the ranks that do not wait themselves, as "ranks 1,
+        2", or "one another" if all wait."""
         late = [str(rank) for rank, (report, _) in sorted(self._seen.items()) if report is None or not report.waits]
         return f"rank{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else "one another"
 
     def _listing(self) -> str:
-        """Return a line for each rank: where it is, or for how long it has not answered."""
+        """Return a text with a line for each rank: where it is, or for how long it has not answered."""
         lines = []
         for rank, (report, since) in sorted(self._seen.items()):
             silent = time.monotonic() - since
@@ -294,13 +301,15 @@ _ADVICE = (
 
 
 def _run(reference: weakref.ref[Watch], ended: threading.Event) -> None:
-    """Have the watch check every half second, until ``ended``; the thread's function."""
+    """Have the watch of ``reference`` check every half second, until ``ended`` is set, the watch is deleted or the
+    store is gone; the thread's function."""
     while not ended.wait(_TICK) and _check(reference):
         pass
 
 
 def _check(reference: weakref.ref[Watch]) -> bool:
-    """Have the watch check once; return False when it, or the store, is gone. Holds no reference to it afterwards."""
+    """Have the watch of ``reference`` check once; return False when it is deleted or the store is gone. Afterwards
+    nothing here keeps the watch alive."""
     watch = reference()
     if watch is None:
         return False
@@ -313,14 +322,15 @@ def _check(reference: weakref.ref[Watch]) -> bool:
 
 
 def _exit_handler(reference: weakref.ref[Watch]) -> Callable[[], None]:
-    """Return the atexit handler of a watch, which leaves a note for ranks that may wait, and ends its thread.
+    """Return the function that atexit calls for the watch of ``reference``: it leaves a note for ranks that may wait,
+    and ends the thread.
 
-    It does nothing in a forked process, which is no rank and shares the rank's connection to the store.
+    In a forked process it does nothing, as that is no rank and shares the rank's connection to the store.
     """
     process = os.getpid()
 
     def at_exit() -> None:
-        """Leave the note and end the watch, if it still exists."""
+        """Leave the note and end the watch, if that still exists and this process is not a fork."""
         watch = reference()
         if watch is not None and os.getpid() == process:
             watch.note_script_end(getattr(sys, "last_value", None))

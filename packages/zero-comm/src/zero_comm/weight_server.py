@@ -27,13 +27,14 @@ class WeightServer(Protocol):
         """Have every rank of the server join the process group that ``init_info`` describes."""
 
     def start_weight_update(self) -> object:
-        """Prepare for new weights."""
+        """Have every rank of the server prepare for new weights."""
 
     def update_weights(self, update_info: dict[str, Any], /) -> object:
-        """Receive and load the weights that ``update_info`` names."""
+        """Have every rank of the server receive and load the weights that ``update_info`` names
+        (`describe_weights`)."""
 
     def finish_weight_update(self) -> object:
-        """End the update: all weights are there."""
+        """Tell every rank of the server that all weights have been sent."""
 
 
 class WeightServerClient:
@@ -65,17 +66,16 @@ class WeightServerClient:
         self._post("start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any], /) -> None:
-        """Have the server receive and load the weights that ``update_info`` names."""
+        """Have the server receive and load the weights that ``update_info`` names (`describe_weights`)."""
         self._post("update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
-        """End the update."""
+        """Tell the server that all weights have been sent."""
         self._post("finish_weight_update", {})
 
     def _post(self, route: str, content: dict[str, Any]) -> None:
-        """Post ``content`` as JSON to ``route`` and wait for the answer, whose content is dropped. Raises `PeerError`
-        as the class says.
-        """
+        """Post ``content`` as JSON to the server's ``route``, and wait for the answer, whose content is dropped. Raises
+        `PeerError` as the class says."""
         connection = self._connection(self._host, self._port, timeout=self._timeout)
         cut = _Cut(self._timeout)
         try:
@@ -97,7 +97,9 @@ class WeightServerClient:
             raise PeerError(f"the server at {self._url} answered {status} to {route}: {told}. {_ADVICE}.")
 
     def _connect(self, port: int, cut: _Cut) -> socket.socket:
-        """Return a socket to the server's ``port`` that ``cut`` cuts, with TLS for https. Raises OSError."""
+        """Return a socket connected to the server's ``port``, with TLS for https; ``cut`` ends connecting and the
+        connection in time, and is told what is waited for. Raises OSError, and what looking up the host's address
+        raises."""
         cut.awaited = f"the address of host '{self._host}'"
         lookup = ServerCall("look-up", socket.getaddrinfo, self._host, port, 0, socket.SOCK_STREAM, timeout=cut.left())
         if not lookup.is_done(cut.left()):  # nothing ends a lookup that is under way
@@ -118,8 +120,9 @@ class WeightServerClient:
 
 
 def _first_that_connects(addresses: Iterable[Any], cut: _Cut) -> socket.socket:
-    """Return a socket to the first of ``addresses`` (of getaddrinfo) that takes a connection; ``cut`` cuts it. Raises
-    the OSError of the last one if none does."""
+    """Return a socket to the first of ``addresses`` (entries of `socket.getaddrinfo`) that takes a connection. ``cut``
+    limits the time, and cuts the connection when that is over. Raises the OSError of the last address if none
+    connects."""
     failure = OSError("the host has no address")
     left = list(addresses)
     while left:
@@ -145,7 +148,12 @@ def _first_that_connects(addresses: Iterable[Any], cut: _Cut) -> socket.socket:
 
 class _Cut:
     """Cuts a connection once ``seconds`` have passed since this was made: a socket's own timeout begins again with each
-    byte. ``awaited``: what the client waits for, for messages."""
+    byte.
+
+    Attributes:
+        awaited: what the client waits for, in words, for errors; the client sets it.
+        is_due: whether the time is over.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._lock = threading.Lock()
@@ -158,14 +166,15 @@ class _Cut:
         self._timer.start()
 
     def left(self) -> float:
-        """Return the seconds that are left until the connection is cut. Raises TimeoutError if none are."""
+        """Return the seconds until the connection is cut. Raises TimeoutError if the time is over."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
         return left
 
     def watch(self, connection: socket.socket) -> None:
-        """Cut ``connection`` when the time is over, at once if it is already; also if it is wrapped for TLS later."""
+        """Have ``connection`` cut when the time is over, at once if it is already; also if the caller wraps it for TLS
+        later."""
         with self._lock:
             self._connection = connection.dup()
         if self.is_due:
@@ -180,7 +189,7 @@ class _Cut:
                 connection.close()
 
     def _cut(self) -> None:
-        """Cut the connection, if there is one; called when the time is over."""
+        """Mark the time as over, and shut down the watched connection, if there is one; called by the timer."""
         with self._lock:
             self.is_due = True
             if self._connection is not None:
@@ -189,10 +198,12 @@ class _Cut:
 
 
 class ServerCall:
-    """One call of a server, on a thread of its own, so that it is waited for no longer than ``timeout`` seconds.
+    """One call of a server, on a thread of its own, so that it is waited for no longer than ``timeout`` seconds from
+    its start.
 
-    ``name``: of the call, for messages. ``call``: called with ``arguments``. ``failed``: called on that thread if
-    it raises. A call that never returns keeps its thread, which does not keep the process.
+    ``name``: of the call, for messages. ``call``: called with ``arguments`` when this object is made. ``failed``:
+    called on that thread if ``call`` raises. A call that never returns keeps its thread, which does not keep the
+    process from ending.
     """
 
     def __init__(
@@ -215,14 +226,14 @@ class ServerCall:
         return bool(wait([self._answer], seconds).done)
 
     def result(self) -> Any:
-        """Wait until the call has returned; return its answer. Raises what it raised, and `PeerError` when its
-        time is over."""
+        """Wait until the call has returned; return its answer. Raises what the call raised, and `PeerError` when its
+        ``timeout`` is over."""
         if not self.is_done(max(0.0, self._deadline - time.monotonic())):
             raise PeerError(f"the server did not answer {self._name} in {self._timeout:g} s. {_ADVICE}.")
         return self._answer.result()
 
     def _run(self, call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        """Make the call, and keep its answer or exception for `result`; the thread's function."""
+        """Call ``call(*arguments)``, and keep its answer or exception for `result`; the thread's function."""
         try:
             self._answer.set_result(call(*arguments))
         except BaseException as error:

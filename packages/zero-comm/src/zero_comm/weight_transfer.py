@@ -76,9 +76,9 @@ class WeightSender:
 
         Connects to the server if that is not done. Raises on the sender: OSError when it cannot listen at its address,
         `PeerError` when the server fails, refuses, or does not answer in time or its ranks do not come, ValueError when
-        a rank of it wants a slice that a weight does not have, and what ``server`` itself raises. The pass hears of it
-        (see [Note: the trainer's ranks]), so the trainer's other ranks raise too, with the reason. The next call
-        connects again.
+        a rank of the server wants a slice that a weight does not have, and what ``server`` itself raises. Whoever
+        yields ``buckets`` is told (see [Note: the trainer's ranks]), so the trainer's other ranks raise too, with the
+        reason. The next call connects again.
         """
         passing = iter(buckets)
         last: list[WeightBucket] = []
@@ -94,8 +94,8 @@ class WeightSender:
             raise
 
     def close(self, *, abort: bool = False) -> None:
-        """Leave the process group; a later `send` connects again. May be called again. ``abort``: cut transfers that
-        the server waits in."""
+        """Leave the process group with the server's ranks; a later `send` connects again. ``abort``: also cut transfers
+        that the server waits in. Does nothing if no group is open."""
         group, self._group = self._group, None
         if group is not None:
             if abort:
@@ -103,7 +103,8 @@ class WeightSender:
             group.close()
 
     def _update(self, buckets: Iterable[WeightBucket]) -> None:
-        """Send ``buckets`` as one update, each while the server's ranks receive it; see [Note: the trainer's ranks]."""
+        """Send ``buckets`` as one update, each while the server's ranks receive it; only on the sender. Raises as
+        `send` does. See [Note: the trainer's ranks]."""
         begun = finished = False
         for bucket in buckets:
             group = self._connected()
@@ -130,9 +131,8 @@ class WeightSender:
             self._ask("finish_weight_update", self._server.finish_weight_update).result()
 
     def _connected(self) -> TransferGroup:
-        """Return the process group with the server's ranks; the first time open it, and learn which weights each rank
-        wants.
-        """
+        """Return the process group with the server's ranks. At the first call open it, learn which weights each rank
+        wants, and tell the ranks how buckets will come. Raises as `send` does."""
         if self._group is None:
             self._group = self._connect(*self._address)
             self._needs = self._group.hear_needs()
@@ -142,8 +142,8 @@ class WeightSender:
 
     def _connect(self, address: str, port: int) -> TransferGroup:
         """Listen on ``address`` and ``port``, have the server's ranks connect there, and return the process group with
-        them. Raises `PeerError` when they do not come in time.
-        """
+        them. Raises `PeerError` when they do not come in time, OSError when this host cannot listen there, and what the
+        server's call raises."""
         store, port = open_transfer_store(address, port, self._timeout)
         world_size = 1 + self._ranks
         told = {"master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size}
@@ -169,14 +169,13 @@ class WeightSender:
     def _ask(
         self, name: str, call: Callable[..., object], *arguments: Any, failed: Callable[[], object] | None = None
     ) -> ServerCall:
-        """Start ``call``, the server's call ``name``, with ``arguments`` on a thread of its own, and return it to be
-        waited for. ``failed``: called on that thread if it raises.
-        """
+        """Start ``call``, a method of the server, with ``arguments`` on a thread of its own, and return it to be waited
+        for. ``name``: of the method, for messages. ``failed``: called on that thread if ``call`` raises."""
         return ServerCall(name, call, *arguments, timeout=self._timeout.total_seconds(), failed=failed)
 
     def _send(self, group: TransferGroup, bucket: WeightBucket) -> None:
         """Send ``bucket`` to every rank of the server that wants some of it, by one broadcast or a message to each, and
-        wait."""
+        wait. Raises `PeerError` when a rank is gone."""
         if self._broadcasts:
             group.broadcast(bucket.memory)
             return
@@ -215,10 +214,11 @@ class WeightReceiver:
         self._missing: set[str] | None = None
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any], /) -> None:
-        """Join the trainer's process group, and leave an earlier one.
+        """Leave the process group of an earlier trainer, join this trainer's, and tell it which weights this rank
+        wants.
 
         ``init_info``: ``master_address``, ``master_port``, ``rank_offset`` and ``world_size``. Raises ValueError for
-        other values, in which case the earlier one stays, and `PeerError` when the trainer is not there.
+        other values, in which case the earlier group stays, and `PeerError` when the trainer is not there.
         """
         try:
             address, port = str(init_info["master_address"]), int(init_info["master_port"])
@@ -241,7 +241,7 @@ class WeightReceiver:
         self._missing = set(self._needs or ())
 
     def update_weights(self, update_info: Mapping[str, Any], /) -> None:
-        """Receive one bucket and load it.
+        """Receive one bucket and call ``load`` with its weights.
 
         ``update_info``: ``names``, ``dtype_names`` and ``shapes`` of the bucket's weights. Raises ValueError for
         anything else, and for a bucket that is too large; `CommError` outside an update; `PeerError` when the trainer
@@ -270,8 +270,8 @@ class WeightReceiver:
             raise
 
     def finish_weight_update(self) -> None:
-        """End the update. Raises `CommError` outside one, and, naming it, if a weight of ``needs`` has not come; the
-        update is over then too. Without ``needs`` nothing is missing."""
+        """End the update. Raises `CommError` outside an update, and if a weight of ``needs`` has not come, which it
+        names; the update is over then too. Without ``needs`` nothing is missing."""
         if self._missing is None:
             raise CommError("no update is under way; call start_weight_update first")
         missing, self._missing = self._missing, None
@@ -279,14 +279,15 @@ class WeightReceiver:
             raise CommError(f"the trainer has not sent '{min(missing)}' ({len(missing)} weights are missing)")
 
     def close(self) -> None:
-        """Leave the process group, and drop an update that is under way. May be called again."""
+        """Leave the process group, and drop an update that is under way. Does nothing if no group is open."""
         group, self._group, self._missing = self._group, None, None
         if group is not None:
             group.close()
 
 
 def _remember_last(buckets: Iterator[WeightBucket], last: list[WeightBucket]) -> Iterator[WeightBucket]:
-    """Yield ``buckets``, and keep in ``last`` the one that was yielded last, until the next one is asked for."""
+    """Yield ``buckets``, and keep in the list ``last`` the one that was yielded last; ``last`` is empty while the next
+    one is being made."""
     for bucket in buckets:
         last[:] = [bucket]
         yield bucket
@@ -294,9 +295,9 @@ def _remember_last(buckets: Iterator[WeightBucket], last: list[WeightBucket]) ->
 
 
 def _pass_on_failure(buckets: Iterator[WeightBucket], last: list[WeightBucket], failure: BaseException) -> None:
-    """Throw ``failure`` into ``buckets`` if it is a generator, and give it to the ``stop`` of the ``last`` bucket; that
-    of an engine's bucket tells the trainer's other ranks.
-    """
+    """Tell whoever yields ``buckets`` of ``failure``, so that the trainer's other ranks hear of it: throw it into
+    ``buckets`` if that is a generator, and call ``stop`` of the bucket in ``last``, if there is one. What they raise
+    becomes a note of ``failure``."""
     calls: list[Callable[[BaseException], object]] = [bucket.stop for bucket in last if bucket.stop is not None]
     if isinstance(buckets, Generator):
         calls.insert(0, buckets.throw)
@@ -311,8 +312,8 @@ def _pass_on_failure(buckets: Iterator[WeightBucket], last: list[WeightBucket], 
 
 
 def _wanted(infos: Sequence[WeightInfo], needs: Needs | None) -> list[WeightInfo]:
-    """Return descriptions of what a rank with ``needs`` gets of a bucket of ``infos``, in their order: full weights or
-    slices. Raises ValueError for a slice that a weight does not have."""
+    """Return what a rank with ``needs`` (None: all) gets of a bucket of ``infos``: descriptions of full weights or
+    slices, in the order of ``infos``. Raises ValueError for a slice that a weight does not have."""
     if needs is None:
         return list(infos)
     slices = [(info, needs[info.name]) for info in infos if info.name in needs]
@@ -320,8 +321,8 @@ def _wanted(infos: Sequence[WeightInfo], needs: Needs | None) -> list[WeightInfo
 
 
 def _pack(bucket: WeightBucket, wanted: Sequence[WeightInfo], needs: Needs | None) -> torch.Tensor:
-    """Return the message (1-D, uint8) with what a rank with ``needs`` gets of ``bucket``: ``wanted``, one behind the
-    other."""
+    """Return the message (1-D, uint8) for a rank with ``needs``: the weights and slices ``wanted`` (of `_wanted`) of
+    ``bucket``, placed as `bucket_offsets` says. If ``needs`` is None this is the bucket's memory itself."""
     if needs is None:
         return bucket.memory
     message = torch.empty(bucket_offsets(wanted)[1], dtype=torch.uint8, device=bucket.memory.device)

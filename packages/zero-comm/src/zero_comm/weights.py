@@ -1,6 +1,8 @@
 """Full weights on their way to another program: names, dtypes and shapes, and how they lie in a bucket.
 
-Sender and receiver compute the same arithmetic here, so a bucket travels as one piece of memory.
+A bucket is a 1-D uint8 tensor with some weights, one behind the other, each from a multiple of `ALIGNMENT` bytes on.
+Sender and receiver compute the same arithmetic here, so a bucket travels in one piece. ``infos`` describe its weights
+in order.
 """
 
 from __future__ import annotations
@@ -26,17 +28,17 @@ class WeightInfo:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its elements."""
+        """Return the bytes of all elements of the weight."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some full weights, one behind the other in ``memory`` (1-D, uint8).
+    """Some full weights, one behind the other in ``memory`` (1-D, uint8), of a pass over all weights in buckets.
 
     ``number``: of this bucket in its pass, from 0. ``count``: buckets of the pass. Iterating yields (name, tensor); the
-    tensors are views of ``memory``, which the next bucket overwrites. ``stop``: called with the failure by a taker that
-    cannot go on after this bucket, ends the pass that the bucket is of; None where nobody has to hear of it.
+    tensors are views of ``memory``, which the next bucket overwrites. ``stop``: ends the pass; a receiver of the
+    buckets calls it with its failure when it cannot go on after this bucket. None where nobody has to hear of that.
     """
 
     number: int
@@ -59,8 +61,8 @@ class WeightSlice:
     length: int
 
     def of(self, info: WeightInfo) -> WeightInfo:
-        """Return the name, dtype and shape of this slice of a weight. Raises ValueError if the weight has no such
-        slice."""
+        """Return the description of this slice of the weight that ``info`` describes. Raises ValueError if the weight
+        has no such slice."""
         inside = 0 <= self.dim < len(info.shape) and 0 <= self.start and self.length >= 0
         if not inside or self.start + self.length > info.shape[self.dim]:
             raise ValueError(f"weight '{info.name}' of shape {info.shape} has no slice {self}")
@@ -68,7 +70,7 @@ class WeightSlice:
         return WeightInfo(info.name, info.dtype, shape)
 
     def cut(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return the view of ``weight`` that is this slice."""
+        """Return the view of ``weight`` (a full weight) that is this slice."""
         return weight.narrow(self.dim, self.start, self.length)
 
 
@@ -77,7 +79,7 @@ Needs = Mapping[str, WeightSlice | None]
 
 
 def bucket_offsets(infos: Sequence[WeightInfo]) -> tuple[list[int], int]:
-    """Return the first byte of each weight in a bucket of ``infos``, and the bytes of the bucket."""
+    """Return (first byte of each weight, bytes of the bucket) for a bucket of ``infos``."""
     offsets, end = [], 0
     for info in infos:
         offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
@@ -86,7 +88,7 @@ def bucket_offsets(infos: Sequence[WeightInfo]) -> tuple[list[int], int]:
 
 
 def bucket_views(infos: Sequence[WeightInfo], memory: torch.Tensor) -> list[torch.Tensor]:
-    """Return each weight's view of ``memory`` (1-D, uint8), which holds a bucket of ``infos``."""
+    """Return a view of ``memory`` (1-D, uint8, a bucket of ``infos``) for each weight, in its dtype and shape."""
     offsets, _ = bucket_offsets(infos)
     return [
         memory[offset : offset + info.nbytes].view(info.dtype).view(info.shape)
@@ -122,8 +124,8 @@ def describe_weights(infos: Sequence[WeightInfo]) -> dict[str, Any]:
 
 
 def read_weights(described: Mapping[str, Any]) -> list[WeightInfo]:
-    """Return the weights that `describe_weights` has described; other keys are ignored. Raises ValueError for anything
-    else."""
+    """Return the weights that ``described`` (as of `describe_weights`) describes; other keys are ignored. Raises
+    ValueError for anything else."""
     try:
         rows = list(zip(described["names"], described["dtype_names"], described["shapes"], strict=True))
         infos = [WeightInfo(str(n), getattr(torch, str(d)), tuple(int(size) for size in s)) for n, d, s in rows]

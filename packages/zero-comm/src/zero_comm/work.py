@@ -70,8 +70,8 @@ class Work:
 
     @property
     def has_hops(self) -> bool:
-        """Return whether `advance` may have something to do: a collective of several hops on which neither it nor
-        `wait` was called. An `advance` of a later one may have started its last hop."""
+        """Return whether `advance` may have something to do: the collective has several hops, and neither `advance` nor
+        `wait` was called. Its last hop may have started nevertheless, by `advance` of a later collective."""
         return self._advance is not None
 
     def advance(self) -> None:
@@ -121,7 +121,7 @@ class Work:
         self._buffers = ()
 
     def _compute(self, computation: Callable[[], None]) -> None:
-        """Run ``computation``, which is ``finish`` or ``advance`` and runs once; later waits raise what it raises."""
+        """Run ``computation``, which is ``finish`` or ``advance``. Raises what it raises, as later waits then do."""
         try:
             computation()
         except BaseException as failure:
@@ -129,8 +129,8 @@ class Work:
             raise
 
     def _wait_for_transport(self, limit: tuple[timedelta, ...]) -> None:
-        """Wait for all pending operations. ``limit``: the argument of their `wait`, empty for none. Raises `PeerError`,
-        which later waits raise again, when one fails."""
+        """Wait for all pending operations. ``limit``: the arguments of their ``wait``: empty, or the longest time.
+        Raises `PeerError`, which later waits raise again, when one fails or takes longer."""
         for waitable, peer in self._pending:
             try:
                 waitable.wait(*limit)
