@@ -1,4 +1,8 @@
-"""Read and replace full parameters, gradients and optimizer states for the user, outside a pass."""
+"""Read and replace full parameters, gradients and optimizer states for the user, outside a pass.
+
+Private functions name a parameter by its unit and its ``index`` there, its position in the unit's lists (`Unit.names`,
+`Unit.parameters`). ``partition`` is the sharded model.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,9 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
     """Return a full copy of the parameter's weights as the optimizer has them, in its shape. Collective, except for a
     parameter that no unit holds (`is_whole`).
 
-    It has the master's dtype, float32 for half-precision weights on a tier; without a master the weights' own. Waits
-    for updates that still run, and puts weights that code has changed into the masters. Raises `PartitionError` for a
-    parameter of another model.
+    The copy has the master's dtype, float32 for half-precision weights on a tier; without a master the weights' own.
+    Waits for updates that still run, and puts weights that user code has changed into the masters. Raises
+    `PartitionError` for a parameter of another model.
     """
     partition.runtime.reopen("full_param")
     if is_whole(partition, parameter):
@@ -45,11 +49,11 @@ def full_parameter(partition: Partition, parameter: nn.Parameter) -> torch.Tenso
 
 
 def full_gradient(partition: Partition, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return a full copy of the parameter's averaged gradient, in its shape; None if no rank has one since the last
-    step.
+    """Return a full copy of the parameter's averaged gradient, in its shape; None if no rank has a gradient of it since
+    the last step.
 
-    It has the accumulate dtype and contains the loss scale. Late gradients are reduced first. Collective. Raises
-    `PartitionError` for a parameter that no unit holds.
+    The copy has the accumulate dtype and contains the loss scale. Gradients that came too late for their reduction are
+    reduced first. Collective. Raises `PartitionError` for a parameter that no unit holds.
     """
     partition.runtime.reopen("full_grad")
     unit, index = _find(partition, parameter)
@@ -68,9 +72,9 @@ def full_state(partition: Partition, optimizer: ShardedOptimizer, parameter: nn.
     """Return a full copy of the optimizer's state ``key`` (for Adam ``exp_avg``, ``exp_avg_sq``) of one parameter, in
     its shape.
 
-    Zeros before the first step, for any ``key``. Waits for updates that a tier still runs. Collective. Raises
-    `PartitionError` for a parameter that is not trained, and for a key that is none of its states with a value per
-    element.
+    Zeros for any ``key`` while the parameter has no states, as before the first step. Waits for updates that a tier
+    still runs. Collective. Raises `PartitionError` for a parameter that is not trained, and for a key that is not among
+    its states with a value per element.
     """
     partition.runtime.reopen("full_state")
     unit, index = _find(partition, parameter)
@@ -139,9 +143,9 @@ def set_full_gradient(partition: Partition, parameter: nn.Parameter, value: torc
     """Replace a parameter's averaged gradient by rank 0's ``value``; other ranks pass any tensor of that shape.
     Collective.
 
-    Late gradients are reduced first; the parameter counts as one that has a gradient from then on. Raises
-    `PartitionError` on every rank if one passes another shape, when no backward has reached its unit since the last
-    step, and for a parameter that no unit holds.
+    Gradients that came too late for their reduction are reduced first; from then on the parameter counts as one that
+    has a gradient. Raises `PartitionError` on every rank if one passes another shape, when no backward pass has reached
+    its unit since the last step, and for a parameter that no unit holds.
     """
     partition.runtime.reopen("set_full_grad")
     unit, index = _find(partition, parameter)
@@ -182,8 +186,8 @@ def set_full_state(
 
 
 def _why_no_state(partition: Partition, optimizer: ShardedOptimizer, unit: Unit, index: int, key: str) -> str | None:
-    """Return why this rank has no state ``key`` for its fragments of parameter ``index`` of ``unit``; None if it has,
-    or holds no fragment."""
+    """Return, as an error's text, why this rank has no state ``key`` for its fragments of parameter ``index`` of
+    ``unit``; None if it has one, or holds no fragment."""
     name = unit.names[index]
     if not unit.plan.trainable:
         return f"parameter '{name}' is not trained and has no optimizer state"
@@ -197,17 +201,17 @@ def _why_no_state(partition: Partition, optimizer: ShardedOptimizer, unit: Unit,
 
 
 def _held(optimizer: ShardedOptimizer, unit: Unit, index: int) -> list[OwnedFragment]:
-    """Return the fragments of parameter ``index`` of ``unit`` that this rank's optimizer updates."""
+    """Return the fragments of parameter ``index`` of ``unit`` that this rank's ``optimizer`` updates."""
     return [owned for owned in optimizer.fragments if owned.unit is unit and owned.number == index]
 
 
 def _gather_full_from_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, default: torch.Tensor
 ) -> torch.Tensor:
-    """Return the full ``kind`` ("master" or a state) of parameter ``index`` of ``unit`` from the ranks' tiers
-    ``states``, in its shape.
+    """Return the full ``kind`` ("master" or the name of a state) of parameter ``index`` of ``unit`` from the ranks'
+    tiers, in its shape. Collective.
 
-    Elements for which no tier keeps one are those of ``default``, which is full. Collective.
+    ``states``: this rank's tier. ``default``: the full tensor that gives the elements of which no tier keeps the kind.
     """
     entry = unit.layout.entries[index]
     wide = torch.promote_types(unit.plan.dtype, torch.float32)
@@ -223,8 +227,9 @@ def _gather_full_from_tier(
 def _write_to_tier(
     partition: Partition, unit: Unit, states: StateTier, index: int, kind: str, flat: torch.Tensor
 ) -> None:
-    """Write this rank's fragment of ``flat``, a parameter's full ``kind`` (1-D), into its tier; do nothing where this
-    rank has no fragment of it, or the tier no such kind."""
+    """Write this rank's fragment of ``flat``, the full ``kind`` ("master" or the name of a state) of parameter
+    ``index`` as a 1-D tensor, into its tier ``states``; do nothing where this rank has no fragment of the parameter, or
+    the tier no such kind."""
     entry = unit.layout.entries[index]
     fragment = unit.layout.fragment_of(entry, partition.rank)
     if fragment is not None and kind in states.kinds(entry.name):
@@ -233,8 +238,8 @@ def _write_to_tier(
 
 
 def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[str]]) -> None:
-    """Raise `PartitionError` if ranks have states with a value per element of a parameter (``everyones``: their names,
-    by rank), and ``key`` is none of them; do nothing if no rank has any."""
+    """Raise `PartitionError` if ``key`` is none of the states that the ranks have of parameter ``index``; do nothing if
+    no rank has any. ``everyones``: by rank, the names of its states with a value per element."""
     known = sorted({name for names in everyones for name in names})
     if known and key not in known:
         name, have = unit.names[index], ", ".join(known)
@@ -242,7 +247,8 @@ def _check_key(unit: Unit, index: int, key: str, everyones: Sequence[Sequence[st
 
 
 def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: str) -> torch.Tensor | None:
-    """Return the optimizer's state ``key`` of an owned fragment; None unless it has one value per element."""
+    """Return the optimizer's state ``key`` of the fragment ``owned``; None unless there is one with a value per
+    element."""
     state = optimizer.state_of(owned).get(key)
     return state if isinstance(state, torch.Tensor) and state.numel() == owned.fragment.length else None
 
@@ -250,10 +256,10 @@ def _elementwise_state(optimizer: ShardedOptimizer, owned: OwnedFragment, key: s
 def _broadcast_value(
     partition: Partition, unit: Unit, index: int, what: str, value: torch.Tensor, refusal: str | None = None
 ) -> torch.Tensor:
-    """Return rank 0's ``value`` of parameter ``index`` of ``unit``, flattened, on every rank, in float32 at least,
-    after updates that still run have finished. Collective.
+    """Return rank 0's ``value`` for parameter ``index`` of ``unit`` on every rank: 1-D, in the parameter's dtype or
+    float32 if that is wider. Waits for updates that still run. Collective.
 
-    ``what``: names the value in messages. ``refusal``: why this rank cannot take a value, or None. Raises
+    ``what``: names the value in messages. ``refusal``: why this rank cannot take a value, None if it can. Raises
     `PartitionError` on every rank if one has a refusal, or a value that has not the parameter's shape.
     """
     entry = unit.layout.entries[index]
@@ -270,8 +276,8 @@ def _broadcast_value(
 
 
 def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, flat: torch.Tensor) -> None:
-    """Write ``flat``, the full values of parameter ``index`` (1-D), into ``target``: a 1-D tensor of the size of the
-    unit's flat buffer, or of this rank's shard, which gets its fragment of them."""
+    """Write ``flat``, the full values of parameter ``index`` of ``unit`` (1-D), to their place in ``target``: a 1-D
+    tensor as large as the unit's flat buffer, or as this rank's shard, which gets only its fragment."""
     entry = unit.layout.entries[index]
     if target.numel() == unit.layout.numel:
         target[entry.offset : entry.end].copy_(flat)
@@ -282,8 +288,8 @@ def _write(partition: Partition, unit: Unit, index: int, target: torch.Tensor, f
 
 
 def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
-    """Return the unit of ``parameter`` and its number there. Raises `PartitionError`, saying why, if no unit holds
-    it."""
+    """Return the unit that holds ``parameter``, and its index there. Raises `PartitionError`, saying why, if no unit
+    holds it."""
     found = partition.find(parameter)
     if found is None:
         raise PartitionError(explain_missing(partition, parameter))
@@ -291,10 +297,10 @@ def _find(partition: Partition, parameter: nn.Parameter) -> tuple[Unit, int]:
 
 
 def _gather_full(partition: Partition, unit: Unit, index: int, source: torch.Tensor) -> torch.Tensor:
-    """Return a copy of parameter ``index``'s elements of ``source``, in its shape.
+    """Return a copy of the elements of parameter ``index`` of ``unit`` in ``source``, in the parameter's shape.
 
-    ``source``: 1-D, of the size of the unit's flat buffer, or this rank's shard, which is all-gathered; then
-    collective.
+    ``source``: 1-D, as large as the unit's flat buffer, or this rank's shard. A shard is all-gathered, so the call is
+    collective then.
     """
     entry = unit.layout.entries[index]
     full = source

@@ -21,11 +21,11 @@ from .errors import PartitionError
 
 @dataclass(frozen=True)
 class NamedWeight:
-    """One weight of the base model.
+    """One weight of the base model, the model that PEFT's adapters were put around.
 
-    ``name``: in the base model. ``parameter``: its values without adapters. ``owner``: the module that has it, as
-    attribute ``key``. ``layers``: the layers around ``owner`` whose adapters are to be merged into it, inner ones
-    first.
+    ``name``: in the base model. ``parameter``: its values without adapters. ``owner``: the module that has
+    ``parameter`` as attribute ``key``. ``layers``: PEFT's layers around ``owner`` whose adapters are to be merged into
+    the weight, inner ones first.
     """
 
     name: str
@@ -36,19 +36,20 @@ class NamedWeight:
 
     @property
     def sources(self) -> list[nn.Parameter]:
-        """Return the parameters from which the merged weight is computed."""
+        """Return the parameters from which the merged weight is computed: ``parameter`` and those of ``layers``, each
+        once."""
         parameters = [p for layer in self.layers for p in layer.parameters()]
         return list({id(p): p for p in (self.parameter, *parameters)}.values())
 
 
 def base_weights(model: nn.Module) -> list[NamedWeight]:
-    """Return the weights of ``model`` under the names of the model inside its adapters, each parameter once, under its
-    first name, in the order of the modules.
+    """Return the weights of ``model`` under their names in the model inside its adapters, each parameter once, under
+    its first name, in the order of the modules.
 
-    Adapters that are active and not merged yet are to be merged (`merged_values`). Where PEFT trains a copy of a module
-    (``modules_to_save``), it is the active copy. Raises `PartitionError`, naming it, for a parameter of an adapter that
-    is no change of a layer (prompt tuning), where two layers adapt one tied parameter, and for a layer with adapters
-    inside another one.
+    A weight's ``layers`` are those whose adapters are active and not merged yet (see `merged_values`). Where PEFT
+    trains a copy of a module (``modules_to_save``), the active copy has the weights. Raises `PartitionError`, which
+    names the parameter or layer, for a parameter of an adapter that is no change of a layer (prompt tuning), where two
+    layers adapt one tied parameter, and for a layer with adapters inside another one.
     """
     base = _base_of(model)
     found: dict[int, NamedWeight] = {}
@@ -71,7 +72,8 @@ def base_weights(model: nn.Module) -> list[NamedWeight]:
 
 
 def plain_weights(model: nn.Module) -> list[NamedWeight]:
-    """Return the parameters of ``model``, each once, under their own names, adapters' among them."""
+    """Return the parameters of ``model``, adapters' among them, each once and under its own name, with no adapters to
+    merge."""
     modules = dict(model.named_modules())
     weights = []
     for name, parameter in model.named_parameters():
@@ -81,9 +83,13 @@ def plain_weights(model: nn.Module) -> list[NamedWeight]:
 
 
 def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
-    """Return the parameters of ``weight.owner`` with the adapters of ``weight.layers`` merged into them, by attribute,
-    as new tensors; where adapters change single parameters, of ``weight.key`` alone. See [Note: adapters]. Every
-    parameter involved is gathered. Memory: the owner's parameters once more, and what PEFT's ``merge`` needs."""
+    """Return ``weight.owner``'s parameters, by attribute, with the adapters of ``weight.layers`` merged into them, as
+    new tensors; only that of ``weight.key`` where an adapter changes single parameters. The model stays as it is; see
+    [Note: adapters].
+
+    All parameters of the owner and of the layers must be gathered. Memory: the owner's parameters once more, and what
+    PEFT's ``merge`` needs.
+    """
     owner = copy.copy(weight.owner)
     one = any(hasattr(layer, "parameter_name") for layer in weight.layers)
     copied = {
@@ -105,8 +111,8 @@ def merged_values(weight: NamedWeight) -> dict[str, torch.Tensor]:
 
 
 def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
-    """Return a copy of ``module`` that shares its tensors, but not the dicts that hold them and its children; None for
-    None."""
+    """Return a shallow copy of ``module`` with dicts of its own for parameters, buffers and children; the tensors and
+    children in them are shared. None for None."""
     if module is None:
         return None
     alone = copy.copy(module)
@@ -115,7 +121,8 @@ def _with_own_containers(module: nn.Module | None) -> nn.Module | None:
 
 
 def adapter_state(model: nn.Module) -> list[Any]:
-    """Return which adapters of ``model`` are active and which are merged, by module, as plain data."""
+    """Return, as plain data, [module name, names of its active adapters, names of its merged adapters] for each module
+    of ``model`` that PEFT has put around another."""
     return [
         [name, _active(module), list(getattr(module, "merged_adapters", ()))]
         for name, module in model.named_modules()
@@ -124,12 +131,13 @@ def adapter_state(model: nn.Module) -> list[Any]:
 
 
 def base_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the persistent buffers of ``model`` and their names in the model inside its adapters."""
+    """Return an iterator over (name, persistent buffer) of ``model``, with the names in the model inside its
+    adapters."""
     return _walk_buffers(_base_of(model), "")
 
 
 def plain_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of ``model`` under their own names, adapters' among them."""
+    """Yield (name, persistent buffer) of ``model``, adapters' among them, under their own names."""
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if key not in module._non_persistent_buffers_set:
@@ -137,17 +145,17 @@ def plain_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _base_of(model: Any) -> nn.Module:
-    """Return the model inside PEFT's wrapper, or ``model`` itself."""
+    """Return the model inside PEFT's wrapper ``model``; ``model`` itself if it is no such wrapper."""
     wrapped = "base_model" in model._modules and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     found: nn.Module = model.get_base_model() if wrapped else model
     return found
 
 
 def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeight]:
-    """Yield the weights of ``module``, called ``name`` in the base model, and of its submodules there.
+    """Yield the weights of ``module``, which is called ``name`` in the base model, and of its submodules there.
 
-    ``layers``: the layers around ``module`` with adapters to merge, inner ones first. Raises `PartitionError` for a
-    layer with adapters inside another one.
+    ``layers``: PEFT's layers around ``module`` whose adapters are to be merged, inner ones first. Raises
+    `PartitionError` for a layer with adapters inside another one.
     """
     if _is_adapted(module):
         inner = module.get_base_layer()
@@ -165,7 +173,8 @@ def _walk(module: Any, name: str, layers: tuple[Any, ...]) -> Iterator[NamedWeig
 
 
 def _walk_buffers(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of ``module``, called ``name`` in the base model, under their names there."""
+    """Yield (name in the base model, persistent buffer) of ``module``, which is called ``name`` there, and of its
+    submodules."""
     if _is_adapted(module):
         yield from _walk_buffers(module.base_layer, name)
         return
@@ -177,8 +186,8 @@ def _walk_buffers(module: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the submodules of ``module`` that the base model has, with their names there; of a module that PEFT trains
-    a copy of, the one in use."""
+    """Yield (name in the base model, submodule) of ``module``, which is called ``name`` there, without adapters. Where
+    PEFT trains a copy of a module, only the one in use, under the module's name."""
     held: Any = module._modules
     if "original_module" in held and "token_adapter" in held:
         yield name, held["token_adapter"]
@@ -190,15 +199,17 @@ def _children(module: Any, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _active(module: Any) -> list[str]:
-    """Return the names of the adapters of a layer of PEFT's that forward uses now; none while they are switched off."""
+    """Return the names of the adapters of PEFT's layer ``module`` that forward uses now; empty while they are switched
+    off."""
     return [] if getattr(module, "disable_adapters", False) else list(module.active_adapters)
 
 
 def _is_adapted(module: Any) -> bool:
-    """Return whether ``module`` is a layer of PEFT's around another one."""
+    """Return whether ``module`` is a layer of PEFT's that holds another layer as ``base_layer``."""
     return "base_layer" in module._modules and hasattr(module, "adapter_layer_names") and hasattr(module, "merge")
 
 
 def _join(name: str, key: str) -> str:
-    """Return the name of ``key`` in the module ``name``."""
+    """Return the name of attribute ``key`` of the module called ``name``, as in `named_parameters`: "name.key", or
+    "key" for the model itself."""
     return f"{name}.{key}" if name else key

@@ -1,4 +1,8 @@
-"""Parameters that were put into the model after it was sharded: the ranks have to have the same values of them."""
+"""Parameters that were put into the model after it was sharded: the ranks have to have the same values of them.
+
+A registration is torch's word for an assignment of a module or parameter to an attribute of a module. The model's tree
+is its modules and their submodules.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,8 @@ class AddedParameters:
         report = weakref.WeakMethod(self._registered)
 
         def hook(module: nn.Module, name: str, value: object) -> None:
-            """Report a registration to this object while it exists."""
+            """Pass ``module``, in which something was registered, to this object's `_registered`, if the object still
+            exists."""
             if (call := report()) is not None:
                 call(module)
 
@@ -67,14 +72,15 @@ class AddedParameters:
             handle.remove()
 
     def digest(self) -> int:
-        """Return a 32-bit digest of the added parameters' names and values; 0 while there are none. Looks for added
-        ones first if the model's tree may have changed. Waits for the device that holds their values."""
+        """Return a 32-bit digest of the added parameters' names and values; 0 while there are none. Looks for newly
+        added ones first if the model's tree may have changed. Waits for the device that holds their values."""
         if self._has_changed or list(map(len, self._lists)) != self._lengths:
-            self._look()
+            self._find_added()
         return zlib.crc32(repr(self._values()).encode()) if self._added else 0
 
     def refuse(self, exchange: Exchange, rest: str = STEP_DROPPED) -> NoReturn:
-        """Raise `PartitionError` that names the first added parameter whose values differ between ranks. Collective.
+        """Raise `PartitionError` that names the first added parameter whose values differ between ranks; called on
+        every rank when the digests differ. Collective.
 
         ``exchange``: tells all ranks a payload and returns every rank's. ``rest``: the end of the message.
         """
@@ -91,7 +97,8 @@ class AddedParameters:
         )
 
     def _registered(self, module: nn.Module) -> None:
-        """Note that ``module`` got a parameter or a module; do nothing if it is not in the model."""
+        """Have the next `digest` look through the model's tree, as ``module`` got a parameter or a module; do nothing
+        if ``module`` is not in the model."""
         if id(module) in self._modules:
             self._has_changed = True
 
@@ -101,8 +108,9 @@ class AddedParameters:
         self._lists = [m._modules for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
         self._lengths = list(map(len, self._lists))
 
-    def _look(self) -> None:
-        """Find the added parameters in the model's tree, and remember the tree; do nothing once the model is gone."""
+    def _find_added(self) -> None:
+        """Find the added parameters in the model's tree for `_values`, and remember the tree; do nothing if the model
+        is gone."""
         self._has_changed = False
         model = self._model()
         if model is None:

@@ -1,4 +1,8 @@
-"""Agree on a step's gradients: the global norm, the parameters that had one, the first that is not finite."""
+"""Agree on a step's gradients: the global norm, the parameters that had one, the first that is not finite.
+
+A rank's sum of squares is that of the gradients in its shards; the global norm is the root of the global sum. A step
+whose norm the host does not wait for is a deferred one.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +51,9 @@ class AgreedGradients(NamedTuple):
     on_device: DeviceSquare | None = None
 
     def factor(self, clip: float, scale: float) -> Factor:
-        """Return the factor that removes the loss ``scale`` from the gradients and clips to a global norm of ``clip``
-        (0: does not clip): a tensor on the device while only the device knows the norm."""
+        """Return the factor to multiply the step's gradients with, which removes the loss ``scale`` and clips to a
+        global norm of ``clip`` (0: no clipping): a number, or a 0-D tensor on the device while only the device knows
+        the norm."""
         if clip > 0 and self.square is None and self.on_device is not None:
             return self.on_device.factor(clip, _CLIP_EPSILON, scale)
         factor = 1.0 / scale
@@ -60,16 +65,16 @@ class AgreedGradients(NamedTuple):
 class GradientAgreement:
     """Exchanges, in one message, the facts that each rank knows of the reduced gradients.
 
-    ``norm``: sums a shard's squares; under virtual ranks ``squares`` does instead, and the sums are exact. ``tensors``:
-    the optimizer's, which know whether user code has registered step pre-hooks. ``places``: for each parameter in its
-    param groups, by name, the index of its unit and its position there. ``parts``: the relation of this rank's model to
-    the full one under tensor parallelism.
+    ``partition``: the sharded model. ``norm``: sums a shard's squares; under virtual ranks (see leaves.py) ``squares``
+    does instead, and the sums are exact. ``tensors``: the optimizer's, which know whether user code has registered step
+    pre-hooks. ``places``: for each parameter in its param groups, by name, the index of its unit and its position
+    there. ``parts``: the relation of this rank's model to the full one under tensor parallelism.
 
     [Note: norms on accelerators] There the sum of squares is added up and reduced over the ranks on the device. Where
     the optimizer can skip a step by itself (`DeviceGuard`) and a norm that is not finite is an error, the host does not
     wait for it: it continues with the next forward, and learns the sum with the message of the next step, from the
     first rank that has it by then. If it is not finite, that step raises on every rank; the weights are those from
-    before both. ``partition``: the sharded model.
+    before both.
     """
 
     def __init__(
@@ -115,13 +120,14 @@ class GradientAgreement:
 
         One message, unless late or edited gradients have to be reduced first. ``defers``: this rank can continue
         without the norm (see [Note: norms on accelerators]), if ``covers`` returns True for the parameters that any
-        rank touched (by unit index, a flag per parameter). Raises `PartitionError` on every rank when hyperparameters
-        or added parameters differ between ranks, or gradients were written on some ranks only; and on the rank where a
-        frozen parameter has one. Raises `ReleasedParameterError` where code wrote into a released parameter, and
-        `NonFiniteGradientError` on every rank for a norm that was deferred.
+        rank touched (by unit index, a flag per parameter). Raises `PartitionError` on every rank when hyperparameters,
+        added parameters or frozen ones differ between ranks, or gradients were written on some ranks only; and on the
+        rank where a parameter that is not trained has a ``.grad``. Raises `ReleasedParameterError` where code wrote
+        into a released parameter, and `NonFiniteGradientError` on every rank if the norm of the deferred step before is
+        not finite.
         """
         self._refuse_frozen()
-        looking = self._start_looking()
+        looking = self._look_for_writes()
         runtime = self._partition.runtime
         apart = isinstance(self._optimizer, AveragingOptimizer) and self._optimizer.wants_own_gradients
         user = runtime.user_gradients
@@ -130,7 +136,7 @@ class GradientAgreement:
             squares = self._squares()
             self._refuse_written(looking)
             mine = sum(squares) if apart else squares[self._partition.rank]
-            reports = self._exchange(mine, defers=defers)
+            reports = self._exchange_reports(mine, defers=defers)
             if user.settle([one.written for one in reports]):
                 continue
             if not any(one.late for one in reports):
@@ -149,13 +155,13 @@ class GradientAgreement:
         culprit = next((one.culprit for one in reports if one.culprit), "")
         return AgreedGradients(touched, *self._parts.total(runtime.step, total, culprit), hooked)
 
-    def _exchange(self, mine: Any, *, defers: bool) -> list[StepReport]:
-        """Exchange the facts of this step; return every rank's report in rank order. Also learns the norm of a deferred
-        step.
+    def _exchange_reports(self, mine: Any, *, defers: bool) -> list[StepReport]:
+        """Exchange the facts of this step; return every rank's report in rank order. Also learns the norm of the step
+        before if that was deferred. Collective.
 
         ``mine``: this rank's sum of squares. ``defers``: this rank can continue without the norm. Raises
         `PartitionError` on every rank if hyperparameters, added parameters or frozen ones differ, and
-        `NonFiniteGradientError` for the deferred norm. Collective.
+        `NonFiniteGradientError` if the norm of the step before is not finite.
         """
         runtime = self._partition.runtime
         deferred = self._deferred
@@ -183,8 +189,9 @@ class GradientAgreement:
         return reports
 
     def _total(self, squares: list[Any], reports: Sequence[StepReport], *, apart: bool) -> float:
-        """Return the global sum of squares: at stage 0 of ``squares`` (by rank, of its shard), else of ``reports`` (by
-        rank). ``apart``: each rank's gradients are its own; then the mean of the reported sums. Sends nothing."""
+        """Return the global sum of squares. At stage 0 it is computed from ``squares``, by rank those of its shard, as
+        every rank has all gradients; else from the sums in ``reports``, by rank. ``apart``: each rank's gradients are
+        its own, not averages; then it is the mean of the reported sums. Sends nothing."""
         if self._partition.options.stage == 0 and not apart:
             return self._sums.total([self._sums.pack(square) for square in squares])
         shards = reports[: self._partition.world_size]  # other replicas have the same shards
@@ -193,11 +200,12 @@ class GradientAgreement:
     def _agree_on_device(
         self, norm: DeviceNorm, touched: dict[int, list[bool]], hooked: bool, *, may_defer: bool
     ) -> AgreedGradients:
-        """Return the agreed facts of a step whose sum of squares is added up and reduced on the device.
+        """Return the agreed facts of a step whose sum of squares is added up and reduced on the device. Collective.
 
         With ``may_defer`` the host does not wait for the sum: it is kept as the deferred one, and ``square`` is None.
-        Else the host waits, and learns the culprit if the sum is not finite. ``touched``: by unit index, for each
-        parameter, whether any rank had a gradient. ``hooked``: some rank has step pre-hooks. Collective.
+        Else the host waits, and learns the culprit if the sum is not finite. ``norm``: adds up the squares.
+        ``touched``: by unit index, for each parameter, whether any rank had a gradient. ``hooked``: some rank has step
+        pre-hooks.
         """
         square = norm.square()
         if may_defer:
@@ -210,10 +218,11 @@ class GradientAgreement:
         return AgreedGradients(touched, total, culprit, hooked, square)
 
     def _why_not_finite(self, norm: DeviceNorm, first: Callable[[], str]) -> str:
-        """Call ``first``, and return its result on the first rank where that is not "": the name of a parameter or unit
-        with a gradient that is not finite. "" if it is "" everywhere.
+        """Return the name that ``first()`` returns on the first rank where it is not "": of a parameter or unit whose
+        gradient on that rank is not finite. "" if it is "" on every rank. Collective.
 
-        Collective. Raises `ReleasedParameterError`, on every rank, if code wrote into a released parameter on any.
+        Raises `ReleasedParameterError` on every rank if code wrote into a released parameter on any, which ``norm``
+        finds.
         """
         written = ""
         try:
@@ -234,10 +243,8 @@ class GradientAgreement:
         self._learn_deferred(None)
 
     def _learn_deferred(self, square: float | None) -> None:
-        """Take ``square`` for the deferred sum of squares, None to wait for it; do nothing if none is deferred.
-
-        Raises as `learn_deferred` does.
-        """
+        """Take ``square``, which a rank has read, for the sum of squares of the deferred step; with None wait for the
+        device's. Do nothing if no step is deferred. Raises as `learn_deferred` does."""
         deferred, self._deferred = self._deferred, None
         if deferred is None or self._device is None:
             return
@@ -298,21 +305,22 @@ class GradientAgreement:
                     "gradients. The weights were not changed."
                 )
 
-    def _start_looking(self) -> HostCopy | None:
-        """Start to look on the device whether code wrote into a released parameter, where nothing else reads its
-        values; return the answer on its way to the host, or None where there is nothing to look at."""
+    def _look_for_writes(self) -> HostCopy | None:
+        """Start to look, on the device, whether code wrote into a released parameter. Return the answer on its way to
+        the host (a non-zero value for yes); None where another part reads these values or there are none."""
         memory = [values for placeholders in self._unread for values in placeholders.tensors()]
         return HostCopy(any_written(memory).view(1)) if memory else None
 
     def _refuse_written(self, looking: HostCopy | None) -> None:
-        """Raise `ReleasedParameterError`, by name, if ``looking``, from `_start_looking`, says that code wrote into a
-        released parameter. Waits for the device."""
+        """Raise `ReleasedParameterError`, by name, if code wrote into a released parameter. ``looking``: the answer of
+        `_look_for_writes`, or None, for which nothing is done. Waits for the device."""
         if looking is not None and any(looking.read()):
             for placeholders in self._unread:
                 placeholders.verify_values()
 
     def refuse_incomplete(self) -> None:
-        """Raise `PartitionError` if some micro-batches of a step under virtual ranks (see leaves.py) are missing.
+        """Raise `PartitionError` if the step under virtual ranks (see leaves.py) has gradients of some of its
+        micro-batches and not of all. Do nothing without virtual ranks.
 
         Every rank raises, as all have had the same number of micro-batches.
         """
@@ -326,8 +334,9 @@ class GradientAgreement:
                 )
 
     def _squares(self) -> list[Any]:
-        """Return by rank the sum of squares of its shards' gradients: all ranks' at stage 0, else only this rank's, and
-        zeros for the others. Waits for the device; where `DeviceNorm` adds them instead, returns only zeros at once."""
+        """Return by rank the sum of squares of the gradients in its shards: of all ranks at stage 0, else only of this
+        rank, and zeros for the others. Waits for the device; where `DeviceNorm` adds them up instead, returns only
+        zeros, at once."""
         partition = self._partition
         squares = [self._sums.zero()] * partition.world_size
         if self._device is not None:
@@ -345,8 +354,9 @@ class GradientAgreement:
         return squares
 
     def _await_squares(self) -> None:
-        """Wait, once for all units, for the sums of squares that an accelerator has added of gradients on their way to
-        a tier, and for these gradients, which the tier's step reads; do nothing where there are no such sums."""
+        """Wait until the host has the sums of squares of gradients on their way from an accelerator to a tier, and hand
+        each to its `UnitGradients`; also wait for these gradients, which the tier's step reads. Do nothing where there
+        are no such sums."""
         found = [(g, g.square_on_device) for g in self._partition.runtime.gradients.values()]
         pending = [(gradients, square) for gradients, square in found if square is not None]
         if self._partition.states is None or not pending:
@@ -357,7 +367,7 @@ class GradientAgreement:
             gradients.settle_square(square)
 
     def _untouched(self) -> dict[int, list[int]]:
-        """Return by unit index the numbers of the parameters that had no gradient on this rank; only units that were
+        """Return by unit index the indices of the parameters that had no gradient on this rank; only units that were
         reduced and have such parameters."""
         present = {i: g.touched for i, g in self._partition.runtime.gradients.items() if g.is_reduced}
         return {i: [k for k, t in enumerate(touched) if not t] for i, touched in present.items() if not all(touched)}

@@ -77,16 +77,17 @@ class Liveness:
         return bool(self.failure)
 
     def half_written(self) -> str | None:
-        """Return what has failed in the middle outside of `writing` and left weights and states of two steps; None for
-        nothing."""
+        """Return what has failed in the middle outside of `writing` and left weights and states of two steps, in words;
+        None for nothing."""
         return self._half_written()
 
     @contextmanager
     def writing(self, what: str) -> Iterator[None]:
-        """Mark the block as ``what``, which writes shards, masters or states: if it raises, they are inconsistent.
+        """Mark the block as one that writes shards, masters or states, which ``what`` names: if the block raises, they
+        are inconsistent.
 
-        `interrupted` is ``what`` then, if the engine ends before the ranks meet again. Not after an `EditRefusedError`,
-        which means that nothing was written.
+        If the engine ends by that failure, or before the ranks next meet, `interrupted` becomes ``what``. Not after an
+        `EditRefusedError`, which means that nothing was written.
         """
         self._writes.append(what)
         try:
@@ -100,14 +101,14 @@ class Liveness:
             self._writes.pop()
 
     def note_meeting(self) -> None:
-        """Forget an earlier interrupted write: all ranks have exchanged messages since, so it has not ended the engine.
-        Do nothing inside `writing`."""
+        """Forget an earlier interrupted write, as all ranks have exchanged messages since: the write has not ended the
+        engine. Do nothing inside `writing`."""
         if not self._writes:
             self._left = None
 
     def end(self, failure: BaseException) -> None:
-        """End the engine on this rank because of ``failure``, and tell the other ranks; do nothing if it has ended
-        already. Then calls ``half_written``, which may wait for this rank's own update."""
+        """End the engine on this rank because of ``failure``, tell the other ranks, and set the attributes that say so;
+        do nothing if the engine has ended already. May wait for an update of this rank."""
         if not self.failed:
             self.failure = f"{type(failure).__name__}: {failure}"
             self.interrupted = self._writes[0] if self._writes else self._left
@@ -125,7 +126,7 @@ class Liveness:
         self.failure, self.interrupted, self._left = "", None, None
 
     def check(self) -> None:
-        """Raise `CommError`, with what to do, if an earlier failure has ended the engine; else do nothing."""
+        """Raise `CommError`, which says what to do, if an earlier failure has ended the engine."""
         if not self.failed:
             return
         if self.interrupted is None and not self.restart_ruled_out:
@@ -191,12 +192,13 @@ class Agreement:
         self.synced = False
 
     def agree(self, kind: str, name: str, payload: Any = None) -> list[Any]:
-        """Exchange a message with all ranks at the agreement point ``kind``/``name``, and learn from the observations.
+        """Exchange a message of ``kind`` and ``name`` with all ranks, an agreement point of that name, and apply what
+        the ranks have observed. Return every rank's ``payload`` (plain data) in rank order. Collective.
 
-        Return every rank's ``payload`` (plain data) in rank order. Serves requests of other ranks first, and outside a
-        pass releases the units given to `OrderedGathers.note_outside`. Raises `DesyncError`, listing every rank's call,
-        when they differ; `PartitionError` when user code on the ranks has changed different things; `CommError` when
-        the engine has ended. Collective.
+        Serves requests of other ranks first, and outside a pass releases the units given to
+        `OrderedGathers.note_outside`. Raises `DesyncError`, listing every rank's call, when they differ;
+        `PartitionError` when user code on the ranks has changed different things; `CommError` when the engine has
+        ended.
         """
         self._liveness.check()
         if not self._gathers.active:
@@ -215,7 +217,8 @@ class Agreement:
         """Meet the other ranks inside ``synced()`` when this rank has nothing left to do. Collective.
 
         Return the name of the module whose forward pass some rank begins, and which this rank has to join; None when
-        all ranks are done. Serves requests, and meets ranks that end a pass without returning. Raises as `agree` does.
+        all ranks are done. Serves requests, and stays in the meeting while other ranks end passes. Raises as `agree`
+        does.
         """
         while True:
             self._liveness.check()
@@ -247,8 +250,8 @@ class Agreement:
             unit.forget_copies()
 
     def _message(self, kind: str, name: str, payload: Any) -> Message:
-        """Return a message of this kind and name, with ``payload`` and this rank's observations, which count as
-        sent."""
+        """Return a message of ``kind`` and ``name``, at the present step, with ``payload`` and this rank's
+        observations, which count as sent from then on."""
         observed = Observations(
             gathers=self._gathers.take_observed() if self._sharded else {},
             reductions=self._reductions.observed(),
@@ -260,7 +263,8 @@ class Agreement:
         return Message(kind, name, self._step.value, [payload, *observed.encode()])
 
     def _learn(self, messages: Sequence[Message], kind: str) -> list[Any]:
-        """Apply all ranks' observations, the same on every rank; return their payloads in rank order.
+        """Apply the observations in all ranks' ``messages`` (by rank), alike on every rank; return the payloads in rank
+        order.
 
         ``kind``: of this rank's message. Raises `PartitionError` where user code has changed different things on the
         ranks.
@@ -298,7 +302,8 @@ class Agreement:
 
 
 def _different_discards(discards: Sequence[int]) -> PartitionError:
-    """Return the error for ranks that have discarded different averaged gradients; ``discards``: by rank."""
+    """Return the error for ranks that have discarded different averaged gradients (`zero_grad` after some were
+    averaged). ``discards``: by rank, the number that tells what it has discarded; 0 for nothing."""
     apart = next(rank for rank, other in enumerate(discards) if other != discards[0])
     did, did_not = (0, apart) if discards[0] else (apart, 0)
     how = "discarded others, or at another point" if discards[did_not] else "did not"

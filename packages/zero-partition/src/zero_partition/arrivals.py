@@ -20,8 +20,8 @@ class GradientArrivals:
     """Moves gradients that autograd has finished into the units' buffers, after the user's hooks have run on them.
 
     ``units``: all units, by index; ``gradients``: those of trained units, by index. ``gatherer``, ``reducer``: release
-    and reduce a unit with its last gradient. ``liveness``: is told of a failure that ends the engine.
-    ``watched_units``: has the tool to call when a unit's gradients are done.
+    and reduce a unit when its last gradient has arrived. ``liveness``: is told of a failure that ends the engine.
+    ``watched_units``: its ``watch``, if set, is called when a unit's gradients are done.
 
     Attributes:
         reduces_each: the caller of each backward pass reduces its gradients itself, without a reducing pass.
@@ -46,11 +46,12 @@ class GradientArrivals:
         self.reduces_each = False
 
     def ready(self, unit: int, number: int, hook: GradientHook) -> None:
-        """Take the gradient of parameter ``number`` of the unit with index ``unit``, which autograd has finished.
+        """Move the gradient of parameter ``number`` (its index) of the unit with index ``unit``, which autograd has
+        finished, into the unit's buffer.
 
-        If hooks of the user's still run on it, it stays in ``.grad`` and is taken when the next gradient is ready, or
-        by `take_left`. ``hook``: the parameter's. Raises `PartitionError` if a hook has changed it after an earlier
-        pass of the step, and for ``create_graph=True``.
+        If hooks of the user's still have to run on the gradient, it stays in ``.grad`` and is moved when the next
+        gradient is ready, or by `take_left`. ``hook``: the parameter's. Raises `PartitionError` if a hook has changed
+        the gradient after an earlier pass of the step, and for ``create_graph=True``.
         """
         if self._left:
             self.take_left()
@@ -74,13 +75,12 @@ class GradientArrivals:
         self._left.clear()
 
     def _take(self, index: int, number: int, hook: GradientHook) -> None:
-        """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer, and make it None.
+        """Move the ``.grad`` of parameter ``number`` of unit ``index`` into the unit's buffer, and make it None. Does
+        nothing more if it was None.
 
-        With the last one that the unit is expected to get in a pass that reduces, the unit may be reduced and is
-        released. If ``.grad`` was None, does nothing more.
-
-        Raises `PartitionError` if a hook of the user's changed it after an earlier pass of the step, and, ending the
-        engine, for ``create_graph=True``.
+        When the unit has all gradients that it is expected to get in a pass that reduces, it is released, and may be
+        reduced. ``hook``: the parameter's. Raises `PartitionError` if a hook of the user's changed the gradient after
+        an earlier pass of the step, and, ending the engine, for ``create_graph=True``.
         """
         unit, gradients = self._units[index], self._gradients[index]
         parameter = unit.parameters[number]

@@ -36,18 +36,19 @@ class ModuleCalls:
         self._callers: dict[int, set[str]] = {}
 
     def new_stack(self) -> list[RunningCall]:
-        """Return a new, empty stack for the running calls of one module; `forget_calls` empties it."""
+        """Return a new, empty stack in which the caller keeps the running calls of one module; `forget_calls` empties
+        it."""
         stack: list[RunningCall] = []
         self._stacks.append(stack)
         return stack
 
     def begin_call(self, unit: Unit) -> None:
-        """Record that a call of a module that uses ``unit`` has begun: one more is running."""
+        """Count one more running call of a module that uses ``unit``."""
         self._depth[unit.index] = self._depth.get(unit.index, 0) + 1
 
     def end_call(self, unit: Unit, module: str) -> None:
-        """Record that the call of the module named ``module``, which uses ``unit``, has ended: one fewer is running,
-        and ``module`` has run in this pass."""
+        """Count one fewer running call of a module that uses ``unit``, and record that the module, which is called
+        ``module``, has run in this pass."""
         self._depth[unit.index] = max(self._depth.get(unit.index, 0) - 1, 0)
         self.note_run(unit, module)
 
@@ -83,8 +84,8 @@ class ModuleCalls:
             stack.clear()
 
     def _still_to_run(self, unit: Unit) -> set[str]:
-        """Return the names of the unit's modules that have not run in this pass: the live set, from which callers
-        remove them."""
+        """Return the set of the names of the unit's modules that have not run in this pass; a caller removes those that
+        have run."""
         found = self._not_run.get(unit.index)
         if found is None:
             found = self._not_run[unit.index] = {*unit.plan.members, *self._callers.get(unit.index, ())}

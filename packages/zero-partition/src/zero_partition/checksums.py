@@ -43,10 +43,10 @@ def checksums(views: Sequence[torch.Tensor]) -> Checksums:
 
 
 def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
-    """Return, for each pair (checksums before, now) of the same tensors, the numbers of the tensors whose checksums
-    differ.
+    """Return, for each pair (checksums before, checksums now) of the same tensors, the indices of the tensors whose
+    checksums differ.
 
-    Where they are on an accelerator, the host waits for it, once for all pairs.
+    Where checksums are on an accelerator, the host waits for it, once for all pairs.
     """
     away = [torch.ne(b, n) for b, n in pairs if isinstance(b, torch.Tensor) and isinstance(n, torch.Tensor)]
     told = iter(torch.cat(away).tolist() if away else [])
@@ -60,8 +60,8 @@ def differing(pairs: Sequence[tuple[Checksums, Checksums]]) -> list[list[int]]:
 
 
 def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a 1-D tensor as int64 tensors: as views with several elements in one integer where they are
-    aligned to 8 bytes, else one element in each."""
+    """Yield the elements of the 1-D ``flat`` as int64 tensors: views with several elements in each integer where they
+    are aligned to 8 bytes, else copies with one element in each."""
     size = flat.element_size()
     each = 8 // size
     head = min(-int(flat.storage_offset()) % each, flat.numel())
@@ -74,10 +74,11 @@ def _words(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def digest_of(x: torch.Tensor) -> int:
-    """Return a 64-bit digest of a contiguous 1-D tensor's bits: equal for equal bits, else almost surely different.
+    """Return a 64-bit digest of the bits of ``x``, a contiguous 1-D tensor: equal for equal bits, else almost surely
+    different.
 
-    Every element's bits are multiplied by an odd number of their position; products wrap around and are added up on the
-    tensor's device, for which the host waits.
+    Every element's bits are multiplied by an odd number that depends on its position; the products wrap around and are
+    added up on the tensor's device, for which the host waits.
     """
     bits = x.view(_INTEGERS[x.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -31,10 +31,11 @@ def compile_calls(modules: Sequence[nn.Module], options: dict[str, Any]) -> list
 
 
 def _function_for(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the call of modules of class ``kind`` as a function with its own code object, for torch before 2.12."""
+    """Return a function that calls a module of class ``kind`` and has its own code object, so that torch before 2.12
+    counts its recompilations separately."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as `nn.Module.__call__` does without a compiled call."""
+        """Call the module ``self`` as `nn.Module.__call__` does where it has no compiled call."""
         return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     call.__code__ = call.__code__.replace(co_name=f"call_of_{kind.__name__}")

@@ -13,14 +13,15 @@ from .unit import Unit
 
 
 class CompiledRegions:
-    """Compiles the regions of a model; `remove` makes them plain modules again.
+    """Compiles the regions of ``model``; `remove` makes them plain modules again.
 
     A region is a largest module whose released parameters all belong to units that the module's own call gathers: the
     full model where nothing is released, a block where blocks are units. The calls of all modules inside are reported
     before and after the compiled code, so gathers and releases happen between graphs and never inside one. Code between
     regions is not compiled.
 
-    ``units``: all units. ``hooks``: those of the model, whose reports are used. ``options``: passed to `torch.compile`.
+    ``units``: all units. ``hooks``: those of the model, by which the calls are reported. ``options``: passed to
+    `torch.compile`.
 
     Attributes:
         names: names of the compiled modules.
@@ -50,10 +51,11 @@ class CompiledRegions:
 
 
 class _Region:
-    """The compiled call of a module, with the reports for all modules inside.
+    """The compiled call of ``module``, with the reports for all modules inside.
 
     It is stored as the module's ``_compiled_call_impl``, which torch leaves out of copies and pickles. ``outer``:
-    reports the module itself. ``inside``: the modules in it that have hooks. ``compiled``: the call.
+    reports the calls of ``module`` itself. ``inside``: report those of the modules in it that have hooks. ``compiled``:
+    the compiled call.
     """
 
     def __init__(

@@ -125,8 +125,8 @@ def gathered_anywhere(parameters: nn.Parameter | Iterable[object], modifier_rank
 
 
 def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
-    """Return the units that ``parameters`` belong to, each once, in the order of their indices; other objects are
-    ignored."""
+    """Return the units that hold ``parameters``, each once, in the order of their indices. Objects that are no
+    parameter of this model are ignored."""
     found = {}
     for parameter in parameters:
         place = partition.find(parameter) if isinstance(parameter, nn.Parameter) else None
@@ -136,10 +136,11 @@ def _units_of(partition: Partition, parameters: Iterable[object]) -> list[Unit]:
 
 
 def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int) -> None:
-    """Raise `EditRefusedError` on every rank if ``modifier_rank`` has given a parameter another shape, or another's
-    memory. Collective.
+    """Raise `EditRefusedError` on every rank if data rank ``modifier_rank`` has given a parameter of ``units`` another
+    shape, or memory that it shares with another parameter. Collective.
 
-    Then parameters of all ``units`` are views of the flat buffers again, and nothing counts as changed.
+    If it raises, the parameters of all ``units`` are views of the flat buffers again, and user code's changes to them
+    no longer count as changes.
     """
     misfits = find_misfits(units) if partition.data_rank == modifier_rank else []
     misfit = partition.runtime.agree("changes in gathered", "", misfits[:1])[modifier_rank]
@@ -151,11 +152,12 @@ def _refuse_misfits(partition: Partition, units: list[Unit], modifier_rank: int)
 
 
 def _broadcast_changes(partition: Partition, unit: Unit, modifier_rank: int) -> None:
-    """Overwrite the gathered flat buffer of ``unit`` with that of ``modifier_rank`` (a data rank), and then this rank's
+    """Overwrite the gathered flat buffer of ``unit`` with that of data rank ``modifier_rank``, and then this rank's
     shard and master with it. Collective; returns when the values are there.
 
-    First a parameter whose ``data`` was assigned becomes a view of the flat buffer again, to which its values are
-    copied if the shape is the same, else lost. Other user edits of the unit count as settled.
+    Before that, a parameter whose ``data`` was assigned becomes a view of the flat buffer again; the assigned values
+    are copied there if they have the parameter's shape, else lost. Changes by user code that were noted for the unit
+    count as settled.
     """
     for parameter, view in zip(unit.parameters, unit.views, strict=True):
         if not parameter.is_set_to(view) or parameter.dtype is not view.dtype:
