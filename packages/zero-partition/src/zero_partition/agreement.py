@@ -303,7 +303,7 @@ class Agreement:
 
 def _different_discards(discards: Sequence[int]) -> PartitionError:
     """Return the error for ranks that have discarded different averaged gradients (`zero_grad` after some were
-    averaged). ``discards``: by rank, the number that tells what it has discarded; 0 for nothing."""
+    averaged). ``discards``: by rank, a digest of what it has discarded; 0 for nothing."""
     apart = next(rank for rank, other in enumerate(discards) if other != discards[0])
     did, did_not = (0, apart) if discards[0] else (apart, 0)
     how = "discarded others, or at another point" if discards[did_not] else "did not"

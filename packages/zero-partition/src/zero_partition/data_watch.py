@@ -1,11 +1,14 @@
 """The class of an engine's parameters, by which the engine finds writes through ``p.data``.
 
 [Note: writes through .data] In torch ``p.data`` is an alias of the parameter with a version counter of its own, so a
-write through it leaves no trace on the parameter. An engine's parameters have a subclass of their own class. Its
-``data`` returns aliases that share the version counter of one alias, which the unit keeps: that counter shows every
-write, also one through an alias that code has kept. torch functions ignore the subclass, so computing costs what it
-costs in torch. ``data`` of a released parameter is handled in released.py. In a compiled region ``data`` is
-``detach()``, which shares the parameter's own version counter.
+write through it leaves no trace on the parameter. An engine's parameters have a subclass of their own class, the
+watching class. Its ``data`` returns aliases that share the version counter of one alias, which the unit keeps: that
+counter shows every write, also one through an alias that code has kept. torch functions ignore the subclass, so
+computing costs what it costs in torch. ``data`` of a released parameter is handled in released.py. In a compiled region
+``data`` is ``detach()``, which shares the parameter's own version counter.
+
+The user's class of a parameter is the one that it has when gathered and without an engine. The owner of a parameter is
+the engine's `Partition`.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def watch_data(parameter: nn.Parameter) -> None:
 
 
 def unwatch_data(parameter: nn.Parameter) -> None:
-    """Undo `watch_data`: give ``parameter`` the user's class; a released one stays released."""
+    """Undo `watch_data`: give ``parameter`` the user's class again; a released one stays released."""
     parameter.__class__ = released_like(type(parameter), present_class(parameter))
 
 
@@ -50,8 +53,8 @@ def change_class(parameter: nn.Parameter, kind: type[nn.Parameter]) -> None:
 
 @functools.cache
 def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the subclass of ``kind`` whose ``data`` is watched; copies and pickles of its parameters are of
-    ``kind``."""
+    """Return the subclass of ``kind`` whose ``data`` lets the owner find writes; copies and pickles of its parameters
+    are of class ``kind``."""
     body = {
         "data": property(_get_data, _set_data),
         "detach": detached,
@@ -67,10 +70,9 @@ def _watching_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def _get_data(parameter: nn.Parameter) -> torch.Tensor:
-    """Return ``parameter.data``: an alias by which the owner finds writes; see [Note: writes through .data].
-
-    Without an owner, or while the parameter is released, that of torch; inside torch.compile ``detach()``.
-    """
+    """Return what ``parameter.data`` gives: an alias by which the owner finds writes (see [Note: writes through
+    .data]). Torch's own alias without an owner or while the parameter is released; ``detach()`` inside
+    torch.compile."""
     if torch.compiler.is_compiling():
         return torch.Tensor.detach(parameter)
     data: torch.Tensor = _DATA.__get__(parameter)
@@ -79,12 +81,13 @@ def _get_data(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
-    """Set ``parameter.data`` as in torch."""
+    """Set ``parameter.data`` to ``data``, as torch does."""
     _DATA.__set__(parameter, data)
 
 
 def _reduce_unwatched(parameter: nn.Parameter, protocol: Any) -> Any:
-    """Return what pickle writes of ``parameter``: one of the user's class, without its owner."""
+    """Return what pickle writes of ``parameter``: a parameter of the user's class, without its owner. ``__reduce_ex__``
+    of the watching classes."""
     kind = present_class(parameter)
     if kind.__reduce_ex__ is not nn.Parameter.__reduce_ex__:
         return kind.__reduce_ex__(parameter, protocol)  # type: ignore[no-untyped-call]

@@ -18,8 +18,8 @@ class DeviceGuard:
     """Tells whether an optimizer's own kernels skip a step by a flag on the device, and gives them the flag.
 
     torch's fused optimizers do, by the attribute that `torch.amp.GradScaler` sets. Others step only once the host knows
-    that the gradients are finite. ``tensors``: know whether the user has step hooks. ``update``: how the optimizer is
-    run; only in place on fragments can a step be skipped. ``device``: where it steps.
+    that the gradients are finite. ``tensors``: know whether the user has step hooks. ``update``: runs the optimizer;
+    only where that updates fragments in place can a step be skipped. ``device``: where it steps.
     """
 
     def __init__(self, optimizer: Optimizer, tensors: OptimizerTensors, update: Update, device: torch.device) -> None:
@@ -38,15 +38,15 @@ class DeviceGuard:
         return self._is_able and not hooked and all(group.get("fused") for group in self._optimizer.param_groups)
 
     def covers(self, touched: Touched) -> bool:
-        """Return whether all parameters that are ``touched`` (by unit index, a flag per parameter) have states already,
-        since `forget`: a kernel that skips its step makes none."""
+        """Return whether all parameters that ``touched`` marks (by unit index, a flag per parameter) have states, as
+        far as `note_step` has recorded since the last `forget`: a kernel that skips its step makes none."""
         return all(
             index in self._stepped and not any(t and not s for t, s in zip(flags, self._stepped[index], strict=True))
             for index, flags in touched.items()
         )
 
     def note_step(self, touched: Touched) -> None:
-        """Record that the parameters that are ``touched`` (by unit index, a flag per parameter) have states now. Does
+        """Record that the parameters that ``touched`` marks (by unit index, a flag per parameter) have states now. Do
         nothing for an optimizer whose steps cannot be skipped on the device."""
         for index, flags in touched.items() if self._is_able else ():
             known: Sequence[bool] = self._stepped.get(index, [False] * len(flags))
@@ -58,8 +58,8 @@ class DeviceGuard:
 
     @contextmanager
     def skipping(self, square: DeviceSquare | None) -> Iterator[None]:
-        """Have a step of the optimizer inside the block leave weights and states alone, on the device, if ``square``,
-        the sum of squares of its gradients, is not finite; None: every step updates."""
+        """Have a step of the optimizer inside the block leave weights and states alone if the sum of squares of its
+        gradients, ``square``, is not finite; the device decides. With None every step updates."""
         if square is None:
             yield
             return

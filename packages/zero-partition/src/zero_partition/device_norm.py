@@ -17,8 +17,8 @@ from .placeholder import Placeholders, any_written
 class DeviceSquare:
     """The global sum of squares of a step's gradients, on an accelerator and on its way to the host.
 
-    ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: this rank's sums, 1-D, of
-    ``units`` (names); of no gradient, one 0 of "".
+    ``total``: 0-D; not finite also where code wrote into a released parameter. ``by_unit``: 1-D, this rank's sum for
+    each of ``units`` (names); without gradients, one 0 for the name "".
 
     Attributes:
         step: number of the step.
@@ -41,20 +41,20 @@ class DeviceSquare:
         return self._arriving is None or self._arriving.is_here
 
     def read(self) -> float:
-        """Return the sum; wait for the device where it is not here yet."""
+        """Return the sum; wait for the device if it has not arrived on the host."""
         if self._arriving is not None:
             self.settle(self._arriving.read()[0])
         return self._value
 
     def settle(self, value: float) -> None:
-        """Take ``value``, which another rank has read, for the sum; the device is not waited for any more."""
+        """Take ``value``, which another rank has read, for the sum, so that `read` does not wait for the device."""
         self._arriving, self._value = None, value
 
     def factor(self, clip: float, epsilon: float, scale: float) -> torch.Tensor:
-        """Return the 0-D factor, on the device, that removes the loss ``scale`` from the gradients and clips their norm
-        to ``clip``: 1 / scale where the norm is smaller.
+        """Return the 0-D factor, on the device, to multiply gradients with: it removes the loss ``scale`` from them and
+        clips their norm to ``clip``. It is 1 / scale where the norm is smaller.
 
-        ``epsilon``: added to the norm before the division. Nothing waits.
+        ``epsilon``: added to the norm before the division. The host does not wait.
         """
         norm = self._total.sqrt().div_(scale).add_(epsilon)
         return torch.full_like(norm, clip).div_(norm).clamp_(max=1.0).mul_(1.0 / scale)
@@ -79,8 +79,8 @@ class DeviceNorm:
         self._memory = [values for placeholders in self._placeholders for values in placeholders.tensors()]
 
     def square(self) -> DeviceSquare:
-        """Return the sum of squares of all averaged gradients over all ranks, on its way to the host. Collective,
-        except at stage 0, where every rank has all gradients; not finite if code wrote into a released parameter."""
+        """Return the sum of squares of all averaged gradients over all ranks, on its way to the host; it is not finite
+        if code wrote into a released parameter. Collective, except at stage 0, where every rank has all gradients."""
         partition, step = self._partition, self._partition.runtime.step
         reduced = [g for g in partition.runtime.gradients.values() if g.is_reduced and g.reduced is not None]
         names = [gradients.unit.name for gradients in reduced] or [""]
@@ -104,8 +104,8 @@ class DeviceNorm:
             placeholders.verify_values()
 
     def _squares(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of squares of each of ``shards`` (1-D each) as a 1-D tensor on the device; a single 0 without
-        any."""
+        """Return the sum of squares of each of ``shards`` (1-D tensors) as a 1-D tensor on the device; a single 0 if
+        there are none."""
         if not shards:
             return torch.zeros(1, dtype=sum_dtype(self._partition.device), device=self._partition.device)
         return squares_on_device(shards)

@@ -23,15 +23,15 @@ class HostCopy:
         return self._event.query()
 
     def read(self) -> list[float]:
-        """Return the values as a list; wait for the device where they are not here yet."""
+        """Return the values as a list; wait for the device if they have not arrived on the host."""
         if not self.is_here:
             self._event.synchronize()
         return self._host.tolist()
 
 
 def squares_on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of squares of each of ``tensors``, one or more of one device, as a 1-D tensor there: float64, or
-    float32 on MPS, which lacks it. Nothing waits."""
+    """Return the sum of squares of each of ``tensors`` (at least one, all on one device) as a 1-D tensor there, of
+    `sum_dtype`. The host does not wait."""
     return torch.stack(torch._foreach_norm(list(tensors), 2, sum_dtype(tensors[0].device))).square_()
 
 

@@ -31,7 +31,8 @@ CHECKPOINT_MODULE = "torch.utils.checkpoint"
 def call_outside_modes(
     call: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
 ) -> _Result:
-    """Return ``call(*args, **kwargs)``, whose tensor operations no dispatch mode of the user's sees or changes."""
+    """Return ``call(*args, **kwargs)``, run outside the user's dispatch modes: none of them sees or changes its tensor
+    operations."""
     left = _pop_user_modes()
     try:
         return call(*args, **kwargs)
@@ -40,8 +41,8 @@ def call_outside_modes(
 
 
 def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run outside the user's dispatch modes, which then do not see its operations; see
-    `call_outside_modes`."""
+    """Return ``call`` wrapped to run outside the user's dispatch modes, as `call_outside_modes` runs it; a
+    decorator."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -52,8 +53,8 @@ def outside_modes(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _
 
 
 def outside_transforms(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate ``call`` to run outside transforms of torch.func (grad, vmap, …), which would wrap the engine's
-    tensors."""
+    """Return ``call`` wrapped to run outside transforms of torch.func (grad, vmap, …), which would wrap the engine's
+    tensors; a decorator."""
 
     @functools.wraps(call)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -81,7 +82,7 @@ def _pop_user_modes() -> list[Any]:
 
 
 def _restore_modes(taken: list[Any]) -> None:
-    """Restore the stack of modes as it was before `_pop_user_modes`, which returned ``taken``."""
+    """Restore the stack of modes as it was before the `_pop_user_modes` that returned ``taken``."""
     for mode in taken:
         if _stays_active(mode):
             _pop_mode()

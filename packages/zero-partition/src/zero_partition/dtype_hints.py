@@ -20,10 +20,10 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @contextmanager
 def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Make errors of torch about dtypes, in a forward pass of ``model`` inside the block, name the module.
+    """Make torch's errors about dtypes, in a forward pass of ``model`` inside the block, name the module.
 
-    An error in a module whose parameters have another floating dtype than ``inputs``, nested containers of tensors, or
-    than a buffer of the model, becomes a `PartitionError` that names the module, both dtypes and the key of the
+    An error in a module whose parameters have another floating dtype than ``inputs`` (nested containers of tensors) or
+    than a buffer of the model becomes a `PartitionError` that names the module, both dtypes and the key of the
     configuration that casts the inputs or the buffer. Other errors pass.
     """
     try:
@@ -45,15 +45,16 @@ def naming_dtypes(model: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def _by_inputs(given: torch.dtype | None, own: torch.dtype) -> str:
-    """Return, as an error's text, that inputs of dtype ``given`` do not fit parameters of dtype ``own``, and what to
-    do."""
+    """Return the part of an error's text that says that inputs of dtype ``given`` do not fit parameters of dtype
+    ``own``, and what to do."""
     key = f"Set {_NAMES[own]}.auto_cast to true in the configuration, or cast" if own in _NAMES else "Cast"
     return f"the model was given {given} inputs. {key} them in the script: x.to({own})."
 
 
 def _by_buffer(model: nn.Module, own: torch.dtype) -> str:
-    """Return, as an error's text, which buffer of ``model`` has a wider dtype than half-precision parameters, ``own``,
-    so that computing with it gives that dtype, and what to do; "" if there is none."""
+    """Return the part of an error's text that names a buffer of ``model`` with a wider dtype than ``own``, the
+    half-precision dtype of a module's parameters, and says what to do: what is computed with the buffer has its dtype.
+    "" if there is none."""
     wider = (
         (name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.dtype.itemsize > own.itemsize
     )
@@ -77,5 +78,5 @@ def _innermost(model: nn.Module, trace: TracebackType | None) -> nn.Module | Non
 
 
 def _dtype_of(tensors: Iterator[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype of the first floating tensor; None without one."""
+    """Return the dtype of the first floating-point tensor among ``tensors``; None without one."""
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)

@@ -21,8 +21,9 @@ Failed = Callable[[BaseException | None], None]
 class EndOfBackward:
     """A callback for autograd that calls ``end`` when its run is over, or ``failed`` when the run or ``end`` raises.
 
-    ``failed`` gets the exception, before the user's code does; None if another thread than this one called autograd.
-    See [Note: the exception of a failed run].
+    ``failed`` gets the exception, before the user's code does; it gets None if another thread than this one called
+    autograd. A callback that autograd drops belongs to a run that has raised; see [Note: the exception of a failed
+    run].
     """
 
     def __init__(self, end: Callable[[], None], failed: Failed) -> None:
@@ -31,7 +32,8 @@ class EndOfBackward:
         self._is_over = False
 
     def __call__(self) -> None:
-        """Call ``end``, as autograd's run is over; if it raises, call ``failed`` with the exception and raise it."""
+        """Call ``end``; autograd calls this when its run is over. If ``end`` raises, call ``failed`` with the exception
+        and raise it."""
         self._is_over = True
         try:
             self._end()
@@ -40,8 +42,8 @@ class EndOfBackward:
             raise
 
     def __del__(self) -> None:
-        """Have ``failed`` called, if autograd drops this callback before its run was over: with the exception when that
-        reaches Python, at once with None if this thread has not called autograd."""
+        """Have ``failed`` called if autograd has dropped this callback before its run was over: with the exception once
+        that reaches Python, or at once with None if this thread has not called autograd."""
         if self._is_over:
             return
         frame = _caller_of_autograd()
@@ -60,14 +62,17 @@ def _caller_of_autograd() -> FrameType | None:
 
 
 def _call_with_next_exception(frame: FrameType, failed: Failed) -> None:
-    """Have ``failed`` called with the exception that is about to arrive in ``frame``, before ``frame`` handles it.
+    """Have ``failed`` called with the exception that is about to arrive in ``frame``, before ``frame`` handles it; with
+    None if the next event of ``frame`` is no exception.
 
-    With None if the next event of ``frame`` is no exception. Sets a trace function for that one event.
+    Sets a trace function (`sys.settrace`) until that event.
     """
     before, own = sys.gettrace(), frame.f_trace
 
     def on_event(where: FrameType, event: str, details: Any) -> Any:
-        """Take the frame's next event: restore the trace function, and pass an exception, or None, to ``failed``."""
+        """Restore the trace functions of before, pass the exception of ``event`` to ``failed`` (None if it is another
+        event), and return what the frame's own trace function returns. ``where``: the frame; ``details``: as for any
+        trace function."""
         sys.settrace(before)
         where.f_trace = own
         failed(details[1].with_traceback(details[2]) if event == "exception" else None)

@@ -12,7 +12,8 @@ _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
 class ExpectedGradients:
-    """Counts the gradients of a pass, and tells when a unit has all that it is expected to get.
+    """Counts the gradients of a pass, and tells when a unit has all that it is expected to get. Units are named by
+    their index, parameters by their index in the unit.
 
     Where parameters are sharded (stage 3), a unit is expected to get as many as in the last pass that reached it, so
     that it need not stay gathered until the end of the pass. At lower stages it is expected to get one for each
@@ -53,24 +54,23 @@ class ExpectedGradients:
             self._count[index] = required + self._repeats[index]
 
     def arrived(self, index: int, number: int) -> bool:
-        """Count the gradient of parameter ``number`` of unit ``index``; return whether it was the last one expected.
-
-        False for late ones, which come after that.
-        """
+        """Count the gradient of parameter ``number`` of unit ``index``; return whether it was the last one that the
+        unit is expected to get. False for a late one, too."""
         self._arrived[index] += 1
         if not self._learns:
             self._numbers[index].add(number)
         return self._arrived[index] == self._count[index]
 
     def has_all_expected(self, index: int) -> bool:
-        """Return whether the unit ``index`` has all its expected gradients; False in the first pass if none may be
-        late."""
+        """Return whether the unit ``index`` has got all its expected gradients in this pass; False in the first pass if
+        none may be late."""
         return self._arrived[index] >= self._count[index] and (self.may_be_late or not self._first)
 
     def end(self) -> Iterator[int]:
-        """End the pass: yield the indices of units that got gradients, but another number of them than expected.
+        """End the pass: yield the indices of the units that got gradients, but another number of them than expected.
 
-        At stage 3 the next passes expect the new number. Iterate over all of it, as the iteration does the work.
+        At stage 3 the next passes expect the new number. The pass ends while the caller iterates, so it must iterate to
+        the end.
         """
         self._first = False
         for index, count in self._arrived.items():
@@ -86,8 +86,8 @@ class ExpectedGradients:
         return (index for index, count in self._arrived.items() if count)
 
     def _note_required(self, index: int, count: int) -> None:
-        """Learn, below stage 3, how many of the ``count`` gradients that a unit got were repeats, and whether `begin`
-        has to count its parameters that require gradients again."""
+        """Learn, below stage 3, how many of the ``count`` gradients that the unit ``index`` got in this pass were
+        repeats, and whether `begin` has to count its parameters that require gradients again."""
         distinct = len(self._numbers[index])
         repeats = max(self._repeats[index], count - distinct)
         if distinct < len(self._gradients[index].unit.parameters) or repeats > self._repeats[index]:

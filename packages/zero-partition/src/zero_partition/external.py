@@ -13,10 +13,10 @@ _LEAF = "_zero_leaf"
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Gather ``parameter`` whenever ``module`` runs, though another module owns it.
+    """Have ``parameter`` gathered whenever ``module`` runs, though another module owns it.
 
-    For code that holds the parameter itself; reading it from its owner gathers it anyway. Call it before or after the
-    model is partitioned; a second call does nothing.
+    For code of ``module`` that holds the parameter itself; reading it from its owner gathers it anyway. Call it before
+    or after the model is partitioned; a second call does nothing.
     """
     registered: list[nn.Parameter] = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(known is parameter for known in registered):
@@ -62,7 +62,8 @@ def set_leaf_modules(
 def leaf_marker(
     classes: Iterable[str] = (), names: Iterable[str] = (), suffixes: Iterable[str] = ()
 ) -> Callable[[str, nn.Module], bool]:
-    """Return a function of (name, module) that tells whether a module is a leaf, gathered together with its children.
+    """Return a function of (module's name, module) that tells whether the module is a leaf, gathered together with its
+    children.
 
     A mark of `set_leaf_modules` decides; without one, modules are leaves whose class is among ``classes`` (names, also
     of base classes), whose name is among ``names``, or whose name ends in one of ``suffixes``.
@@ -70,7 +71,7 @@ def leaf_marker(
     known, exact, ends = set(classes), set(names), tuple(suffixes)
 
     def is_leaf(name: str, module: nn.Module) -> bool:
-        """Return whether ``module``, called ``name``, is a leaf."""
+        """Return whether ``module``, which is called ``name``, is a leaf."""
         marked = module.__dict__.get(_LEAF)
         if marked is not None:
             return bool(marked)
@@ -81,12 +82,13 @@ def leaf_marker(
 
 
 def _class_names(kind: type) -> tuple[str, str]:
-    """Return the name of a class without and with its package, as in ("Linear", "torch.nn.modules.linear.Linear")."""
+    """Return the name of class ``kind`` without and with its package: ("Linear", "torch.nn.modules.linear.Linear")."""
     return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_chosen(choice: type[nn.Module] | str, name: str, module: nn.Module) -> bool:
-    """Return whether ``choice`` (see `set_leaf_modules`) is the class or the name of ``module``, called ``name``."""
+    """Return whether ``choice``, as for `set_leaf_modules`, is the class or the name of ``module``, which is called
+    ``name``."""
     if isinstance(choice, str):
         return name == choice or choice in _class_names(type(module))
     return isinstance(module, choice)

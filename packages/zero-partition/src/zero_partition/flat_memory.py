@@ -12,7 +12,8 @@ _LEFT = "_zero_left"  # attribute of the storage of a flat buffer whose engine i
 
 
 def leave_memory(flat: torch.Tensor) -> None:
-    """Mark the memory of ``flat``, which the parameters keep when their engine is closed, for `is_left_memory`."""
+    """Mark the memory of ``flat``, a flat buffer whose engine is being closed, as left to the parameters, for
+    `is_left_memory`."""
     setattr(flat.untyped_storage(), _LEFT, True)
 
 
@@ -42,8 +43,8 @@ class FlatMemory:
 
     @property
     def is_held(self) -> bool:
-        """Return whether code other than the unit and autograd holds a tensor in the memory, or torch refuses to resize
-        it because of an array. False for a fake tensor."""
+        """Return whether code other than the unit and autograd holds a tensor in the memory, or an array, because of
+        which torch refuses to resize the memory. False for a fake tensor."""
         if self._flat is None:
             return False
         # no storage object is held while references are counted: in torch 2.8 it is one

@@ -8,10 +8,10 @@ import torch
 
 
 class FlatSlicer:
-    """Slices 1-D tensors of ``numel`` elements into views of the same ``places``, each time it is called.
+    """Slices 1-D tensors of ``numel`` elements into views at the same ``places``, each time it is called.
 
-    ``places``: the views' ranges [first, end), in elements, in any order, without overlap. ``shapes``: the views'
-    shapes, by place; without them the views are 1-D.
+    ``places``: the views' ranges [first element, end), in any order, without overlap. ``shapes``: the views' shapes, in
+    the order of ``places``; without them the views are 1-D.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FlatSlicer:
             self._sizes.append(numel - covered)
 
     def __call__(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the views of ``flat``, a 1-D tensor of ``numel`` elements, in the order of the places."""
+        """Return the views of ``flat``, a 1-D tensor of ``numel`` elements, in the order of ``places``."""
         parts = flat.split_with_sizes(self._sizes)
         views = map(parts.__getitem__, self._parts)
         return list(views if self._shapes is None else map(torch.Tensor.view, views, self._shapes))

@@ -20,7 +20,8 @@ _Entries = defaultdict[Any, Any]
 
 
 class FragmentStates(_Entries):
-    """A ``defaultdict(dict)`` by fragment tensor; its pickles and copies are plain ``defaultdict``s.
+    """A ``defaultdict(dict)``: the state of each fragment (a dict) by the fragment's tensor; its pickles and copies are
+    plain ``defaultdict``s.
 
     ``entries``: the states at first. ``name_of``: returns the name of a parameter of the model, "" for any other
     tensor. All methods raise `PartitionError` for a key that is a parameter of the model.
@@ -33,58 +34,58 @@ class FragmentStates(_Entries):
         self.update(entries)
 
     def watch(self, read: Callable[[], None]) -> None:
-        """Call ``read`` once, before user code next looks at the states, unless `unwatch` comes first. Changes this
-        object's class."""
+        """Have ``read`` called once, before user code next looks at the states, unless `unwatch` comes first. Changes
+        this object's class to `WatchedFragmentStates`."""
         self._read = read
         self.__class__ = WatchedFragmentStates
 
     def unwatch(self) -> None:
-        """Stop calling the function given to `watch`, as the engine itself looks at the states now."""
+        """Undo `watch`, as the engine itself looks at the states now: ``read`` is not called until another `watch`."""
         self.__class__ = FragmentStates
 
     def __missing__(self, key: Any) -> Any:
-        """Add and return an empty state for a fragment that has none."""
+        """Add and return an empty state for the fragment ``key``, which has none. Raises `PartitionError` for a
+        parameter of the model."""
         self._check(key)
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Set the state of a fragment, the value at its tensor ``key``. Raises `PartitionError` for a parameter of the
-        model."""
+        """Set the state of the fragment ``key`` to ``value``. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        """Remove the state of a fragment; KeyError if it has none. Raises `PartitionError` for a parameter of the
-        model."""
+        """Remove the state of the fragment ``key``. Raises KeyError if it has none, and `PartitionError` for a
+        parameter of the model."""
         self._check(key)
         super().__delitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a fragment has a state. Raises `PartitionError` for a parameter of the model."""
+        """Return whether the fragment ``key`` has a state. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().__contains__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a fragment, ``default`` if it has none. Raises `PartitionError` for a parameter of the
-        model."""
+        """Return the state of the fragment ``key``; ``default`` if it has none. Raises `PartitionError` for a parameter
+        of the model."""
         self._check(key)
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove and return the state of a fragment; if it has none, return ``default`` or raise KeyError. Raises
-        `PartitionError` for a parameter of the model."""
+        """Remove and return the state of the fragment ``key``. If it has none, return ``default``, or raise KeyError
+        without one. Raises `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().pop(key, *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the state of a fragment, which becomes ``default`` if it has none. Raises `PartitionError` for a
-        parameter of the model."""
+        """Return the state of the fragment ``key``; if it has none, set it to ``default`` first. Raises
+        `PartitionError` for a parameter of the model."""
         self._check(key)
         return super().setdefault(key, default)
 
     def update(self, *entries: Any, **named: Any) -> None:
-        """Add or replace the states in the given mappings. Raises `PartitionError`, changing nothing, if a key is a
-        parameter of the model."""
+        """Add or replace the states in ``entries``, mappings by fragment (or what ``dict()`` takes). Raises
+        `PartitionError`, changing nothing, if a key is a parameter of the model."""
         given = dict(*entries, **named)
         for key in given:
             self._check(key)
@@ -114,82 +115,84 @@ class FragmentStates(_Entries):
 
 
 class WatchedFragmentStates(FragmentStates):
-    """A `FragmentStates` between `watch` and `unwatch`: the first read of any kind, also of its length, is reported."""
+    """A `FragmentStates` between `watch` and `unwatch`: before the first read of any kind, also of its length, it calls
+    the function that was given to `watch`. Every method then does what that of `FragmentStates` does, and raises as
+    that does."""
 
     def __contains__(self, key: object) -> bool:
-        """Call the function given to `watch` if it is due, and return whether a fragment has a state. Raises
-        `PartitionError` for a parameter of the model."""
+        """Report the read if it is the first, and return whether the fragment ``key`` has a state."""
         self._note_read()
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """Call the function given to `watch` if it is due, and iterate over the fragment tensors that have a state."""
+        """Report the read if it is the first, and iterate over the fragment tensors that have a state."""
         self._note_read()
         return super().__iter__()
 
     def __len__(self) -> int:
-        """Call the function given to `watch` if it is due, and return the number of fragments that have a state."""
+        """Report the read if it is the first, and return the number of fragments that have a state."""
         self._note_read()
         return super().__len__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Call the function given to `watch` if it is due, and return what pickle and deepcopy write: a plain
-        ``defaultdict`` of the same entries."""
+        """Report the read if it is the first, and return what pickle and deepcopy write: a plain ``defaultdict`` of the
+        same entries."""
         self._note_read()
         return super().__reduce__()
 
     def __getitem__(self, key: Any) -> Any:
-        """Call the function given to `watch` if it is due, and return the state of a fragment, adding an empty one if
-        it has none. Raises `PartitionError` for a parameter of the model."""
+        """Report the read if it is the first, and return the state of the fragment ``key``, adding an empty one if it
+        has none."""
         self._note_read()
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Call the function given to `watch` if it is due, and do what `FragmentStates.get` does. Raises
-        `PartitionError` for a parameter of the model."""
+        """Report the read if it is the first, and return the state of the fragment ``key``; ``default`` if it has
+        none."""
         self._note_read()
         return super().get(key, default)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Call the function given to `watch` if it is due, and do what `FragmentStates.pop` does. Raises
-        `PartitionError` for a parameter of the model."""
+        """Report the read if it is the first, and remove and return the state of the fragment ``key``; ``default``, or
+        KeyError without one, if it has none."""
         self._note_read()
         return super().pop(key, *default)
 
     def popitem(self) -> Any:
-        """Call the function given to `watch` if it is due, and remove and return the last (fragment tensor, state)."""
+        """Report the read if it is the first, and remove and return the last (fragment tensor, state). Raises KeyError
+        if there is none."""
         self._note_read()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Call the function given to `watch` if it is due, and do what `FragmentStates.setdefault` does. Raises
-        `PartitionError` for a parameter of the model."""
+        """Report the read if it is the first, and return the state of the fragment ``key``, which becomes ``default``
+        if it has none."""
         self._note_read()
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        """Call the function given to `watch` if it is due, and return the fragment tensors that have a state."""
+        """Report the read if it is the first, and return the fragment tensors that have a state."""
         self._note_read()
         return super().keys()
 
     def values(self) -> Any:
-        """Call the function given to `watch` if it is due, and return the states."""
+        """Report the read if it is the first, and return the states."""
         self._note_read()
         return super().values()
 
     def items(self) -> Any:
-        """Call the function given to `watch` if it is due, and return the pairs of a fragment tensor and its state."""
+        """Report the read if it is the first, and return the pairs (fragment tensor, state)."""
         self._note_read()
         return super().items()
 
     def copy(self) -> _Entries:  # type: ignore[override]
-        """Call the function given to `watch` if it is due, and return a plain ``defaultdict`` of the same entries,
-        whose states are not copied."""
+        """Report the read if it is the first, and return a plain ``defaultdict`` of the same entries, whose states are
+        not copied."""
         self._note_read()
         return super().copy()
 
     def _note_read(self) -> None:
-        """Call the function given to `watch`, as code reads the states; do nothing if it was called already."""
+        """Call the function that was given to `watch`, as code reads the states; do nothing if it was called before."""
         if self._read is not None:
             read, self._read = self._read, None
             read()
@@ -198,8 +201,9 @@ class WatchedFragmentStates(FragmentStates):
 class StateElsewhere(dict[str, Any]):
     """The state of a parameter that other ranks update entirely, so that a loop over parameters runs here as there.
 
-    Each kind that is looked up by ``[kind]`` is an empty tensor like ``tensor``, but "step" is what ``step`` returns;
-    what code assigns is kept. `get`, ``in`` and iteration know only what was assigned. Pickles are plain dicts.
+    A key is a kind of state, as "exp_avg". Each kind that is looked up by ``[kind]`` is an empty tensor like
+    ``tensor``, but "step" is what ``step`` returns; what code assigns is kept. `get`, ``in`` and iteration know only
+    what was assigned. Pickles are plain dicts.
     """
 
     def __init__(self, tensor: torch.Tensor, step: Callable[[], Any]) -> None:
@@ -212,12 +216,12 @@ class StateElsewhere(dict[str, Any]):
         return self._step() if kind == "step" else torch.empty_like(self._tensor)
 
     def __delitem__(self, kind: str) -> None:
-        """Remove a kind; do nothing if it was not assigned."""
+        """Remove the assigned value of ``kind``; do nothing if there is none."""
         super().pop(kind, None)
 
     def pop(self, kind: str, *default: Any) -> Any:
-        """Remove and return a kind; if it was not assigned, ``default`` if that is given, else a value as of a
-        look-up."""
+        """Remove and return the assigned value of ``kind``. If there is none, return ``default`` if it is given, else
+        what ``[kind]`` would return."""
         value = default[0] if default else self[kind]
         return super().pop(kind, value)
 

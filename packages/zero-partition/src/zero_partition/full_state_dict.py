@@ -15,9 +15,9 @@ def full_state_dict(
     """Return the state dict of ``module``, the partition's model, with full values in host memory on data rank 0; None
     on other ranks.
 
-    Gathers one unit at a time. Tied parameters share their storage. Entries that are no parameter or buffer
-    (`get_extra_state`) are left out. ``exclude_frozen``: leave frozen parameters out. Collective. Raises
-    `PartitionError` inside a pass.
+    Gathers one unit at a time. Tied parameters share their storage. Entries that are no parameter or buffer (of
+    ``get_extra_state``) are left out. ``exclude_frozen``: leave out parameters that require no gradient. Collective.
+    Raises `PartitionError` inside a forward or backward pass.
     """
     copies: dict[int, torch.Tensor] = {}
     for unit in partition.units:

@@ -1,5 +1,8 @@
 """Full weights in bounded buckets, for a program that computes with them: one unit is gathered at a time.
 
+A pass, here, is one iteration over all weights. A bucket is some of them, one behind the other in a piece of memory.
+What iterates is the receiver of the weights.
+
 [Note: a rank that stops] Ranks meet after each bucket, the last one too. A loop that ends early closes its iterator,
 which takes part in the next meeting and says there that it has stopped, with the exception that was thrown into it. If
 all ranks stop at the same bucket, nothing else happens; otherwise those that went on raise, and no rank waits. A rank
@@ -49,8 +52,9 @@ _TOLD = 1000
 
 @dataclass(frozen=True)
 class _Entry:
-    """One value of a pass: its description, its tensor in the model, the weight with adapters to merge into it (None
-    without), and the indices of the units to gather before it is read."""
+    """One value of a pass. ``info``: its name, dtype and shape as handed on. ``tensor``: the parameter or buffer of the
+    model. ``merged``: the weight with adapters to merge into it, None without. ``units``: the indices of the units to
+    gather before it is read."""
 
     info: WeightInfo
     tensor: torch.Tensor
@@ -125,16 +129,16 @@ class FullWeights:
                 yield name, copy
 
     def _checked(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
-        """Return the buckets of a new pass, which begins when the first is asked for. Raises `PartitionError` at once
-        for a bound below 1, and what ``check`` raises."""
+        """Return the buckets of a new pass, of at most ``bucket_bytes`` each; the pass begins when the first is asked
+        for. Raises `PartitionError` at once for a bound below 1, and what ``check`` raises."""
         self._check()
         if bucket_bytes < 1:
             raise PartitionError(f"full weights: bucket_bytes must be at least 1, got {bucket_bytes}")
         return self._pass(bucket_bytes)
 
     def _pass(self, bucket_bytes: int) -> Generator[WeightBucket, None, None]:
-        """Yield the buckets of one pass over all weights, and meet the other ranks after each (see [Note: a rank that
-        stops]). Collective."""
+        """Yield the buckets of one pass, of at most ``bucket_bytes`` each, and meet the other ranks after each (see
+        [Note: a rank that stops]). Collective. Raises as `buckets` says."""
         runtime = self._partition.runtime
         runtime.reopen("iter_full_weights")
         if runtime.gathers.active:
@@ -145,7 +149,7 @@ class FullWeights:
             for number, infos in enumerate(plan):
                 first, given = given, given + len(infos)
                 plain = WeightBucket(number, len(plan), infos, memory[: bucket_offsets(infos)[1]])
-                bucket = replace(plain, stop=partial(self._fail, opened, plain))
+                bucket = replace(plain, stop=partial(self._end_by_failure, opened, plain))
                 try:
                     self._fill(bucket, entries[first:given], gathers)
                 except BaseException as failure:
@@ -157,14 +161,14 @@ class FullWeights:
                     self._stop(opened, bucket, "")
                     raise
                 except BaseException as failure:
-                    self._fail(opened, bucket, failure)
+                    self._end_by_failure(opened, bucket, failure)
                     raise
                 self._meet(opened, bucket, adapters)
 
     def _begin(self, bucket_bytes: int) -> tuple[list[_Entry], list[tuple[WeightInfo, ...]], torch.Tensor]:
-        """Return what there is to hand on, divided into buckets, and memory for the largest; meet the other ranks, and
-        finish updates that still run. Raises `PartitionError` if the ranks have other weights, or one cannot begin.
-        Collective."""
+        """Return (all entries of a pass, their descriptions by bucket, uint8 memory for the largest bucket), after the
+        ranks have compared them and updates that still run have finished. Collective. Raises `PartitionError` if the
+        ranks have other weights, or one cannot begin."""
         entries: list[_Entry] = []
         plan: list[tuple[WeightInfo, ...]] = []
         memory, failure = torch.empty(0, dtype=torch.uint8), None
@@ -200,12 +204,16 @@ class FullWeights:
         return entries, plan, memory
 
     def _meet(self, opened: WeightPass, bucket: WeightBucket, adapters: str) -> None:
-        """Meet the other ranks after ``bucket``. Raises `PartitionError` if one has stopped, if something has ended the
-        pass, and if adapters are not as at its begin (``adapters``). Collective, unless the pass has ended."""
+        """Meet the other ranks after ``bucket``. ``adapters``: digest of the adapters' state at the beginning of the
+        pass. Collective, unless something has ended the pass.
+
+        Raises `PartitionError` if a rank has stopped, if something has ended the pass (``opened``), and if adapters on
+        a rank are in another state now, unless it was the last bucket.
+        """
         done = f"after bucket {bucket.number + 1} of {bucket.count}"
         if opened.ended:
             raise PartitionError(f"full weights: {opened.ended} {done}, which ends the pass. Iterate to the end first.")
-        told = self._partition.runtime.agree(_KIND, _after(bucket), [_NEXT, _digest(adapter_state(self._model))])
+        told = self._partition.runtime.agree(_KIND, _meeting_name(bucket), [_NEXT, _digest(adapter_state(self._model))])
         stopped = next((rank for rank, (word, _) in enumerate(told) if word != _NEXT), None)
         if stopped is not None:
             raise PartitionError(
@@ -220,12 +228,13 @@ class FullWeights:
             )
 
     def _stop(self, opened: WeightPass, bucket: WeightBucket, reason: str) -> None:
-        """Tell the other ranks that this one has stopped after ``bucket``, with the ``reason``; warn if they went on.
-        Collective, unless the pass or the engine has ended or another pass computes."""
+        """Tell the other ranks that this one has stopped after ``bucket``, with the ``reason`` (empty for none); warn
+        if they went on. Collective; does nothing if the pass or the engine has ended or a forward or backward pass
+        runs."""
         runtime = self._partition.runtime
         if opened.ended or runtime.failed or runtime.gathers.active:
             return
-        told = runtime.agree(_KIND, _after(bucket), [_STOPPED, reason[:_TOLD]])
+        told = runtime.agree(_KIND, _meeting_name(bucket), [_STOPPED, reason[:_TOLD]])
         if any(word == _NEXT for word, _ in told):
             warnings.warn(
                 f"this rank stopped iterating full weights after bucket {bucket.number + 1} of {bucket.count}, and "
@@ -233,17 +242,18 @@ class FullWeights:
                 stacklevel=2,
             )
 
-    def _fail(self, opened: WeightPass, bucket: WeightBucket, failure: BaseException) -> None:
-        """Tell the other ranks, as `_stop` does, that what took ``bucket`` has failed, and end the pass: its units are
-        released also where something still holds the iterator. Does nothing after the pass has ended."""
+    def _end_by_failure(self, opened: WeightPass, bucket: WeightBucket, failure: BaseException) -> None:
+        """Tell the other ranks, as `_stop` does, that the receiver of ``bucket`` has failed with ``failure``, and end
+        the pass: its units are released also where something still holds the iterator. Does nothing after the pass has
+        ended."""
         self._stop(opened, bucket, f": {type(failure).__name__}: {failure}")
         if not opened.ended:
             opened.ended = f"what took the weights failed ({type(failure).__name__})"
             opened.release()
 
     def _fill(self, bucket: WeightBucket, entries: Sequence[_Entry], gathers: _Gathers) -> None:
-        """Write the values of ``entries`` into ``bucket``. Gathers what they need and releases what no later one
-        needs; collective then."""
+        """Write the values of ``entries`` into ``bucket``, which is for them. ``gathers``: gathers the units that they
+        need and releases those that no later entry needs, which is collective."""
         for entry, view in zip(entries, bucket_views(bucket.infos, bucket.memory), strict=True):
             gathers.acquire(entry.units)
             with torch.no_grad():
@@ -251,8 +261,8 @@ class FullWeights:
             gathers.release_unneeded()
 
     def _entries(self) -> list[_Entry]:
-        """Return the entries in the order of a pass: replicated parameters, those of units by unit, then the buffers if
-        they were asked for."""
+        """Return the entries in the order of a pass: replicated parameters, those of units by unit, then, if asked for,
+        the persistent buffers. Raises as `base_weights` does."""
         weights = base_weights(self._model) if self._merge_adapters else plain_weights(self._model)
         placed = [(self._unit_of(weight.parameter), weight) for weight in weights]
         placed.sort(key=lambda one: one[0])
@@ -265,8 +275,8 @@ class FullWeights:
         return entries
 
     def _entry(self, weight: NamedWeight) -> _Entry:
-        """Return the entry of ``weight``: its dtype is the one asked for if it is a floating-point weight, and its
-        units are those of its own values and of the adapters to merge."""
+        """Return the entry of ``weight``: in the ``dtype`` of the class if that is given and the weight is
+        floating-point; its units are those of its own values and of the adapters to merge."""
         parameter = weight.parameter
         converts = self._dtype is not None and parameter.dtype.is_floating_point
         info = WeightInfo(weight.name, self._dtype if converts else parameter.dtype, tuple(parameter.shape))  # type: ignore[arg-type]
@@ -275,16 +285,15 @@ class FullWeights:
         return _Entry(info, parameter, weight if weight.layers else None, tuple(units))
 
     def _unit_of(self, parameter: nn.Parameter) -> int:
-        """Return the index of the unit that holds ``parameter``; -1 if every rank has all of it."""
+        """Return the index of the unit that holds ``parameter``; -1 if no unit does, so that every rank has all of
+        it."""
         found = self._partition.find(parameter)
         return -1 if found is None else found[0].index
 
 
 class _Gathers:
-    """Gathers the units that entries need, each once, until the last of them is written; a context manager.
-
-    ``entries``: all of the pass, in order.
-    """
+    """Gathers the units that a pass's ``entries`` (all, in order) need, each once, until the last entry that needs it
+    is written; a context manager."""
 
     def __init__(self, partition: Partition, entries: Sequence[_Entry]) -> None:
         self._partition = partition
@@ -304,8 +313,8 @@ class _Gathers:
 
     def merged(self, weight: NamedWeight) -> torch.Tensor:
         """Return ``weight`` with its adapters merged, as a new tensor. Its units and its adapters' must be gathered.
-        Values of its owner that were merged with it are kept for the next call, and forgotten if that is for another
-        owner."""
+        Other weights of its module that were merged with it are kept for the next call, until that is for another
+        module."""
         owner, values = self._merged
         if owner is not weight.owner or weight.key not in values:
             self._merged = (None, {})
@@ -331,17 +340,17 @@ class _Gathers:
         self.close()
 
     def close(self) -> None:
-        """Release every unit that is gathered still. May be called again."""
+        """Release every unit that this object still keeps gathered. Does nothing if there is none."""
         self._merged = (None, {})
         for index in list(self._open):
             self._open.pop(index).__exit__(None, None, None)
 
 
 def _digest(described: Any) -> str:
-    """Return a digest of plain data, as 16 hexadecimal digits."""
+    """Return a digest of ``described``, plain data, as 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
 
-def _after(bucket: WeightBucket) -> str:
-    """Return the name under which the ranks meet after ``bucket``: "bucket 1 of 3"."""
+def _meeting_name(bucket: WeightBucket) -> str:
+    """Return the name of the meeting of the ranks after ``bucket``: "bucket 1 of 3"."""
     return f"bucket {bucket.number + 1} of {bucket.count}"
